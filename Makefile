@@ -1,0 +1,46 @@
+# make serve and make test are the only set-up commands a newcomer needs; each installs what it lacks.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= kimi-nano
+PORT ?= 8000
+
+.PHONY: install serve test check bench format clean
+
+install: $(VENV)/.installed
+serve: install
+	$(BIN)/perilune serve $(MODEL) --port $(PORT)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/cpu/test_imports.py
+	$(BIN)/python runs/readme.py --check
+
+bench: install
+	$(BIN)/perilune bench decode $(MODEL)
+
+format: $(VENV)/.check
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("perilune needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e '.[test]'
+	touch $@
+
+$(VENV)/.check: $(VENV)/.test
+	$(BIN)/python -m pip install -q -e '.[check]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

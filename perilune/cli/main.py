@@ -1,0 +1,60 @@
+"""The `perilune` command: one verb per file of this package, imported only when it is used."""
+
+import importlib
+import sys
+
+import click
+
+from perilune.core.errors import PeriluneError
+
+VERBS = {
+    "serve": "start the OpenAI-compatible server",
+    "generate": "answer one prompt in the terminal",
+    "ops": "list, check and time the operations",
+    "bench": "measure speed, with its ceiling beside it",
+}
+
+
+class Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"perilune.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The help page must not import torch just to show one line per verb.
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="perilune")
+def cli() -> None:
+    """Serve the Kimi K2 family close to what the memory allows.
+
+    MODEL is a directory, a Hugging Face repository id such as moonshotai/Kimi-K2.5, or kimi-nano (bundled, the
+    default).
+    """
+
+
+def main() -> None:
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
+    except PeriluneError as e:
+        click.echo(f"error: {e}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

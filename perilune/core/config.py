@@ -1,0 +1,153 @@
+"""The configuration tree: frozen, resolved once, printed once with the reason of every automatic choice.
+
+Keys have one spelling everywhere: `LLM(model, max_num_seqs=8)`, `--max-num-seqs 8`, `max_num_seqs = 8` in a TOML file.
+"""
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from perilune.core.errors import ConfigError
+
+
+def _doc(text: str, default: Any) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine needs besides the model. "auto" and None are resolved by the engine when it starts."""
+
+    device: str = _doc("auto, cpu or cuda", "auto")
+    dtype: Literal["auto", "float32", "bfloat16"] = _doc(
+        "type of activations and unquantised weights; auto: bfloat16 on GPUs, float32 on CPU", "auto"
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16"] = _doc("type of the KV cache; auto: same as dtype", "auto")
+    qk_norm_eps: float | None = _doc(
+        "epsilon of the q and kv norms inside MLA; default: the checkpoint's rms_norm_eps", None
+    )
+    max_model_len: int | None = _doc(
+        "longest prompt + answer in tokens; default: what the checkpoint allows and memory holds", None
+    )
+    max_num_seqs: int = _doc("requests computed together in a step, at most", 64)
+    max_step_tokens: int | None = _doc(
+        "tokens computed in a step, at most; longer prompts are split. Default: 512 on CPU, 8192 on GPUs",
+        None,
+    )
+    memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
+    kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
+    block_size: int = _doc("tokens in a KV block", 16)
+    prefix_cache: bool = _doc("keep KV of finished requests for prompts that begin alike", True)
+    absorb_limit: int = _doc(
+        "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",
+        16,
+    )
+    threads: int | None = _doc("CPU threads of the engine; default: torch's choice", None)
+    seed: int | None = _doc("seed of requests that bring none; default: drawn from the system", None)
+    tp: int = _doc("tensor-parallel ranks", 1)
+    ep: int = _doc("expert-parallel ranks", 1)
+    draft: str = _doc("source of speculative tokens", "off")
+    ops: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_step_tokens", 1),
+            ("kv_blocks", 2),
+            ("block_size", 1),
+            ("absorb_limit", 0),
+            ("threads", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
+        if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:
+            raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
+        if self.tp != 1 or self.ep != 1:
+            raise ConfigError("tp and ep above 1 are not built yet: run one rank")
+        if self.draft != "off":
+            raise ConfigError(f"draft={self.draft!r} is not built yet: use draft='off'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = _doc("address to listen on", "127.0.0.1")
+    port: int = _doc("port to listen on; 0 takes a free one", 8000)
+    served_model_name: str | None = _doc("name clients use; default: the model's own", None)
+    api_key: str | None = _doc("if set, requests must carry it as a bearer token", None)
+    max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}")
+
+
+T = typing.TypeVar("T", EngineConfig, ServerConfig)
+
+
+def build(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A config from plain values (CLI, keyword arguments, TOML); unknown keys and wrong types raise ConfigError."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"unknown config key {key!r}; known: {', '.join(sorted(fields))}")
+        if not _fits(value, hints[key]):
+            raise ConfigError(f"{key} must be {_spell(hints[key])}, not {value!r}")
+    return kind(**values)
+
+
+def from_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(engine values, server values) of a TOML file with the tables [engine] and [server], each optional."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"cannot read config file {path}: {e.strerror}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"config file {path} is not valid TOML: {e}") from e
+    if extra := set(data) - {"engine", "server"}:
+        raise ConfigError(f"config file {path}: unknown table {sorted(extra)[0]!r}; known: engine, server")
+    return data.get("engine", {}), data.get("server", {})
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is not None and args and origin is not Mapping and not _is_mapping(origin):
+        return any(_fits(value, a) for a in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if _is_mapping(origin):
+        return isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+    return isinstance(value, hint)
+
+
+def _is_mapping(origin: Any) -> bool:
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if _is_mapping(origin):
+        return "a table of strings"
+    if args:
+        return " or ".join(_spell(a) for a in args if a is not type(None))
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(hint, str(hint))

@@ -1,0 +1,95 @@
+"""The records that cross between a front end (server, `LLM`) and the engine.
+
+Between processes they travel as msgpack over a private socket pair (engine/wire.py): never pickle.
+"""
+
+from dataclasses import dataclass
+
+from perilune.core.plan import TokenLogprob
+from perilune.core.sampling import SamplingParams
+
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Front end -> engine: run this prompt. `rid` is unique among the front end's live requests.
+
+    `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): the engine knows no tokenizer.
+    """
+
+    rid: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Front end -> engine: nobody waits for this request any more. Unknown ids are ignored; no Delta answers."""
+
+    rid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Front end -> engine: finish the step and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Engine -> front end: new tokens of a request.
+
+    The token that ended the request (an end token) is included in `tokens`. `finish_reason` is None until the last
+    delta: "stop" (an id of stop_token_ids), "length", "cancelled" (engine shut down) or "error" (see `error`).
+    `logprobs` is parallel to `tokens` when asked for. `prompt_logprobs` arrives in pieces, in order of position.
+    """
+
+    rid: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Engine -> front end, once, when it is ready. `choices` are the automatic decisions with their reasons."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]  # from config.json; the tokenizer's end tokens come on top
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Engine -> front end, at most twice a second. Counters grow from engine start."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_cached: int = 0
+    blocks_owned: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Engine -> front end: the engine cannot start or go on."""
+
+    error: str
+
+
+ToEngine = Submit | Cancel | Shutdown
+FromEngine = Delta | EngineInfo | EngineStats | Failed

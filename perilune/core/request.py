@@ -1,0 +1,132 @@
+"""The engine's record of one live request: counters, not phases.
+
+Positions of a request, at the moment a step is planned while the previous one still runs:
+
+    0 ........ computed ........ planned ..... known . horizon ......... limit
+    |-- committed --|-- in flight --|-- to do --|pending|-- not sampled yet --|
+
+known    prompt and committed output tokens, whose ids the host has
+pending  tokens that steps in flight will sample; at most one when a step is planned, two while its predecessor and it
+         are both in flight
+horizon  known + pending
+limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
+"""
+
+from dataclasses import dataclass, field
+
+from perilune.core.plan import PENDING
+from perilune.core.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of one request; only the scheduler changes it. Compared by identity."""
+
+    rid: int
+    arrival: int  # serial number: lower arrived earlier
+    tokens: list[int] = field(repr=False)  # prompt, then committed outputs
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    limit: int
+    slot: int | None = None  # row of the device's last-token buffer while running
+    blocks: list[int] = field(default_factory=list)  # block table; each entry is one reference this request holds
+    registered: int = 0  # leading blocks that are (or were, if since forgotten) in the prefix tree
+    digests: list[bytes] = field(default_factory=list, repr=False)  # chained, of leading full blocks, as far as needed
+    computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    life: int = 0  # preemptions so far; work planned in an earlier life no longer has its blocks
+    scored: int = 0  # prompt positions whose successor's log-probability was delivered
+    cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
+    finished: bool = False
+    _table: tuple[int, ...] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        assert 0 < self.prompt_len == len(self.tokens) < self.limit, (self.rid, self.prompt_len, self.limit)
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def horizon(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def todo(self) -> int:
+        """Positions a step could compute now; 0 once the steps in flight sample the last token."""
+        return self.horizon - self.planned if self.horizon < self.limit else 0
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """`blocks` as a tuple, rebuilt only after a change: a long context is not copied for every token."""
+        if self._table is None:
+            self._table = tuple(self.blocks)
+        return self._table
+
+    def add_block(self, block: int) -> None:
+        self.blocks.append(block)
+        self._table = None
+
+    def swap_block(self, index: int, block: int) -> None:
+        self.blocks[index] = block
+        self._table = None
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """Ids at the next `count` positions to plan, the last one PENDING if it is still being sampled."""
+        assert 0 < count <= self.todo, (self.rid, count, self.todo)
+        end = self.planned + count
+        ids = tuple(self.tokens[self.planned : end])
+        return ids if end <= self.known else (*ids, PENDING)
+
+    def targets(self, count: int) -> tuple[int, ...]:
+        """The prompt tokens that follow the next `count` positions to plan."""
+        return tuple(self.tokens[self.planned + 1 : min(self.planned + count + 1, self.prompt_len)])
+
+    def launch(self, count: int) -> bool:
+        """Counts `count` more positions as planned; true when the last of them samples a token."""
+        self.planned += count
+        sample = self.planned == self.horizon
+        self.pending += sample
+        self.check()
+        return sample
+
+    def land(self, end: int) -> None:
+        """Counts the positions before `end` as computed."""
+        assert self.computed < end <= min(self.planned, self.known), (self.rid, self.computed, end, self.planned)
+        self.computed = end
+
+    def append(self, token: int) -> None:
+        """The token that a step in flight sampled has arrived (`pending` no longer counts it)."""
+        assert token >= 0 and self.horizon < self.limit, (self.rid, token, self.horizon, self.limit)
+        self.tokens.append(token)
+
+    def start(self, slot: int, blocks: list[int], block_size: int) -> None:
+        """Starts to run, with the KV of the leading `blocks` already there."""
+        # A token still being sampled sits in the last-token row of the slot it was planned with, which is gone.
+        assert self.slot is None and not self.blocks and self.pending == 0, (self.rid, self.slot, self.pending)
+        self.slot = slot
+        self.blocks = blocks
+        self._table = None
+        self.registered = len(blocks)
+        self.computed = self.planned = len(blocks) * block_size
+        self.check()
+
+    def stop(self) -> tuple[int, list[int]]:
+        """Stops running: (slot, blocks) now belong to the caller. Tokens and pending samples stay."""
+        assert self.slot is not None, self.rid
+        slot, blocks = self.slot, self.blocks
+        self.slot = None
+        self.blocks = []
+        self._table = None
+        self.registered = self.computed = self.planned = 0
+        self.life += 1
+        return slot, blocks
+
+    def check(self) -> None:
+        """Asserts what holds between any two calls."""
+        assert 0 <= self.computed <= self.planned <= self.horizon <= self.limit, self
+        assert self.computed <= self.known and 0 <= self.pending <= 2, self
+        assert self.registered <= len(self.blocks), self
+        assert self.slot is not None or not self.blocks, self

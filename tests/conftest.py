@@ -1,0 +1,17 @@
+"""Shared by all tests: where the test data is."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+DATA = Path(os.environ.get("PERILUNE_TEST_DATA", Path(__file__).parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def kimi_k26() -> Path:
+    """The directory with Kimi K2.6's real config, vocabulary and tokenizer config."""
+    path = DATA / "kimi-k2.6"
+    if not (path / "tiktoken.model").is_file():
+        pytest.skip(f"the real vocabulary is not at {path} (set PERILUNE_TEST_DATA)")
+    return path
