@@ -1,0 +1,70 @@
+"""KV blocks by number: which are free, and how many hold each of the others. Policy only: the memory is elsewhere."""
+
+_FREE = -1
+
+
+class BlockPool:
+    """A fixed number of blocks. A block is free, referenced, or idle.
+
+    Idle is unreferenced but not free: whoever let the last reference go decides whether what the block holds is worth
+    keeping (then it stays idle until referenced again) or gives it back with `free`. Every operation is O(1).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, num_blocks
+        self._references = [_FREE] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used first
+        self._referenced = 0
+
+    @property
+    def total(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_referenced(self) -> int:
+        return self._referenced
+
+    def references(self, block: int) -> int:
+        """How many hold the block; 0 when it is idle or free."""
+        return max(self._references[block], 0)
+
+    def allocate(self) -> int:
+        """A free block, with one reference. The caller has checked `num_free`."""
+        assert self._free, "no free block"
+        block = self._free.pop()
+        self._references[block] = 1
+        self._referenced += 1
+        return block
+
+    def retain(self, block: int) -> None:
+        """One more reference to a referenced or idle block."""
+        count = self._references[block]
+        assert count >= 0, f"block {block} is free"
+        self._referenced += count == 0
+        self._references[block] = count + 1
+
+    def release(self, block: int) -> bool:
+        """One reference less; true if it was the last one and the block is idle now."""
+        count = self._references[block]
+        assert count > 0, f"block {block} has no reference to release"
+        self._references[block] = count - 1
+        self._referenced -= count == 1
+        return count == 1
+
+    def free(self, block: int) -> None:
+        """An idle block becomes free."""
+        assert self._references[block] == 0, f"block {block} has {self._references[block]} references"
+        self._references[block] = _FREE
+        self._free.append(block)
+
+    def check(self) -> None:
+        """Asserts that the counters and the free list tell the same story."""
+        assert len(set(self._free)) == len(self._free), "a block is free twice"
+        assert all(self._references[b] == _FREE for b in self._free)
+        assert sum(r == _FREE for r in self._references) == len(self._free)
+        assert sum(r > 0 for r in self._references) == self._referenced
+        assert all(r >= _FREE for r in self._references)

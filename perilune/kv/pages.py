@@ -1,0 +1,33 @@
+"""The paged MLA cache: per layer and token one latent (after its norm) and one rope key, shared by all heads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """`data` [layers, blocks, block_size, kv_lora_rank + rope]. Which block belongs to whom is kv.blocks' business."""
+
+    data: Tensor
+
+    @classmethod
+    def allocate(
+        cls, layers: int, blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> "Pages":
+        # Zeros, not empty: padded rows of a gather are multiplied by a probability of 0, and 0 * nan is nan. The
+        # operating system hands out zero pages lazily, so unused blocks cost no memory on CPU.
+        return cls(torch.zeros(layers, blocks, block_size, width, dtype=dtype, device=device))
+
+    @staticmethod
+    def block_bytes(layers: int, block_size: int, width: int, dtype: torch.dtype) -> int:
+        return layers * block_size * width * dtype.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[2]

@@ -1,0 +1,166 @@
+"""Which KV blocks hold which token prefixes, so that prompts that begin alike are computed once.
+
+A full block is named by a chained digest: of its predecessor's digest and its own token ids, hence of everything before
+it. The tree has at most one block per digest, and whoever references a block references all its predecessors:
+a request that finds its freshly computed block already known adopts the known one (`insert`). With blocks released
+last-to-first, a block therefore always falls idle before its predecessor does, and the queue of idle blocks in the
+order they fell idle is at once least-recently-used first and leaf first: eviction is O(1) and never leaves a hole.
+"""
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from perilune.kv.blocks import BlockPool
+
+_DIGEST_BYTES = 16
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, blocks: int) -> None:
+    """Appends to `digests` until it names the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1)."""
+    assert blocks * block_size <= len(tokens), (blocks, block_size, len(tokens))
+    layout = struct.Struct(f"<{block_size}I")
+    for index in range(len(digests), blocks):
+        ids = layout.pack(*tokens[index * block_size : (index + 1) * block_size])
+        parent = digests[-1] if digests else b""
+        digests.append(blake2b(parent + ids, digest_size=_DIGEST_BYTES).digest())
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Node:
+    digest: bytes
+    block: int
+    parent: "_Node | None"
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+
+
+class PrefixTree:
+    """The one way to the pool's blocks: hands them out, takes them back, and keeps registered ones as long as it can.
+
+    A block nobody references is cached if it is registered here, and evicted when a new block is wanted and none is
+    free; otherwise it goes back to the pool at once.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._by_digest: dict[bytes, _Node] = {}
+        self._by_block: dict[int, _Node] = {}
+        self._idle: OrderedDict[int, _Node] = OrderedDict()  # by block, in the order they fell idle
+
+    @property
+    def num_cached(self) -> int:
+        """Registered blocks that nobody references."""
+        return len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return self._pool.num_free + len(self._idle)
+
+    def allocate(self) -> int:
+        """A block with one reference and arbitrary content. The caller has checked `available`."""
+        if not self._pool.num_free:
+            assert self._idle, "every block is referenced"
+            node = next(iter(self._idle.values()))
+            assert not node.children, f"block {node.block} would leave a hole in its chain"
+            self._remove(node)
+        return self._pool.allocate()
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known beginning of this chain; no reference is taken."""
+        blocks: list[int] = []
+        for digest in digests:
+            node = self._by_digest.get(digest)
+            if node is None:
+                break
+            blocks.append(node.block)
+        return blocks
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks are cached without a reference, so that `acquire` makes them unavailable."""
+        return sum(block in self._idle for block in blocks)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Takes a reference to each block of a matched chain."""
+        for block in blocks:
+            self._pool.retain(block)
+            self._idle.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives back one reference to each block of a request's table (in table order)."""
+        for block in reversed(blocks):  # last first: see the module's docstring
+            if self._pool.release(block):
+                node = self._by_block.get(block)
+                if node is None:
+                    self._pool.free(block)
+                else:
+                    self._idle[block] = node
+
+    def insert(self, parent: int | None, digest: bytes, block: int) -> int | None:
+        """Registers a full, computed block that the caller references, after `parent` (None: first of its chain).
+
+        Returns the block the caller references from now on: its own, or the one already known by this digest, with the
+        caller's own given back. None when the parent was forgotten, and with it everything that would follow.
+        """
+        above = None if parent is None else self._by_block.get(parent)
+        if above is None and parent is not None:
+            return None
+        assert block not in self._by_block, f"block {block} is registered already"
+        node = self._by_digest.get(digest)
+        if node is not None:
+            assert node.parent is above, "two chains with one digest"
+            self.acquire((node.block,))
+            self.release((block,))
+            return node.block
+        node = _Node(digest, block, above)
+        self._by_digest[digest] = self._by_block[block] = node
+        if above is not None:
+            above.children[digest] = node
+        return block
+
+    def forget(self, digest: bytes) -> None:
+        """Unregisters the block of this digest, if known, and all that follow it: no request will find them again.
+
+        Blocks still referenced stay with those who hold them.
+        """
+        node = self._by_digest.get(digest)
+        if node is None:
+            return
+        order = [node]
+        for above in order:  # grows while it is walked: every descendant, predecessors first
+            order.extend(above.children.values())
+        for below in reversed(order):
+            self._remove(below)
+
+    def _remove(self, node: _Node) -> None:
+        del self._by_digest[node.digest], self._by_block[node.block]
+        if node.parent is not None:
+            del node.parent.children[node.digest]
+        if self._idle.pop(node.block, None) is not None:
+            self._pool.free(node.block)
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Asserts that the pool, the tree and the block tables of all holders account for every block exactly once."""
+        self._pool.check()
+        held = Counter(block for table in tables for block in table)
+        assert all(self._pool.references(block) == held[block] for block in range(self._pool.total)), "lost references"
+        assert self._pool.num_free + len(self._idle) + len(held) == self._pool.total, "lost blocks"
+        chains: dict[int, Sequence[int]] = {}
+        for table in tables:
+            assert len(set(table)) == len(table), "a block twice in one table"
+            for index, block in enumerate(table):
+                if held[block] > 1:
+                    chain = table[: index + 1]
+                    assert chains.setdefault(block, chain) == chain, f"block {block} shared after different beginnings"
+        age = {block: index for index, block in enumerate(self._idle)}
+        for node in self._by_digest.values():
+            assert self._by_block[node.block] is node
+            assert (node.block in age) == (self._pool.references(node.block) == 0)
+            if node.parent is not None:
+                assert self._by_digest[node.parent.digest] is node.parent, "a hole in a chain"
+                assert node.parent.children[node.digest] is node
+                if node.parent.block in age:
+                    assert age[node.block] < age[node.parent.block], "a chain would lose its middle first"
+        assert len(self._by_block) == len(self._by_digest)
