@@ -1,0 +1,125 @@
+"""A model directory's tensors: shards with an index, or one model.safetensors without."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import torch
+
+from perilune.core.errors import CheckpointError
+from perilune.formats.jsonfile import read_object
+from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Checkpoint:
+    """Open shards and the map of their tensors. Any number of threads may read; close when none does any more."""
+
+    def __init__(self, path: Path, files: Mapping[Path, SafetensorsFile], tensors: Mapping[str, TensorInfo]) -> None:
+        self.path = path
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(tensors))
+        self._files = dict(files)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Reads every header and checks them against the index; no tensor data is read.
+
+        CheckpointError if a shard is missing or damaged, or index and shards disagree about any tensor.
+        """
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a directory")
+        placed: dict[str, Path] | None = None
+        if (path / INDEX).exists():
+            placed = _weight_map(path)
+            names = sorted(set(placed.values()))
+        elif (path / SINGLE).exists():
+            names = [path / SINGLE]
+        else:
+            raise CheckpointError(f"{path} holds neither {INDEX} nor {SINGLE}: only safetensors checkpoints are read")
+        files: dict[Path, SafetensorsFile] = {}
+        try:
+            for name in names:
+                files[name] = SafetensorsFile(name)
+            if placed is None:
+                tensors = files[names[0]].tensors
+            else:
+                tensors = _agree(path, placed, files)
+        except BaseException:
+            for file in files.values():
+                file.close()
+            raise
+        return cls(path, files, tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is missing") from None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as stored, in memory of its own on the CPU."""
+        info = self.info(name)
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(info, tensor)
+        return tensor
+
+    def read_into(self, info: TensorInfo, out: torch.Tensor, start: int = 0) -> None:
+        """Fills `out` (CPU, contiguous, any dtype) with the tensor's bytes from its byte `start` on."""
+        nbytes = out.numel() * out.element_size()
+        assert out.is_contiguous() and start + nbytes <= info.nbytes, (out.stride(), start, nbytes, info)
+        if nbytes:
+            self._files[info.file].read_into(info.offset + start, out.reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _weight_map(path: Path) -> dict[str, Path]:
+    weight_map = read_object(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX}: weight_map must be a non-empty object")
+    placed = {}
+    for name, shard in weight_map.items():
+        # A shard is a file of this directory: an index must not make us read elsewhere.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path / INDEX}: weight_map[{name!r}] is {shard!r}, not a .safetensors file name")
+        placed[name] = path / shard
+    missing = sorted({p.name for p in placed.values() if not p.exists()})
+    if missing:
+        raise CheckpointError(f"{path} lacks {few(missing, 'shard')}: the download is incomplete")
+    return placed
+
+
+def _agree(path: Path, placed: Mapping[str, Path], files: Mapping[Path, SafetensorsFile]) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, file in placed.items():
+        info = files[file].tensors.get(name)
+        if info is None:
+            elsewhere = [f.path.name for f in files.values() if name in f.tensors]
+            found = f"it is in {elsewhere[0]}" if elsewhere else "none of the listed shards has it"
+            raise CheckpointError(f"{path / INDEX} places tensor {name!r} in {file.name}, but {found}")
+        tensors[name] = info
+    stray = [n for file in files.values() for n in file.tensors if placed.get(n) != file.path]
+    if stray:
+        raise CheckpointError(f"{path}: the shards hold {few(stray, 'tensor')} that {INDEX} does not place there")
+    return tensors
+
+
+def few(names: Sequence[str], noun: str, limit: int = 3) -> str:
+    """'2 tensors (a, b)' for messages; long lists are cut."""
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)} {noun}{'s' * (len(names) > 1)} ({', '.join(names[:limit])}{more})"

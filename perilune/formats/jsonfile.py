@@ -1,0 +1,39 @@
+"""JSON objects in files of a model directory: one clear error for whatever is wrong, whole files when written."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.core.errors import CheckpointError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. CheckpointError if the file is absent, unreadable, not JSON or not an object."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{path} does not exist: the model directory is incomplete") from e
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(data).__name__}")
+    return data
+
+
+def write_object(path: Path, data: Mapping[str, Any]) -> None:
+    """Replaces `path` in one step, so that no reader ever sees half of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            json.dump(data, f, indent=2, sort_keys=True)
+            f.write("\n")
+        Path(temporary).chmod(0o644)  # mkstemp makes files only their owner may read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

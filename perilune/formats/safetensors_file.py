@@ -1,0 +1,142 @@
+"""One safetensors file: its header checked against its size, its tensors' bytes read on demand.
+
+Layout: u64 little-endian header length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data, which
+the tensors cover without holes or overlaps. Reads are positioned (pread), so any number of threads may share a file
+and no memory map keeps it alive.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.core.errors import CheckpointError
+
+MAX_HEADER = 100_000_000
+LFS_POINTER = b"version https://git-lfs"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `nbytes` bytes from byte `offset` of `file`, row-major, little-endian."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """An open file. CheckpointError, naming the file, if it is absent, truncated or inconsistent."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except FileNotFoundError as e:
+            raise CheckpointError(f"{path} does not exist: the download is incomplete") from e
+        except OSError as e:
+            raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+        try:
+            self.tensors: dict[str, TensorInfo] = self._parse()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the bytes from `offset` of the file on. Any thread may call it."""
+        done = 0
+        while done < len(buffer):
+            try:
+                n = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
+            except OSError as e:
+                raise CheckpointError(f"cannot read {self.path} at byte {offset + done}: {e.strerror}") from e
+            if n == 0:
+                raise CheckpointError(
+                    f"{self.path} is truncated: {len(buffer)} bytes expected at byte {offset}, {done} found"
+                )
+            done += n
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _parse(self) -> dict[str, TensorInfo]:
+        size = os.fstat(self._file.fileno()).st_size
+        if size < 8:
+            raise CheckpointError(f"{self.path} is truncated: {size} bytes, shorter than any safetensors header")
+        start = bytearray(min(size, len(LFS_POINTER)))
+        self.read_into(0, memoryview(start))
+        if start == LFS_POINTER:
+            raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself: run `git lfs pull`")
+        length = int.from_bytes(start[:8], "little")
+        if length > MAX_HEADER:
+            raise CheckpointError(
+                f"{self.path}: header of {length} bytes exceeds {MAX_HEADER}: not a safetensors file, or damaged"
+            )
+        if 8 + length > size:
+            raise CheckpointError(f"{self.path} is truncated: header needs {8 + length} bytes, {size} found")
+        raw = bytearray(length)
+        self.read_into(8, memoryview(raw))
+        try:
+            header = json.loads(raw)
+        except (ValueError, RecursionError) as e:
+            raise CheckpointError(f"{self.path}: damaged header, not valid JSON: {e}") from e
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path}: damaged header, not a JSON object")
+        header.pop("__metadata__", None)
+        data = 8 + length
+        tensors = {name: self._entry(name, entry, data) for name, entry in header.items()}
+
+        end, previous = data, None
+        for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+            if info.offset != end:
+                what = "overlap" if info.offset < end else "leave a hole"
+                raise CheckpointError(f"{self.path}: damaged header: {previous!r} and {info.name!r} {what}")
+            end, previous = info.offset + info.nbytes, info.name
+        if end > size:
+            raise CheckpointError(f"{self.path} is truncated: {end} bytes expected, {size} found")
+        if end < size:
+            raise CheckpointError(f"{self.path} is damaged: {end} bytes expected, {size} found")
+        return tensors
+
+    def _entry(self, name: str, entry: Any, data: int) -> TensorInfo:
+        where = f"{self.path}: damaged header: tensor {name!r}"
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(f"{where} has no description")
+        code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not isinstance(code, str) or code not in DTYPES:
+            raise CheckpointError(f"{where} has unknown dtype {code!r}")
+        if not isinstance(shape, list) or not _naturals(shape):
+            raise CheckpointError(f"{where} has shape {shape!r}")
+        if not isinstance(span, list) or not _naturals(span) or len(span) != 2 or span[0] > span[1]:
+            raise CheckpointError(f"{where} has data_offsets {span!r}")
+        dtype, nbytes = DTYPES[code], span[1] - span[0]
+        if nbytes != (need := math.prod(shape) * dtype.itemsize):
+            raise CheckpointError(f"{where} of {code} {shape} needs {need} bytes, its data_offsets give {nbytes}")
+        return TensorInfo(name, dtype, tuple(shape), self.path, data + span[0], nbytes)
+
+
+def _naturals(values: list[Any]) -> bool:
+    return all(type(v) is int and v >= 0 for v in values)
