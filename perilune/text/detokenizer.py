@@ -1,0 +1,21 @@
+"""Ids to text while they arrive: a character split over tokens is held back until it is whole."""
+
+import codecs
+
+from perilune.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Concatenating everything `push` and `flush` return equals `Tokenizer.decode` of all ids pushed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, id: int) -> str:
+        """The text that this token completes, perhaps none."""
+        return self._decoder.decode(self._tokenizer.token_bytes(id))
+
+    def flush(self) -> str:
+        """What is held back, as U+FFFD because the rest of the character is not coming; then as good as new."""
+        return self._decoder.decode(b"", True)

@@ -1,0 +1,64 @@
+"""Stop strings found in text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete; what may still become one is held back.
+
+    The stop string that is complete first wins (of several complete at the same character, the longest), so the
+    result does not depend on how the text was cut. Time per character does not depend on the strings' lengths.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._tables = [_fallbacks(s) for s in self._stops]
+        self._depths = [0] * len(self._stops)
+        self._firsts = {s[0] for s in self._stops}
+        self.pending = ""  # held back: the longest beginning of a stop string that the text ends with
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is certainly wanted. After a match: what precedes it, and nothing for later pieces."""
+        if self.matched is not None:
+            return ""
+        if not self.pending and self._firsts.isdisjoint(text):
+            return text
+        known = self.pending + text
+        for at in range(len(self.pending), len(known)):
+            if self._advance(known[at]):
+                matched = max((s for s, d in zip(self._stops, self._depths) if d == len(s)), key=len)
+                self.pending, self.matched = "", matched
+                return known[: at + 1 - len(matched)]
+        cut = len(known) - max(self._depths, default=0)
+        self.pending = known[cut:]
+        return known[:cut]
+
+    def flush(self) -> str:
+        """What was held back: no stop string came of it."""
+        text, self.pending = self.pending, ""
+        self._depths = [0] * len(self._stops)
+        return text
+
+    def _advance(self, char: str) -> bool:
+        hit = False
+        for i, (stop, table) in enumerate(zip(self._stops, self._tables)):
+            depth = self._depths[i]
+            while depth and stop[depth] != char:
+                depth = table[depth - 1]
+            depth += stop[depth] == char
+            self._depths[i] = depth
+            hit |= depth == len(stop)
+        return hit
+
+
+def _fallbacks(word: str) -> list[int]:
+    """Knuth-Morris-Pratt: entry i is the length of the longest proper prefix of word[: i + 1] that also ends it."""
+    table = [0] * len(word)
+    depth = 0
+    for i in range(1, len(word)):
+        while depth and word[i] != word[depth]:
+            depth = table[depth - 1]
+        depth += word[i] == word[depth]
+        table[i] = depth
+    return table
