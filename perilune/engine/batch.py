@@ -1,0 +1,93 @@
+"""StepPlan -> the tensors of one step. The only place where plans become numbers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.core.plan import PENDING, StepPlan, Work
+from perilune.model.kimi_k2 import Span, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's tensors, and which of its rows are read out.
+
+    work           the plan's work in row order
+    sampled        the works that sample, in the order of `rows`
+    rows           [S] the last row of each sampling work
+    slots          [S] last-token row each sampled token is stored to
+    """
+
+    step: Step
+    work: tuple[Work, ...]
+    starts: tuple[int, ...]
+    sampled: tuple[Work, ...]
+    rows: Tensor
+    slots: Tensor
+
+
+def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: int) -> Batch:
+    """`last_tokens` [max_num_seqs] int64 on the device: what each slot sampled last, for PENDING ids."""
+    device = last_tokens.device
+    few = [w for w in plan.work if w.count <= absorb_limit]
+    many = [w for w in plan.work if w.count > absorb_limit]
+    work = (*few, *many)
+    counts = np.fromiter((w.count for w in work), np.int64, len(work))
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    total = int(ends[-1])
+
+    tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
+    offset = np.repeat(np.fromiter((w.start for w in work), np.int64, len(work)) - starts, counts)
+    positions = np.arange(total) + offset
+    slots = np.empty(total, np.int64)
+    for w, begin, end in zip(work, starts, ends):
+        here = positions[begin:end]
+        first = w.start // block_size
+        table = np.asarray(w.blocks[first:], np.int64)
+        slots[begin:end] = table[here // block_size - first] * block_size + here % block_size
+
+    ids = torch.from_numpy(tokens).to(device)
+    pending = np.flatnonzero(tokens == PENDING)
+    if len(pending):
+        owner = np.searchsorted(ends, pending, side="right")
+        sources = torch.tensor([work[i].slot for i in owner], device=device)
+        ids[torch.from_numpy(pending).to(device)] = last_tokens[sources]
+
+    split = int(ends[len(few) - 1]) if few else 0
+    step = Step(
+        tokens=ids,
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        absorbed=_span(few, slice(0, split), device),
+        plain=_span(many, slice(split, total), device),
+    )
+    sampling = [i for i, w in enumerate(work) if w.sample]
+    return Batch(
+        step=step,
+        work=work,
+        starts=tuple(starts.tolist()),
+        sampled=tuple(work[i] for i in sampling),
+        rows=torch.from_numpy(ends[sampling] - 1).to(device),
+        slots=torch.tensor([work[i].slot for i in sampling], dtype=torch.int64, device=device),
+    )
+
+
+def _span(work: list[Work], rows: slice, device: torch.device) -> Span | None:
+    if not work:
+        return None
+    width = max(len(w.blocks) for w in work)
+    tables = np.zeros((len(work), width), np.int32)
+    for row, w in zip(tables, work):
+        row[: len(w.blocks)] = w.blocks
+    query_start = np.zeros(len(work) + 1, np.int32)
+    np.cumsum([w.count for w in work], out=query_start[1:])
+    context = np.fromiter((w.end for w in work), np.int32, len(work))
+    return Span(
+        rows,
+        torch.from_numpy(tables).to(device),
+        torch.from_numpy(query_start).to(device),
+        torch.from_numpy(context).to(device),
+    )

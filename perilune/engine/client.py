@@ -1,0 +1,167 @@
+"""The server's side of the engine process: starts it, submits requests, hands each its deltas. No torch here."""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import EngineError, RequestError
+from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine import wire
+
+SHUTDOWN_SECONDS = 1.5
+
+
+def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
+    """RequestError unless the prompt can be run: not empty, known ids, room for at least one token after it."""
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    if len(prompt) >= info.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, but the context holds {info.max_model_len} tokens including at "
+            "least one of the answer: shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", param="prompt")
+
+
+class EngineClient:
+    """A running engine process. All methods belong to the event loop that started it."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        info: EngineInfo,
+        end_tokens: frozenset[int],
+    ) -> None:
+        self.info = info
+        self.stats = EngineStats()
+        self.end_tokens = end_tokens
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._ids = itertools.count()
+        # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
+        self._inboxes: dict[int, asyncio.Queue[Delta]] = {}
+        self._failure: str | None = None
+        self._receiver = asyncio.create_task(self._receive())
+
+    @classmethod
+    async def start(
+        cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()
+    ) -> "EngineClient":  # fmt: skip
+        """Spawns the engine on a checkpoint directory and waits until it is loaded.
+
+        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json.
+        Raises EngineError with the engine's own message when it cannot start.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "perilune.engine.process", str(theirs.fileno()), pass_fds=[theirs.fileno()]
+            )  # fmt: skip
+        reader, writer = await asyncio.open_connection(sock=ours)
+        body = msgspec.msgpack.encode((str(model), config))
+        writer.write(wire.HEADER.pack(len(body)) + body)
+        try:
+            (first,) = await _read(reader)
+        except (asyncio.IncompleteReadError, ConnectionError) as e:
+            code = await process.wait()
+            raise EngineError(f"the engine process ended with exit code {code} before it was ready") from e
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        if isinstance(first, Failed):
+            await process.wait()
+            writer.close()
+            raise EngineError(first.error)
+        assert isinstance(first, EngineInfo), f"unexpected first message {first!r}"
+        return cls(process, reader, writer, first, frozenset(stop_token_ids) | set(first.stop_token_ids))
+
+    @property
+    def alive(self) -> bool:
+        return self._failure is None
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+        """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
+
+        Raises RequestError for a prompt that cannot run and EngineError if the engine is or goes down.
+        """
+        check_prompt(prompt, self.info)
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        rid = next(self._ids)
+        inbox: asyncio.Queue[Delta] = asyncio.Queue()
+        self._inboxes[rid] = inbox
+        finished = False
+        try:
+            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens)))
+            while not finished:
+                delta = await inbox.get()
+                finished = delta.finish_reason is not None
+                if self._failure is not None and delta.finish_reason == "error":
+                    raise EngineError(self._failure)
+                yield delta
+        finally:
+            del self._inboxes[rid]
+            if not finished and self._failure is None:
+                self._send(Cancel(rid))
+
+    async def close(self) -> None:
+        """Ends the engine process, by force if it does not end in time; live requests get an EngineError."""
+        self._fail("the engine was shut down")
+        with contextlib.suppress(ConnectionError):
+            self._send(Shutdown())
+            await self._writer.drain()
+        try:
+            await asyncio.wait_for(self._process.wait(), SHUTDOWN_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        self._receiver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiver
+        self._writer.close()
+
+    def _send(self, message: Any) -> None:
+        self._writer.write(wire.encode([message]))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                for message in await _read(self._reader):
+                    if isinstance(message, Delta):
+                        # Absent: cancelled while the delta was under way.
+                        if (inbox := self._inboxes.get(message.rid)) is not None:
+                            inbox.put_nowait(message)
+                    elif isinstance(message, EngineStats):
+                        self.stats = message
+                    elif isinstance(message, Failed):
+                        self._fail(message.error)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._fail("the engine process ended unexpectedly: see its output above, then restart the server")
+        except EngineError as e:
+            self._fail(str(e))
+
+    def _fail(self, why: str) -> None:
+        if self._failure is None:
+            self._failure = why
+            for rid, inbox in self._inboxes.items():
+                inbox.put_nowait(Delta(rid, finish_reason="error", error=why))
+
+
+async def _read(reader: asyncio.StreamReader) -> list[Any]:
+    header = await reader.readexactly(wire.HEADER.size)
+    return wire.decode(await reader.readexactly(wire.body_length(header)))

@@ -1,0 +1,294 @@
+"""The Python API: a model in this process, driven by the caller's thread."""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError, EngineError, RequestError
+from perilune.core.messages import Delta, Submit
+from perilune.core.plan import TokenLogprob
+from perilune.core.sampling import SamplingParams
+from perilune.engine.client import check_prompt
+from perilune.engine.engine import Engine
+from perilune.model.hub import resolve_model
+from perilune.text.chat import ChatTemplate, next_tool_index, template_for
+from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
+from perilune.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of a prompt.
+
+    `token_ids` include the end token if one ended the text; `text` does not, and is None when the model directory has
+    no tokenizer. `logprobs` and `prompt_logprobs` are filled when asked for (the first prompt token has none).
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """An assistant turn: reasoning apart from content, tool calls with their native ids."""
+
+    reasoning: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    completion: Completion
+
+    @property
+    def text(self) -> str:
+        return self.content
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completion.token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.tool_calls else self.completion.finish_reason
+
+
+class LLM:
+    """A Kimi K2-family model ready to generate. Several may live in one process; `close()` frees everything.
+
+    `model` is a directory, a Hugging Face repository id or "kimi-nano"; keyword arguments are the keys of
+    `core.config.EngineConfig`. Calls from several threads are served one after the other; for concurrent users run
+    the server.
+    """
+
+    def __init__(self, model: str | Path = "kimi-nano", *, progress: bool = False, **config: Any):
+        path = resolve_model(str(model), progress=progress)
+        self._engine: Engine | None = Engine(path, build(EngineConfig, config), progress=progress)
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self.path = path
+        self.info = self._engine.info
+        self.config = self._engine.config
+        self.tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
+        ends = self.tokenizer.stop_ids if self.tokenizer is not None else frozenset[int]()
+        self._end_tokens = ends | set(self.info.stop_token_ids)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
+
+        Raises RequestError, before anything runs, for a prompt that cannot be served, and EngineError when a request
+        fails on the way.
+        """
+        tokens = [self._encode(p) for p in _as_prompts(prompts)]
+        wanted = _as_params(params, len(tokens))
+        streams = [TextStream(self.tokenizer, p.stop, end_ids=p.stop_token_ids) if self.tokenizer else None for p in wanted]
+        if self.tokenizer is None and any(p.stop for p in wanted):
+            raise RequestError("stop strings need a tokenizer, and the model directory has none", param="stop")
+        parts: list[list[str]] = [[] for _ in tokens]
+
+        def take(i: int, delta: Delta) -> bool:
+            stream = streams[i]
+            if stream is None:
+                return False
+            parts[i].append(stream.feed(delta.tokens))
+            return stream.stopped
+
+        runs = self._run(tokens, wanted, take, progress)
+        results = []
+        for run, stream, part in zip(runs, streams, parts):
+            text = None if stream is None else "".join(part) + stream.finish()
+            results.append(run.completion(text))
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+    ) -> ChatCompletion:
+        """The assistant's next turn of an OpenAI-style conversation."""
+        tokenizer = self._need_tokenizer()
+        template: ChatTemplate = template_for(self.path)
+        prompt = template.render_ids(
+            tokenizer, messages, tools=tools, thinking=thinking, preserve_thinking=preserve_thinking
+        )
+        params = params or SamplingParams()
+        stream = ChatStream(
+            tokenizer,
+            thinking=thinking,
+            tools=tools,
+            stop=params.stop,
+            first_tool_index=next_tool_index(messages),
+            end_ids=params.stop_token_ids,
+        )
+        events: list[Any] = []
+
+        def take(_: int, delta: Delta) -> bool:
+            events.extend(stream.feed(delta.tokens))
+            return stream.stopped
+
+        (run,) = self._run([prompt], [params], take, False)
+        events.extend(stream.finish())
+        reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
+        content = "".join(e.text for e in events if isinstance(e, Content))
+        calls: dict[int, ToolCall] = {}
+        for e in events:
+            if isinstance(e, ToolStart):
+                calls[e.index] = ToolCall(e.id, e.name, "")
+            elif isinstance(e, ToolArguments):
+                call = calls[e.index]
+                calls[e.index] = ToolCall(call.id, call.name, call.arguments + e.text)
+        for index in stream.incomplete:
+            del calls[index]
+        return ChatCompletion(reasoning, content, tuple(calls.values()), run.completion(content))
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability (natural log) of token i+1 given tokens 0..i; len(token_ids) - 1 values."""
+        if len(token_ids) < 2:
+            raise RequestError("score needs at least two tokens", param="token_ids")
+        # A request always samples once; that token is thrown away.
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        head = [int(t) for t in token_ids]
+        (run,) = self._run([head], [params], lambda i, d: False, False)
+        return [p.logprob for p in run.prompt_logprobs]
+
+    def close(self) -> None:
+        """Frees weights, cache and threads; the object cannot be used afterwards. Closing twice is harmless."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], take: Callable[[int, Delta], bool], progress: bool
+    ) -> "list[_Run]":
+        """Runs all prompts to their ends. `take(index, delta)` sees every delta and may end its request early."""
+        for prompt in prompts:
+            check_prompt(prompt, self.info)
+        with self._lock:
+            engine = self._engine
+            if engine is None:
+                raise ConfigError("this LLM is closed")
+            runs = {next(self._ids): _Run(i) for i in range(len(prompts))}
+            failure: str | None = None
+            try:
+                for rid, run in runs.items():
+                    ends = params[run.index].ending_with(self._end_tokens)
+                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends))
+                with _bar(len(prompts), progress) as bar:
+                    task = bar.add_task("generating", total=len(prompts))
+                    while engine.busy and failure is None:
+                        for delta in engine.step():
+                            run = runs[delta.rid]
+                            run.add(delta)
+                            if delta.finish_reason == "error":
+                                failure = delta.error
+                            if take(run.index, delta) and run.finish_reason is None:
+                                run.finish_reason = "stop"
+                                engine.cancel(delta.rid)
+                            if run.finish_reason is not None:
+                                bar.advance(task)
+            finally:
+                # Also on Ctrl-C or a failed submit: nothing of this call may live on in the engine.
+                for rid, run in runs.items():
+                    if run.finish_reason is None:
+                        engine.cancel(rid)
+                while engine.busy:
+                    engine.step()
+        if failure is not None:
+            raise EngineError(failure)
+        return list(runs.values())
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        return [int(t) for t in prompt]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.path} has no tiktoken.model: give prompts as token ids", param="prompt")
+        return self.tokenizer
+
+
+class _Run:
+    """One prompt's way through the engine."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finish_reason: str | None = None
+        self.cached_tokens = 0
+
+    def add(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.finish_reason = delta.finish_reason
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+
+    def completion(self, text: str | None) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            tuple(self.tokens),
+            text,
+            self.finish_reason,
+            tuple(self.logprobs),
+            tuple(self.prompt_logprobs),
+            self.cached_tokens,
+        )
+
+
+def _bar(total: int, show: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, disable=not show)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(p, int) or hasattr(p, "__index__") for p in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts, but {len(params)} sampling parameters: give one or as many as prompts")
+    return list(params)

@@ -1,0 +1,106 @@
+"""The engine process: reads requests from a socket, steps the engine, writes deltas back.
+
+Started by engine/client.py as `python -m perilune.engine.process FD`; the first frame holds the model directory and
+the configuration. It ends when told to, or when the other side of the socket is gone.
+"""
+
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.messages import Cancel, Delta, Failed, Shutdown, Submit
+from perilune.engine import wire
+from perilune.engine.engine import Engine
+
+STATS_INTERVAL = 0.5  # seconds
+
+
+class Channel:
+    """The engine's blocking end of the socket."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+
+    def receive(self, *, wait: bool) -> list[Any]:
+        """All messages of the frames that have arrived; with `wait`, at least one frame's. EOFError when closed."""
+        batch: list[Any] = []
+        while wait or select.select([self.sock], [], [], 0)[0]:
+            batch += wire.decode(self.read_body())
+            wait = False
+        return batch
+
+    def read_body(self) -> bytes:
+        return self._exactly(wire.body_length(self._exactly(wire.HEADER.size)))
+
+    def send(self, batch: list[Any]) -> None:
+        self.sock.sendall(wire.encode(batch))
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self.sock.recv(size - len(data))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+
+def serve(engine: Engine, channel: Channel) -> None:
+    """The loop: take what arrived, step, send what came out."""
+    sent_at = 0.0
+    while True:
+        deltas: list[Delta] = []
+        for message in channel.receive(wait=not engine.busy):
+            if isinstance(message, Submit):
+                try:
+                    engine.submit(message)
+                except RequestError as e:  # the client checks first; this is the second fence
+                    deltas.append(Delta(message.rid, finish_reason="error", error=str(e)))
+            elif isinstance(message, Cancel):
+                engine.cancel(message.rid)
+            elif isinstance(message, Shutdown):
+                return
+        deltas += engine.step()
+        out: list[Any] = [*deltas]
+        now = time.monotonic()
+        if now - sent_at >= STATS_INTERVAL or not engine.busy:
+            out.append(engine.stats())
+            sent_at = now
+        if out:
+            channel.send(out)
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the server decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        try:
+            model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
+            engine = Engine(Path(model), config, progress=sys.stderr.isatty())
+        except PeriluneError as e:
+            channel.send([Failed(str(e))])
+            return
+        channel.send([engine.info])
+        try:
+            serve(engine, channel)
+        except (EngineError, RuntimeError, MemoryError) as e:
+            # A broken step breaks the engine: say why to every request in flight, then show the traceback.
+            channel.send([Failed(f"the engine stopped: {type(e).__name__}: {e}")])
+            raise
+        finally:
+            engine.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the server is gone, and with it everyone who waits
+
+
+if __name__ == "__main__":
+    main()

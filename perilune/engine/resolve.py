@@ -1,0 +1,119 @@
+"""Turns "auto" and None of an EngineConfig into values, once, each with its reason."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.kv.pages import Pages
+from perilune.model.config import KimiConfig
+
+GB = 1e9
+# Left free besides weights and KV: activations, logits and the allocator's own slack.
+WORKSPACE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+
+
+@dataclass(slots=True)
+class Choices:
+    """The automatic decisions so far, in order: (key, value, reason)."""
+
+    made: list[tuple[str, str, str]]
+
+    def note(self, key: str, value: object, reason: str) -> None:
+        self.made.append((key, str(value), reason))
+
+
+def resolve_device(config: EngineConfig, choices: Choices) -> torch.device:
+    if config.device == "auto":
+        if torch.cuda.is_available():
+            choices.note("device", "cuda", f"found {torch.cuda.get_device_name()}")
+            return torch.device("cuda")
+        choices.note("device", "cpu", "no CUDA device found")
+        return torch.device("cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as e:
+        raise ConfigError(f"device must be auto, cpu or cuda, not {config.device!r}") from e
+    if device.type not in WORKSPACE_BYTES:
+        raise ConfigError(f"device must be auto, cpu or cuda, not {config.device!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device here: use --device cpu")
+    return device
+
+
+def resolve_dtypes(
+    config: EngineConfig, device: torch.device, choices: Choices
+) -> tuple[EngineConfig, torch.dtype, torch.dtype]:
+    dtype, kv_dtype = config.dtype, config.kv_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        choices.note(
+            "dtype", dtype, "the checkpoint's own" if device.type == "cuda" else "CPUs compute it faster than bfloat16"
+        )
+    if kv_dtype == "auto":
+        kv_dtype = dtype
+        choices.note("kv_dtype", kv_dtype, "same as dtype")
+    config = dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype)
+    return config, getattr(torch, dtype), getattr(torch, kv_dtype)
+
+
+def resolve_sizes(
+    config: EngineConfig, model: KimiConfig, device: torch.device, kv_dtype: torch.dtype, choices: Choices
+) -> EngineConfig:
+    """Fills max_model_len, max_step_tokens and kv_blocks; called when the weights are on the device."""
+    block = Pages.block_bytes(
+        model.num_hidden_layers, config.block_size, model.kv_lora_rank + model.qk_rope_head_dim, kv_dtype
+    )
+    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]
+    fits = int(free // block)
+    if config.kv_blocks is not None and config.kv_blocks > fits:
+        raise ConfigError(
+            f"kv_blocks={config.kv_blocks} needs {config.kv_blocks * block / GB:.2f} GB, "
+            f"but only {max(0, fits)} blocks fit: lower it or raise memory_fraction"
+        )
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={longest} is beyond the model's {model.max_position_embeddings} positions: lower it"
+        )
+    blocks = config.kv_blocks
+    if blocks is None:
+        enough = config.max_num_seqs * -(-longest // config.block_size) + 1
+        blocks = min(fits, enough)
+        why = (
+            f"{config.max_num_seqs} requests of {longest} tokens"
+            if blocks == enough
+            else f"{blocks * block / GB:.2f} GB, memory_fraction {config.memory_fraction} of what is free"
+        )
+        choices.note("kv_blocks", blocks, why)
+    held = blocks * config.block_size
+    if longest > held:
+        if config.max_model_len is not None or held < 2:
+            raise ConfigError(
+                f"the KV cache holds {max(0, held)} tokens, less than max_model_len={longest}: "
+                "lower max_model_len or raise memory_fraction"
+            )
+        longest = held
+        choices.note("max_model_len", longest, f"what {blocks} KV blocks hold")
+    elif config.max_model_len is None:
+        choices.note("max_model_len", longest, "the checkpoint's max_position_embeddings")
+    step = config.max_step_tokens
+    if step is None:
+        step = 8192 if device.type == "cuda" else 512
+        choices.note("max_step_tokens", step, f"default on {device.type}")
+    return dataclasses.replace(config, kv_blocks=blocks, max_model_len=longest, max_step_tokens=step)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as f:
+            available = next(line for line in f if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):  # not Linux: take what is installed
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,149 @@
+"""The Kimi K2 text model: MLA + mixture of experts, as in the DeepSeek-V3 report with Kimi's sizes (spec section 2).
+
+It holds no state but weights and rope tables, calls only `ops`, and knows neither requests nor devices: a step is
+T tokens of any requests, in any mixture of prompt chunks and single decoded tokens.
+
+Letters: T tokens, D hidden, H heads, n/r/v head sizes (nope, rope, value), R latent (kv_lora_rank), V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.model.config import KimiConfig
+from perilune.model.weights import Attention, Dense, DenseExperts, Linear, Mlp, Moe, Weights
+from perilune.ops.add_rmsnorm import add_rmsnorm
+from perilune.ops.embed import embed
+from perilune.ops.experts import experts
+from perilune.ops.experts_int4 import experts_int4
+from perilune.ops.head_matmul import head_matmul
+from perilune.ops.int4_linear import int4_linear
+from perilune.ops.kv_write import kv_write
+from perilune.ops.linear import linear
+from perilune.ops.mla_absorbed import mla_absorbed
+from perilune.ops.mla_plain import mla_plain
+from perilune.ops.rmsnorm import rmsnorm
+from perilune.ops.rope import rope
+from perilune.ops.router import router
+from perilune.ops.swiglu import swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Requests whose rows of the step are adjacent, and where their KV lives.
+
+    rows         the rows of the step
+    tables       [B, M] int32 block tables, padded with any valid block
+    query_start  [B + 1] int32, relative to rows.start
+    context      [B] int32 tokens in the cache after this step's are written
+    """
+
+    rows: slice
+    tables: Tensor
+    query_start: Tensor
+    context: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """T tokens to compute. `slots` are the flat cache rows (block * block_size + offset) their KV is written to.
+
+    Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
+    advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    absorbed: Span | None
+    plain: Span | None
+
+
+class KimiK2:
+    """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r]."""
+
+    def __init__(self, config: KimiConfig, weights: Weights, *, max_positions: int, qk_norm_eps: float | None = None):
+        self.config = config
+        self.weights = weights
+        self.eps = config.rms_norm_eps
+        # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
+        self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
+        self.scale = config.softmax_scale
+        inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
+        angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
+        device = weights.norm.device
+        magnitude = config.rope_magnitude
+        self.cos = (angles.cos() * magnitude).to(device, torch.float32)
+        self.sin = (angles.sin() * magnitude).to(device, torch.float32)
+
+    def hidden(self, step: Step, cache: Tensor) -> Tensor:
+        """[T, D] after the final norm."""
+        layers = self.weights.layers
+        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        h = embed(step.tokens, self.weights.embed)
+        x = rmsnorm(h, layers[0].input_norm, self.eps)
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
+        for layer, pages, next_norm in zip(layers, cache, next_norms):
+            x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
+            x = add_rmsnorm(h, self._ffn(layer.ffn, x), next_norm, self.eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, V] in float32."""
+        return _apply(self.weights.lm_head, hidden).float()
+
+    def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
+        c = self.config
+        q_rank, latent, n = c.q_lora_rank, c.kv_lora_rank, c.qk_nope_head_dim
+        qkv = _apply(w.qkv_a, x)
+        q_a, c_raw, k_pe = qkv.split([q_rank, latent, c.qk_rope_head_dim], dim=-1)
+        kv_write(
+            pages,
+            rmsnorm(c_raw, w.kv_a_norm, self.qk_norm_eps),
+            rope(k_pe.unsqueeze(1), cos, sin).squeeze(1),
+            step.slots,
+        )
+        q = _apply(w.q_b, rmsnorm(q_a, w.q_a_norm, self.qk_norm_eps))
+        q = q.view(x.shape[0], c.num_attention_heads, n + c.qk_rope_head_dim)
+        q_nope, q_pe = q[..., :n], rope(q[..., n:], cos, sin)
+        out = []
+        if (span := step.absorbed) is not None:
+            rows = span.rows
+            o_latent = mla_absorbed(
+                head_matmul(q_nope[rows], w.w_uk), q_pe[rows], pages, span.tables, span.query_start, span.context,
+                self.scale,
+            )  # fmt: skip
+            out.append(head_matmul(o_latent, w.w_uv))
+        if (span := step.plain) is not None:
+            rows = span.rows
+            q_rows = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
+            out.append(
+                mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, self.scale)
+            )
+        heads = out[0] if len(out) == 1 else torch.cat(out)
+        return _apply(w.o, heads.flatten(1))
+
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+        if isinstance(w, Mlp):
+            return _mlp(w, x)
+        c = self.config
+        ids, shares = router(
+            x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
+        )
+        e = w.experts
+        if isinstance(e, DenseExperts):
+            routed = experts(x, ids, shares, e.gate_up, e.down)
+        else:
+            routed = experts_int4(
+                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale
+            )  # fmt: skip
+        return routed if w.shared is None else routed + _mlp(w.shared, x)
+
+
+def _apply(w: Linear, x: Tensor) -> Tensor:
+    return linear(x, w.weight) if isinstance(w, Dense) else int4_linear(x, w.packed, w.scale)
+
+
+def _mlp(w: Mlp, x: Tensor) -> Tensor:
+    return _apply(w.down, swiglu(_apply(w.gate_up, x)))
