@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,13 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "perilune.engine.process", str(theirs.fileno()), pass_fds=[theirs.fileno()]
-            )  # fmt: skip
+                sys.executable,
+                "-m",
+                "perilune.engine.process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+            )
         reader, writer = await asyncio.open_connection(sock=ours)
         body = msgspec.msgpack.encode((str(model), config))
         writer.write(wire.HEADER.pack(len(body)) + body)
@@ -94,7 +99,7 @@ class EngineClient:
     def alive(self) -> bool:
         return self._failure is None
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
 
         Raises RequestError for a prompt that cannot run and EngineError if the engine is or goes down.

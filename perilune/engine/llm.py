@@ -98,12 +98,17 @@ class LLM:
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
 
+        Raw prompts: the names of control tokens in a string mean the tokens themselves. Text of users belongs in `chat`,
+        where it cannot.
+
         Raises RequestError, before anything runs, for a prompt that cannot be served, and EngineError when a request
         fails on the way.
         """
         tokens = [self._encode(p) for p in _as_prompts(prompts)]
         wanted = _as_params(params, len(tokens))
-        streams = [TextStream(self.tokenizer, p.stop, end_ids=p.stop_token_ids) if self.tokenizer else None for p in wanted]
+        streams = [
+            TextStream(self.tokenizer, p.stop, end_ids=p.stop_token_ids) if self.tokenizer else None for p in wanted
+        ]
         if self.tokenizer is None and any(p.stop for p in wanted):
             raise RequestError("stop strings need a tokenizer, and the model directory has none", param="stop")
         parts: list[list[str]] = [[] for _ in tokens]
@@ -232,7 +237,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt)
+            return self._need_tokenizer().encode(prompt, allow_special=True)
         return [int(t) for t in prompt]
 
     def _need_tokenizer(self) -> Tokenizer:

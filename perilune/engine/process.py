@@ -5,7 +5,6 @@ the configuration. It ends when told to, or when the other side of the socket is
 """
 
 import select
-import signal
 import socket
 import sys
 import time
@@ -79,8 +78,6 @@ def serve(engine: Engine, channel: Channel) -> None:
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole process group; the server decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         try:

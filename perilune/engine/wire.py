@@ -29,7 +29,9 @@ _KINDS: dict[str, type] = {
 }
 _encoder = msgspec.msgpack.Encoder()
 _frame_decoder = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()
+}
 
 
 def encode(batch: list[Any]) -> bytes:

@@ -1,0 +1,156 @@
+"""`perilune generate`: one prompt answered in the terminal, streamed."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perilune.cli import options
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import EngineError, RequestError
+from perilune.core.sampling import SamplingParams
+from perilune.engine.client import EngineClient, check_prompt
+from perilune.model.hub import resolve_model
+from perilune.server.service import read_generation_config, sampling_defaults
+from perilune.text.chat import template_for
+from perilune.text.stream import ChatStream, Event, Reasoning, TextStream, ToolStart
+from perilune.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Speed:
+    """When tokens came."""
+
+    prompt: int = 0
+    tokens: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    def count(self, tokens: int) -> None:
+        self.last = time.perf_counter()
+        if not self.tokens:
+            self.first = self.last
+        self.tokens += tokens
+
+    def __str__(self) -> str:
+        line = f"{self.prompt} prompt tokens, first token after {self.first - self.started:.2f} s, {self.tokens} tokens"
+        if self.tokens > 1 and self.last > self.first:
+            line += f" at {(self.tokens - 1) / (self.last - self.first):.1f} tokens/s"
+        return line
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("-p", "--prompt", help="The question; default: standard input.")
+@click.option("--system", help="System prompt.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
+@click.option("--max-tokens", type=int, help="Tokens to generate, at most.  [default: until the context is full]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the checkpoint's]")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
+@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens.")
+@click.option("--min-p", type=float, help="Drop tokens this much less likely than the likeliest.")
+@click.option("--seed", type=int, help="Makes the answer reproducible.")
+@click.option("--stop", multiple=True, help="End before this text; repeatable.")
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "dtype")
+@options.field_option(EngineConfig, "max_model_len")
+@options.set_option
+def command(
+    model: str,
+    prompt: str | None,
+    system: str | None,
+    raw: bool,
+    thinking: bool,
+    assignments: tuple[str, ...],
+    device: str | None,
+    dtype: str | None,
+    max_model_len: int | None,
+    **sampling: Any,
+) -> None:
+    """Answer one prompt with MODEL.
+
+    The answer goes to standard output; the thinking, dimmed, and the speed go to standard error.
+    """
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("give --prompt, or the prompt on standard input")
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": 1}
+    config = build(EngineConfig, options.engine_values(given, assignments, {}))
+    path = resolve_model(model, progress=sys.stderr.isatty())
+    tokenizer = Tokenizer.from_directory(path)
+    template = template_for(path)
+    defaults = sampling_defaults(read_generation_config(path), thinking=None if raw else thinking)
+    params = SamplingParams(**{**defaults, **{k: v for k, v in sampling.items() if v is not None}})
+    if raw:
+        ids = tokenizer.encode(prompt, allow_special=True)
+        stream: TextStream | ChatStream = TextStream(tokenizer, params.stop)
+    else:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        ids = template.render_ids(tokenizer, messages, thinking=thinking)
+        stream = ChatStream(tokenizer, thinking=thinking, stop=params.stop)
+    asyncio.run(answer(path, config, tokenizer, ids, params, stream))
+
+
+async def answer(
+    path: Path,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    stream: TextStream | ChatStream,
+) -> None:
+    client = await EngineClient.start(path, config, stop_token_ids=tokenizer.stop_ids)
+    try:
+        check_prompt(prompt, client.info)
+        printer = Printer()
+        speed = Speed(prompt=len(prompt), started=time.perf_counter())
+        async with contextlib.aclosing(client.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason in ("error", "cancelled"):
+                    raise EngineError(f"the generation failed: {delta.error or 'the engine is shutting down'}")
+                if delta.tokens:
+                    speed.count(len(delta.tokens))
+                printer.show(stream.feed(delta.tokens))
+                if stream.stopped:
+                    break
+        printer.show(stream.finish())
+        click.echo()
+        click.secho(str(speed), dim=True, err=True)
+    finally:
+        await client.close()
+
+
+class Printer:
+    """Prints what a stream gives: plain text, or the events of a chat turn."""
+
+    def __init__(self) -> None:
+        self.thinking = False
+
+    def show(self, new: str | Sequence[Event]) -> None:
+        if isinstance(new, str):
+            click.echo(new, nl=False)
+            return
+        for e in new:
+            if isinstance(e, Reasoning):
+                click.secho(e.text, nl=False, dim=True, err=True)
+                self.thinking = True
+                continue
+            if self.thinking:
+                click.echo("\n", err=True)
+                self.thinking = False
+            if isinstance(e, ToolStart):
+                click.secho(f"{e.id} ", nl=False, bold=True)
+            else:
+                click.echo(e.text, nl=False)

@@ -1,0 +1,90 @@
+"""Command-line options whose names, types, defaults and help come from the fields of the configuration."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+from perilune.core import config
+from perilune.core.config import EngineConfig, ServerConfig
+from perilune.core.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+Config = type[EngineConfig] | type[ServerConfig]
+
+
+def field_option(kind: Config, name: str) -> Callable[[F], F]:
+    """`--some-name` for the field `some_name`. It is None when not given, so that the config file can speak."""
+    field = {f.name: f for f in dataclasses.fields(kind)}[name]
+    text = str(field.metadata["help"])
+    if field.default is not None:
+        text += f"  [default: {field.default}]"
+    return click.option(f"--{name.replace('_', '-')}", type=_type(typing.get_type_hints(kind)[name]), help=text)
+
+
+def set_option(function: F) -> F:
+    """`--set KEY=VALUE`, for the engine keys that have no option of their own."""
+    keys = ", ".join(f.name for f in dataclasses.fields(EngineConfig))
+    return click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"Set an engine key; repeatable; ops.NAME=IMPL for one operation. Keys: {keys}.",
+    )(function)
+
+
+def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for core.config.build: `base` (the config file), then options that were given, then --set."""
+    values = {**base, **{k: v for k, v in given.items() if v is not None}}
+    hints = typing.get_type_hints(EngineConfig)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: write KEY=VALUE")
+        if key.startswith("ops."):
+            values["ops"] = {**values.get("ops", {}), key.removeprefix("ops."): text}
+            continue
+        if key not in hints or key == "ops":
+            raise ConfigError(f"--set {key}: unknown key; known: {', '.join(sorted(hints))}, with ops.NAME for ops")
+        values[key] = _value(key, text, hints[key])
+    return values
+
+
+def file_values(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(engine values, server values) of the config file, both empty without one."""
+    return config.from_file(path) if path is not None else ({}, {})
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is Literal:
+        return (hint,)
+    return typing.get_args(hint) or (hint,)
+
+
+def _type(hint: Any) -> Any:
+    (member,) = (m for m in _members(hint) if m is not type(None))
+    if typing.get_origin(member) is Literal:
+        return click.Choice(typing.get_args(member))
+    return member
+
+
+def _value(key: str, text: str, hint: Any) -> Any:
+    members = _members(hint)
+    if type(None) in members and text.lower() in ("none", "auto"):
+        return None
+    (member,) = (m for m in members if m is not type(None))
+    if member is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"--set {key}: must be true or false, not {text!r}")
+        return text.lower() == "true"
+    if member in (int, float):
+        try:
+            return member(text)
+        except ValueError as e:
+            kind = "a whole number" if member is int else "a number"
+            raise ConfigError(f"--set {key}: must be {kind}, not {text!r}") from e
+    return text

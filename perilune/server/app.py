@@ -1,0 +1,128 @@
+"""The HTTP application: every route and every wrapper in one expression, plus the endpoints too small for a file."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.server import errors, metrics
+from perilune.server.chat import chat_completions, render
+from perilune.server.completions import completions
+from perilune.server.middleware import ApiKey, BodyLimit, Observe
+from perilune.server.protocol import DetokenizeBody, TokenizeBody, json_response, parse
+from perilune.server.service import Service
+from perilune.server.sse import CLIENT_GONE
+from perilune.text.tools import parse_tools
+
+MAX_BODY = 32 << 20  # bytes
+
+
+def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
+    """The application around a running engine. Whoever started the engine closes it, after this has shut down."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.stop()
+
+    routes = [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{model:path}", model, methods=["GET"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics_page, methods=["GET"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(Observe, metrics=service.metrics, paths={r.endpoint: r.path for r in routes}),
+            Middleware(ApiKey, key=service.config.api_key),
+            Middleware(BodyLimit, limit=max_body),
+        ],
+        exception_handlers={
+            PeriluneError: errors.handle,
+            HTTPException: errors.handle,
+            ClientDisconnect: gone,
+            Exception: errors.handle,
+        },
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def gone(request: Request, error: Exception) -> Response:
+    """The client left while it was still sending its body."""
+    return Response(status_code=CLIENT_GONE)
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "perilune",
+        "max_model_len": service.engine.info.max_model_len,
+    }
+
+
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_describe(request.app.state.service)]})
+
+
+async def model(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["model"])
+    return json_response(_describe(service))
+
+
+async def health(request: Request) -> Response:
+    service: Service = request.app.state.service
+    if not service.engine.alive:
+        return errors.response(EngineError("the engine has stopped: see the server's log, then restart it"))
+    return json_response({"status": "ok"})
+
+
+async def metrics_page(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Response(service.metrics.render(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def tokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(TokenizeBody, raw)
+    service.check_model(body.model)
+    if (text := body.prompt) is not None and body.messages is None:
+        tokens = await service.offload(len(raw), lambda: service.tokenizer.encode(text, allow_special=True))
+    elif body.messages and body.prompt is None:
+        kwargs = body.chat_template_kwargs
+        thinking = kwargs is None or kwargs.thinking is not False
+        preserve = bool(kwargs is not None and kwargs.preserve_thinking)
+        tokens = await render(service, len(raw), body.messages, parse_tools(body.tools), thinking, preserve)
+    else:
+        raise RequestError("send either prompt or messages", param="prompt")
+    return json_response(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
+    )  # fmt: skip
+
+
+async def detokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(DetokenizeBody, raw)
+    service.check_model(body.model)
+    vocabulary = service.tokenizer.vocab_size
+    if any(not 0 <= t < vocabulary for t in body.tokens):
+        raise RequestError(f"tokens must be ids between 0 and {vocabulary - 1}", param="tokens")
+    return json_response({"prompt": await service.offload(len(raw), lambda: service.tokenizer.decode(body.tokens))})

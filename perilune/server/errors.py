@@ -1,0 +1,92 @@
+"""Every error leaves the server as an OpenAI error object: {"error": {"message", "type", "param", "code"}}."""
+
+import http
+import logging
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from perilune.core.errors import CheckpointError, EngineError, PeriluneError, RequestError
+
+log = logging.getLogger("perilune.server")
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class GenerationError(PeriluneError):
+    """The engine gave up on this one request, for instance because its logits were not finite. Status 500."""
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, error object) of any exception. What is not meant for people is reduced to "internal error"."""
+    param: str | None = None
+    code: str | None = None
+    message = str(error)
+    if isinstance(error, RequestError):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif isinstance(error, EngineError):
+        status, code = 503, "engine_unavailable"
+    elif isinstance(error, GenerationError):
+        status, code = 500, "generation_failed"
+    elif isinstance(error, CheckpointError):
+        status, code = 400, "unsupported_by_model"  # for instance a chat with a checkpoint that has no template
+    elif isinstance(error, PeriluneError):
+        status = 500
+    else:
+        status, message = 500, "internal error; the server's log has the details"
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def response(error: Exception) -> Response:
+    status, body = describe(error)
+    headers = {"retry-after": "1"} if status == 429 else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, HTTPException) and error.headers:
+        headers |= error.headers
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for PeriluneError, HTTPException (unknown route, wrong method) and the rest."""
+    if isinstance(error, HTTPException):
+        phrase = http.HTTPStatus(error.status_code).phrase.lower()
+        path = request.url.path[:200]
+        error = HTTPException(error.status_code, f"{phrase}: {request.method} {path}", error.headers)
+    elif isinstance(error, PeriluneError) and not isinstance(error, RequestError):
+        log.error("%s failed: %s", request.url.path[:200], error)
+    return response(error)
+
+
+def from_validation(error: ValidationError) -> RequestError:
+    """The first complaint of pydantic as a RequestError that names the field."""
+    first = error.errors(include_url=False, include_context=True, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
+    # Names of union members ("str", "list[int]") are part of pydantic's location; a client knows only its own fields.
+    path = [str(p) for p in first["loc"] if isinstance(p, int) or p.isidentifier()]
+    if first["type"] == "model_type" and not path:
+        return RequestError("the body must be a JSON object", code="invalid_json")
+    name = ".".join(path)
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    verb = "is required" if first["type"] == "missing" else f"must be {message}"
+    if first["type"] == "value_error":
+        verb = message
+    return RequestError(f"{name} {verb}", param=path[0] if path else None, code="invalid_value")

@@ -1,0 +1,111 @@
+"""Small ASGI wrappers: who may enter, how large a body may be, and one log line and one count per request."""
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perilune.core.errors import RequestError
+from perilune.server import errors
+from perilune.server.metrics import Metrics
+from perilune.server.sse import CLIENT_GONE
+
+access = logging.getLogger("perilune.access")
+
+
+class Observe:
+    """Counts and logs each request: method, route, status, seconds. Never headers, query strings or contents."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[Any, str]) -> None:
+        """`paths` names the route of each endpoint."""
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = CLIENT_GONE  # stays when the client left before an answer
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            # Unknown paths share one label: clients must not be able to grow the metrics without bound.
+            name = self.paths.get(scope.get("endpoint"), "other")
+            self.metrics.requests.labels(name, str(status)).inc()
+            seconds = time.perf_counter() - started
+            access.info("%s %s %d %.3f s", scope["method"][:16], name, status, seconds)
+
+
+class ApiKey:
+    """Asks for `Authorization: Bearer <key>` on every path but /health, which probes must reach without secrets."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app = app
+        self.digest = _digest(key.encode()) if key is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.digest is None or scope["type"] != "http" or scope["path"] == "/health":
+            await self.app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Digests have one length, so the comparison takes the same time for every wrong key.
+        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode()), self.digest):
+            await self.app(scope, receive, send)
+            return
+        error = RequestError(
+            "wrong or missing API key: send it as 'Authorization: Bearer <key>'", code="invalid_api_key", status=401
+        )
+        await errors.response(error)(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Refuses a body above `limit` bytes with 413: by its declared length, else once that many bytes have come."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.limit:
+            await errors.response(self._refusal())(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.limit:
+                raise self._refusal()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _refusal(self) -> RequestError:
+        mib = self.limit / 2**20
+        return RequestError(f"the body is larger than {mib:g} MiB", code="body_too_large", status=413)

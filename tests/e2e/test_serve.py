@@ -1,0 +1,327 @@
+"""`perilune serve` as users run it: a server process with its engine, the bundled model and the official openai SDK."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import perilune
+
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
+pytestmark = pytest.mark.skipif(
+    not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
+)
+
+QUESTION = [{"role": "user", "content": "What is 347 + 589?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+COMMAND = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0", "--set", "threads=2"]
+
+
+class Server:
+    """A server process in a process group of its own; `lines` is what it printed."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self.ready = threading.Event()
+        self.url = ""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        if not self.ready.wait(120) or not self.url:
+            self.kill()
+            raise AssertionError("the server did not start:\n" + "".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.match(r"curl (http://[^/]+)/v1", line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def metric(self, name: str) -> float:
+        page = httpx.get(f"{self.url}/metrics").text
+        return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")))
+
+    def engine_pid(self) -> int:
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def stop(self, number: signal.Signals) -> tuple[int, float]:
+        """(exit status, seconds it took); afterwards nothing of the process group may live."""
+        started = time.monotonic()
+        self.process.send_signal(number)
+        status = self.process.wait(20)
+        seconds = time.monotonic() - started
+        self.reader.join(5)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(self.process.pid, 0)
+        return status, seconds
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    try:
+        assert running.process.poll() is None, "the server died:\n" + "".join(running.lines)
+        running.stop(signal.SIGTERM)
+        assert not any("Traceback" in line for line in running.lines), "".join(running.lines)
+    finally:
+        running.kill()
+
+
+def test_it_prints_a_curl_line_that_works(server: Server) -> None:
+    line = next(line for line in server.lines if line.startswith("curl "))
+    done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -sS -m 60 ", 1)], capture_output=True, text=True)
+    answer = json.loads(done.stdout)
+    assert answer["object"] == "chat.completion" and answer["model"] == "kimi-nano", done.stderr
+    assert any("kv_blocks" in line for line in server.lines), "the automatic choices are printed with reasons"
+
+
+def test_models(server: Server) -> None:
+    (model,) = server.openai.models.list().data
+    assert model.id == "kimi-nano"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_chat_streamed_or_whole_is_the_same(server: Server, thinking: bool) -> None:
+    ask: dict[str, Any] = {
+        "model": "kimi-nano",
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 200,
+        "extra_body": {"chat_template_kwargs": {"thinking": thinking}},
+    }
+    whole = server.openai.chat.completions.create(**ask)
+    message = whole.choices[0].message
+    reasoning = (message.model_extra or {}).get("reasoning_content", "")
+    assert message.content or reasoning
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
+    assert whole.usage.completion_tokens_details is not None
+    assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(reasoning)
+    if not thinking:
+        assert not reasoning
+    parts: dict[str, str] = {"content": "", "reasoning_content": ""}
+    finish = usage = None
+    for chunk in server.openai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            parts["content"] += choice.delta.content or ""
+            parts["reasoning_content"] += (choice.delta.model_extra or {}).get("reasoning_content") or ""
+    assert parts == {"content": message.content, "reasoning_content": reasoning}
+    assert finish == whole.choices[0].finish_reason
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_raw_completion_of_the_rendered_prompt_is_the_chat_answer(server: Server) -> None:
+    kwargs = {"thinking": False}
+    chat = server.openai.chat.completions.create(
+        model="kimi-nano",
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=40,
+        extra_body={"chat_template_kwargs": kwargs},
+    )
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": QUESTION, "chat_template_kwargs": kwargs}).json()
+    raw = server.openai.completions.create(model="kimi-nano", prompt=ids["tokens"], temperature=0, max_tokens=40)
+    assert chat.usage is not None and chat.usage.prompt_tokens == ids["count"]
+    assert raw.choices[0].text.strip() == (chat.choices[0].message.content or "").strip()
+
+
+def test_echo_scores_the_prompt(server: Server) -> None:
+    answer = server.openai.completions.create(
+        model="kimi-nano", prompt="What is 2 + 2?", echo=True, logprobs=2, max_tokens=1, temperature=0
+    )
+    table = answer.choices[0].logprobs
+    assert table is not None and table.token_logprobs and table.top_logprobs and table.tokens
+    assert answer.choices[0].text.startswith("What is 2 + 2?")
+    assert table.token_logprobs[0] is None and all(p is not None and p <= 0 for p in table.token_logprobs[1:])
+    assert all(len(top) <= 2 for top in table.top_logprobs[1:])
+    assert table.token_logprobs[-1] == pytest.approx(max(table.top_logprobs[-1].values()))  # greedy takes the likeliest
+
+
+def test_a_seed_reproduces_a_sampled_answer(server: Server) -> None:
+    def ask(seed: int) -> str:
+        answer = server.openai.completions.create(
+            model="kimi-nano", prompt="Once", temperature=1.5, top_p=1, seed=seed, max_tokens=30
+        )
+        return answer.choices[0].text
+
+    assert ask(1) == ask(1) and len({ask(s) for s in range(2, 6)}) > 1
+
+
+def test_tools(server: Server) -> None:
+    answer = server.openai.chat.completions.create(
+        model="kimi-nano",
+        messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
+        tools=[WEATHER],
+        temperature=0,
+        max_tokens=200,
+    )
+    choice = answer.choices[0]
+    calls = choice.message.tool_calls or []
+    assert (choice.finish_reason == "tool_calls") == bool(calls) or choice.finish_reason == "length"
+    for i, call in enumerate(calls):
+        assert call.type == "function" and call.id == f"functions.{call.function.name}:{i}"
+    history: Any = [
+        {"role": "user", "content": "What is the weather in Oslo?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "functions.get_weather:0",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "functions.get_weather:0", "content": "rain, 4 degrees"},
+    ]
+    follow = server.openai.chat.completions.create(
+        model="kimi-nano", messages=history, tools=[WEATHER], temperature=0, max_tokens=100
+    )
+    assert follow.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_thirty_two_clients_at_once_get_what_they_would_get_alone(server: Server) -> None:
+    def ask(i: int) -> str | None:
+        answer = server.openai.chat.completions.create(
+            model="kimi-nano",
+            messages=[{"role": "user", "content": f"What is {100 + i % 4} + {200 + i % 4}?"}],
+            temperature=0,
+            max_tokens=24,
+            extra_body={"thinking": {"type": "disabled"}},
+        )
+        return answer.choices[0].message.content
+
+    alone = [ask(i) for i in range(4)]
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(ask, range(32))) == alone * 8
+
+
+def test_bad_requests_leave_the_server_alive(server: Server) -> None:
+    client, chat = httpx.Client(base_url=server.url), "/v1/chat/completions"
+    for status, response in (
+        (400, client.post(chat, content=b"{not json")),
+        (400, client.post(chat, json={"messages": []})),
+        (400, client.post(chat, json={"messages": QUESTION, "temperature": "hot"})),
+        (400, client.post(chat, json={"messages": [{"role": "user", "content": "long " * 20_000}]})),
+        (404, client.post(chat, json={"messages": QUESTION, "model": "other"})),
+        (404, client.get("/nowhere")),
+        (405, client.get(chat)),
+        (413, client.post(chat, content=b" " * (33 << 20))),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="context"):
+        server.openai.completions.create(model="kimi-nano", prompt=[5] * 100_000)
+    # Not HTTP at all, and a client that leaves in the middle of its body.
+    host, port = server.url.removeprefix("http://").split(":")
+    for noise in (b"\x00\xff\x00\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"):
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(noise)
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.post(chat, json={"messages": QUESTION, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> None:
+    body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": stream}
+    try:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.5) as response:
+            for i, _ in enumerate(response.iter_lines()):
+                if i == 4:
+                    break
+    except httpx.ReadTimeout:
+        assert not stream
+    deadline = time.monotonic() + 3
+    while server.metric("perilune_generations_in_flight") or server.metric("perilune_requests_running"):
+        assert time.monotonic() < deadline, "the engine still works for a client that left"
+        time.sleep(0.05)
+    assert server.metric('perilune_generations_total{reason="cancelled"}') >= 1
+
+
+def test_metrics_count_the_work(server: Server) -> None:
+    before = server.metric("perilune_generated_tokens_total")
+    server.openai.completions.create(model="kimi-nano", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})
+    deadline = time.monotonic() + 3
+    while server.metric("perilune_generated_tokens_total") < before + 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server.metric("perilune_engine_up") == 1
+
+
+def test_a_taken_port_is_one_line_with_the_remedy(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    done = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "in use" in done.stderr and "--port" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_server_and_engine_within_two_seconds(number: signal.Signals) -> None:
+    server = Server()
+    try:
+        body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            status, seconds = server.stop(number)
+            assert status == 0 and seconds < 2.0, (status, seconds)
+            assert any("shutting down" in line for line in lines), "the stream in flight is told why it ends"
+        assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
+    finally:
+        server.kill()
+
+
+def test_a_dead_engine_is_reported_and_the_server_still_ends_cleanly() -> None:
+    server = Server()
+    try:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{server.url}/health").status_code != 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(openai.InternalServerError, match="engine"):
+            server.openai.completions.create(model="kimi-nano", prompt="a")
+        assert server.stop(signal.SIGTERM)[0] == 0
+    finally:
+        server.kill()
