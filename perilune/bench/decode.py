@@ -1,0 +1,177 @@
+"""Decode speed of the engine that serves, with the ceiling it chases.
+
+The ceiling of a step is the time to read its bytes once: every weight a token needs (for the experts: the expected
+number of distinct ones), and the KV of each request, at the read rate measured in the same run. That rate is measured
+on a buffer as large as the model's weights, because a small model lives in the processor's cache.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.bench import ledger
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.core.messages import Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine.engine import Engine
+from perilune.model.kimi_k2 import KimiK2
+from perilune.model.weights import Int4Experts, Moe
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes a decode step reads: `always` whatever the routing, `per_expert` for each distinct expert and layer."""
+
+    always: int
+    per_expert: int
+    moe_layers: int
+    routed: int
+    top_k: int
+    kv_per_token: int
+
+    def distinct(self, tokens: int) -> float:
+        """Expected distinct experts per layer when `tokens` route independently and uniformly."""
+        return self.routed * (1 - (1 - self.top_k / self.routed) ** tokens)
+
+    def step_bytes(self, batch: int, context: int) -> float:
+        experts = self.moe_layers * self.distinct(batch) * self.per_expert
+        return self.always + experts + batch * context * self.kv_per_token
+
+
+def footprint(model: KimiK2, pages: torch.Tensor) -> Footprint:
+    weights, config = model.weights, model.config
+    moe = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, Moe)]
+    expert_bytes = sum(_bytes(m.experts) for m in moe)
+    # Of the embedding a step reads one row per token: nothing beside the rest.
+    return Footprint(
+        always=_bytes(weights) - expert_bytes - weights.embed.nbytes,
+        per_expert=expert_bytes // (len(moe) * config.n_routed_experts) if moe else 0,
+        moe_layers=len(moe),
+        routed=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+        kv_per_token=pages.shape[0] * pages.shape[-1] * pages.element_size(),
+    )
+
+
+def read_rate(nbytes: int, device: torch.device) -> float:
+    """Bytes per second of reading a buffer of `nbytes` over and over (a sum), the best of several tries."""
+    buffer = torch.ones(max(nbytes // 4, 1 << 20), dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(30):
+        begin = time.perf_counter()
+        float(buffer.sum())
+        best = max(best, buffer.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def measure(
+    model_dir: Path,
+    config: EngineConfig,
+    batches: list[int],
+    context: int,
+    tokens: int,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """One row per batch size: `batch` requests decode together from `context` random prompt tokens on."""
+    engine = Engine(model_dir, config)
+    try:
+        info, runner = engine.info, engine.runner
+        if context + tokens > info.max_model_len:
+            raise ConfigError(f"context + tokens is {context + tokens}, but the model holds {info.max_model_len}")
+        if max(batches) > info.max_num_seqs:
+            raise ConfigError(f"batch {max(batches)} is above max_num_seqs={info.max_num_seqs}: raise it")
+        data = runner.pages.data
+        foot = footprint(runner.model, data)
+        # The runner's thread count is torch's default unless the configuration says otherwise.
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        rate = read_rate(int(foot.step_bytes(1, context)), data.device)
+        report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {foot.step_bytes(1, context) / 1e6:.1f} MB")
+        rows = []
+        _time_steps(engine, max(batches), context, 8)  # warm-up: compilation, page faults, clocks
+        for batch in batches:
+            prefill, step = _time_steps(engine, batch, context, tokens)
+            middle = context + tokens // 2
+            floor = foot.step_bytes(batch, middle) / rate
+            row = {
+                "bench": "decode",
+                "model": info.model,
+                "layers": len(runner.model.weights.layers),
+                "tp": 1,
+                "ep": 1,
+                "batch": batch,
+                "context": middle,
+                "draft": 0,
+                "acceptance_length": 1.0,
+                "acceptance": "measured",
+                "expert_format": _expert_format(runner.model),
+                "rest_dtype": engine.config.dtype,
+                "kv_dtype": engine.config.kv_dtype,
+                "distinct_experts": round(foot.distinct(batch), 2),
+                "step_ms": round(step * 1e3, 4),
+                "tokens_per_s": round(batch / step, 1),
+                "floor_ms": round(floor * 1e3, 4),
+                "fraction": round(floor / step, 4),
+                "read_gb_per_s": round(rate / 1e9, 2),
+                "prefill_tokens_per_s": round(batch * context / prefill, 1),
+                "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
+                **ledger.circumstances(),
+            }
+            rows.append(row)
+            report(
+                f"batch {batch:>3}, context {middle}: {row['tokens_per_s']:>8} tok/s, step {row['step_ms']} ms, "
+                f"floor {row['floor_ms']} ms, {100 * row['fraction']:.1f} % of the ceiling; "
+                f"prompts {row['prefill_tokens_per_s']} tok/s"
+            )
+        return rows
+    finally:
+        engine.close()
+
+
+def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, float]:
+    """(seconds until every request has its first token, median seconds of the steps in which all decode)."""
+    rng = random.Random(batch * 7919 + context)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+    begin = time.perf_counter()
+    for rid in range(batch):
+        prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
+        engine.submit(Submit(rid, prompt, params))
+    waiting, first, last, spans = set(range(batch)), 0.0, 0.0, []
+    while engine.busy:
+        deltas = [d for d in engine.step() if d.tokens]
+        now = time.perf_counter()
+        if not waiting and len(deltas) == batch:
+            spans.append(now - last)
+        if waiting:
+            waiting -= {d.rid for d in deltas}
+            first = now - begin
+        last = now
+    return first, statistics.median(spans)
+
+
+def _expert_format(model: KimiK2) -> str:
+    kinds = {type(layer.ffn.experts) for layer in model.weights.layers if isinstance(layer.ffn, Moe)}
+    return "int4" if kinds == {Int4Experts} else "dense"
+
+
+def _bytes(tree: object) -> int:
+    return sum(t.nbytes for t in _tensors(tree))
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    """All tensors of nested weight records."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from _tensors(getattr(tree, name))

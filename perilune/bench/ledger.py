@@ -1,0 +1,66 @@
+"""The ledger of measurements: one flat JSON object per line in bench/results/<bench>.jsonl."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.core.errors import ConfigError
+
+DEFAULT = Path("bench/results")
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and with what a row was measured."""
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpus": torch.cuda.device_count() if cuda else 0,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def append(rows: list[dict[str, Any]], directory: Path = DEFAULT) -> Path:
+    """Adds rows to their bench's file. One write per call, so that a kill leaves no half row."""
+    (bench,) = {row["bench"] for row in rows}
+    file = directory / f"{bench}.jsonl"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as f:
+            f.write("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as e:
+        raise ConfigError(f"cannot write the ledger {file}: {e.strerror} (choose another with --ledger)") from e
+    return file
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    except OSError:  # not Linux
+        pass
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _commit() -> str | None:
+    """Short hash of the source tree, with + when it has uncommitted changes; None outside a git checkout."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

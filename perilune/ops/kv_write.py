@@ -1,0 +1,97 @@
+"""cache[slots[t]] = (c[t], k_pe[t]), in place.
+
+cache [N, block_size, R + r] contiguous; c [T, R]; k_pe [T, r]; slots [T] int64 = block * block_size + offset, distinct.
+Values are converted to the cache's type. A slot outside the cache is an error, and nothing is written.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile
+from perilune.ops.case import BFLOAT16, K2, NANO, Make, Sized, exact
+from perilune.ops.registry import Op
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    N: int
+    block_size: int
+    R: int
+    r: int
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+
+
+CASES = [
+    *(Case(t, 1024, 64, K2.latent, K2.rope, big=t > 64) for t in (1, 64, 8192)),
+    *(Case(t, 64, 16, NANO.latent, NANO.rope) for t in (1, 16, 512)),
+    Case(0, 2, 4, 8, 8),
+    Case(3, 1, 3, 5, 2),
+    Case(5, 3, 4, 8, 8, narrow=True),
+]
+TOL = {"cache": exact()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    cache = g.nan(c.N, c.block_size, c.R + c.r)
+    return {
+        "cache": cache.to(BFLOAT16) if c.narrow else cache,
+        "c": g.randn(c.T, c.R),
+        "k_pe": g.randn(c.T, c.r),
+        "slots": g.permutation(c.N * c.block_size)[: c.T],
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.kv_write(c.T, c.R + c.r, dtype.itemsize)
+
+
+def reference(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    cache.view(-1, cache.shape[2])[slots] = torch.cat([c, k_pe], -1).to(cache.dtype)
+
+
+op = Op("kv_write", CASES, TOL, inputs, cost, reference, decides=(1, 0))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("kv_write", "kv_write", "plppplll")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu("kv_write", device, (a.c.dtype == a.cache.dtype, "a cache typed as c")),
+)
+def cpp(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    c, k_pe, slots = c.contiguous(), k_pe.contiguous(), slots.contiguous()
+    N, block_size, _ = cache.shape
+    T, R = c.shape
+    size = c.itemsize
+    failed = _kernel()(
+        cache.data_ptr(),
+        N * block_size,
+        c.data_ptr(),
+        k_pe.data_ptr(),
+        slots.data_ptr(),
+        T,
+        R * size,
+        k_pe.shape[1] * size,
+    )
+    assert not failed, f"a slot is outside the cache: {slots.min()=} {slots.max()=} {cache.shape=}"
+
+
+@op.impl("torch")
+def index_copy(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    cache.view(-1, cache.shape[2]).index_copy_(0, slots, torch.cat([c, k_pe], -1).to(cache.dtype))
+
+
+def kv_write(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    assert cache.shape[2] == c.shape[1] + k_pe.shape[1] and cache.is_contiguous(), f"{cache.shape=} {c.shape=}"
+    assert c.shape[0] == k_pe.shape[0] == slots.shape[0], f"{c.shape=} {k_pe.shape=} {slots.shape=}"
+    assert c.dtype == k_pe.dtype and slots.dtype == torch.int64, f"{c.dtype=} {k_pe.dtype=} {slots.dtype=}"
+    op(cache, c, k_pe, slots)

@@ -1,0 +1,162 @@
+"""MLA attention over the latent cache in the plain form: keys and values of every head are made from the latents.
+
+k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
+token's own. q [T, H, n + r]; cache [N, block_size, R + r] contiguous; w_uk [H, n, R]; w_uv [H, R, v]; tables, query_start
+and context as in mla_absorbed.py; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
+Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import paged
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
+from perilune.ops.registry import Op
+
+PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    counts: tuple[int, ...]  # queries of each request
+    contexts: tuple[int, ...]
+    H: int = NANO.heads
+    n: int = NANO.nope
+    r: int = NANO.rope
+    v: int = NANO.value
+    R: int = NANO.latent
+    block_size: int = 16
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+
+
+CASES = [
+    *(
+        Case((q,), (c,), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True)
+        for q, c in ((512, 512), (2048, 8192))
+    ),
+    Case((512,), (512,)),
+    Case((64,), (700,)),
+    Case((), (), 2, 8, 4, 8, 16),
+    Case((1,), (1,), 2, 8, 4, 8, 16),
+    Case((17, 0, 33), (17, 5, 64), 3, 8, 4, 16, 24, 4),
+    Case((5, 40), (32, 49), 2, 12, 6, 10, 14, 8, narrow=True),
+]
+TOL = {
+    "o": {
+        FLOAT32: Tol(2e-5, 2e-4, 1e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+        BFLOAT16: sums()[BFLOAT16],
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    pages = paged.cache(g, c.contexts, c.block_size, c.R + c.r)
+    return {
+        "q": g.randn(sum(c.counts), c.H, c.n + c.r),
+        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "w_uk": g.randn(c.H, c.n, c.R, scale=c.R**-0.5),
+        "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5),
+        "tables": pages["tables"],
+        "query_start": paged.query_start(g, c.counts),
+        "context": pages["context"],
+        "scale": (c.n + c.r) ** -0.5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.mla_plain(list(c.counts), list(c.contexts), c.H, c.R, c.r, c.n, c.v, dtype.itemsize)
+
+
+def reference(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    (T, H, _), R = q.shape, w_uk.shape[2]
+    out = torch.empty(T, H, w_uv.shape[2], dtype=q.dtype, device=q.device)
+    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        rows, count = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
+        positions = torch.arange(length, device=q.device)
+        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        own = positions[length - count :]
+        for h in range(H):
+            k = torch.cat([latent[:, :R] @ w_uk[h].float().T, latent[:, R:]], -1)
+            scores = scale * (q[rows, h].float() @ k.T)
+            scores = scores.masked_fill(positions > own.unsqueeze(1), float("-inf"))
+            out[rows, h] = (torch.softmax(scores, -1) @ (latent[:, :R] @ w_uv[h].float())).to(q.dtype)
+    return out
+
+
+op = Op("mla_plain", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+
+
+@op.impl("torch")
+def in_pieces(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    """Heads in groups whose keys and values fit PIECE_BYTES, queries in blocks whose scores do; a block of queries
+    multiplies only the keys that its last one may see."""
+    device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
+    out = torch.empty(T, H, v, device=device)
+    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if count == 0:
+            continue
+        positions = torch.arange(length, device=device)
+        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        c, k_pe = latent[:, :R], latent[:, R:]
+        heads = max(1, min(H, PIECE_BYTES // (4 * length * (size + v))))
+        for h in range(0, H, heads):
+            some = slice(h, min(h + heads, H))
+            k = torch.empty(some.stop - h, length, size, device=device)
+            k[..., :n] = c @ w_uk[some].float().mT
+            k[..., n:] = k_pe
+            values = c @ w_uv[some].float()
+            queries = max(1, PIECE_BYTES // (4 * length * (some.stop - h)))
+            for i in range(0, count, queries):
+                last = min(i + queries, count)
+                seen = length - count + last  # keys the last query of the block sees
+                rows = slice(first + i, first + last)
+                scores = (q[rows, some].float() * scale).transpose(0, 1) @ k[:, :seen].mT
+                hidden = positions[:seen] > positions[seen - (last - i) : seen].unsqueeze(1)
+                scores.masked_fill_(hidden, float("-inf"))
+                out[rows, some] = (torch.softmax(scores, -1) @ values[:, :seen]).transpose(0, 1)
+    return out.to(q.dtype)
+
+
+def mla_plain(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    (_, H, size), (_, n, R) = q.shape, w_uk.shape
+    assert w_uk.shape[0] == H and w_uv.shape[:2] == (H, R), f"{q.shape=} {w_uk.shape=} {w_uv.shape=}"
+    assert cache.shape[2] == R + size - n and cache.is_contiguous(), f"{q.shape=} {cache.shape=} {w_uk.shape=}"
+    assert q.dtype == w_uk.dtype == w_uv.dtype, f"{q.dtype=} {w_uk.dtype=} {w_uv.dtype=}"
+    B = tables.shape[0]
+    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    return op(q, cache, w_uk, w_uv, tables, query_start, context, scale)

@@ -1,0 +1,142 @@
+"""Which experts a token goes to and with what weight (noaux_tc, spec section 2.3), all in fp32.
+
+s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group groups with the largest sum of their two
+best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;
+weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
+x [T, D]; gate [E, D] and bias [E] float32 -> ids [T, top_k] int32, weights [T, top_k] float32.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
+from perilune.ops.registry import Op
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    D: int
+    E: int
+    k: int
+    groups: int = 1
+    kept: int = 1
+    norm: bool = True
+    ties: bool = False
+    scale: float = 1.0  # of the logits
+
+
+CASES = [
+    *(Case(t, K2.hidden, K2.experts, K2.top_k, big=t > 1) for t in (1, 8, 64, 512)),
+    *(Case(t, NANO.hidden, NANO.experts, NANO.top_k) for t in (1, 16, 512)),
+    Case(0, 64, 16, 4),
+    Case(3, 8, 5, 5),
+    Case(9, 64, 32, 4, groups=8, kept=3),
+    Case(4, 64, 6, 2, groups=6, kept=2),
+    Case(4, 64, 16, 4, norm=False),
+    Case(3, 64, 48, 8, ties=True),
+    Case(5, 64, 16, 4, scale=100.0),
+]
+_WEIGHTS = Tol(1e-6, 4e-6, 1e-6, "sigmoid and a short sum in fp32; the logits are exact here")
+TOL = {"ids": exact(), "weights": {FLOAT32: _WEIGHTS, BFLOAT16: _WEIGHTS}}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    """Small whole multiples, so that every order of summation gives the same logits, and no near-ties by accident."""
+    x = g.integers(-8, 9, c.T, c.D).float() / 8
+    gate = g.integers(-8, 9, c.E, c.D).float() / 8 * (2.0 ** round(torch.tensor(c.D).rsqrt().log2().item()))
+    bias = g.permutation(c.E).float() * 1e-3
+    if c.ties:
+        return _args(c, g, torch.zeros_like(x), gate, torch.zeros_like(bias))
+    gate = gate * c.scale
+    choice = torch.sigmoid(x.double() @ gate.double().T) + bias.double()
+    top = choice.sort(dim=-1, descending=True)[0][:, : c.k + 1]
+    near = (top[:, :-1] - top[:, 1:]).amin(-1) < 1e-6 if c.E > 1 else torch.zeros(c.T, dtype=torch.bool)
+    return _args(c, g, x.masked_fill(near.unsqueeze(-1), 0.0), gate, bias)
+
+
+def _args(c: Case, g: Make, x: Tensor, gate: Tensor, bias: Tensor) -> dict[str, Any]:
+    settings = {"top_k": c.k, "n_group": c.groups, "topk_group": c.kept, "scale": 2.827, "norm": c.norm}
+    return {"x": x.to(g.dtype), "gate": gate, "bias": bias, **settings}
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.router(c.T, c.D, c.E, c.k, dtype.itemsize)
+
+
+def reference(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x.float() @ gate.T)
+    choice = s + bias
+    if topk_group < n_group:
+        grouped = choice.unflatten(-1, (n_group, -1))
+        best_two = grouped.sort(dim=-1, descending=True)[0][..., :2].sum(-1)
+        kept = best_two.sort(dim=-1, descending=True, stable=True)[1][:, :topk_group]
+        dropped = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, kept, False)
+        choice = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
+    weights = s.gather(-1, ids)
+    if norm:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.to(torch.int32), weights * scale
+
+
+op = Op("router", CASES, TOL, inputs, cost, reference)
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("router", "router", "pppppp" + "l" * 8 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "router", device, (a.x.shape[1] % 8 == 0, "a hidden width that is a multiple of 8")
+    ),
+)
+def cpp(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    x, gate, bias = x.float().contiguous(), gate.contiguous(), bias.contiguous()
+    (T, D), E = x.shape, gate.shape[0]
+    ids = torch.empty(T, top_k, dtype=torch.int32)
+    weights = torch.empty(T, top_k)
+    scores = torch.empty(T, E)
+    _kernel()(
+        x.data_ptr(),
+        gate.data_ptr(),
+        bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        scores.data_ptr(),
+        T,
+        D,
+        E,
+        top_k,
+        n_group,
+        topk_group,
+        norm,
+        torch.get_num_threads(),
+        scale,
+    )
+    return ids, weights
+
+
+def router(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    E = gate.shape[0]
+    assert gate.shape[1] == x.shape[1] and bias.shape == (E,), f"{x.shape=} {gate.shape=} {bias.shape=}"
+    assert gate.dtype == bias.dtype == FLOAT32, f"{gate.dtype=} {bias.dtype=}"
+    assert 0 < topk_group <= n_group and E % n_group == 0 and 0 < top_k <= E // n_group * topk_group, (
+        f"{E=} {n_group=} {topk_group=} {top_k=}"
+    )
+    return op(x, gate, bias, top_k, n_group, topk_group, scale, norm)
