@@ -98,8 +98,8 @@ class LLM:
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
 
-        Raw prompts: the names of control tokens in a string mean the tokens themselves. Text of users belongs in `chat`,
-        where it cannot.
+        Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
+        where it does not.
 
         Raises RequestError, before anything runs, for a prompt that cannot be served, and EngineError when a request
         fails on the way.

@@ -11,6 +11,7 @@ request's result does not depend on the batch.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +157,7 @@ def gathered(
     device, (_, H, R), (_, block_size, width) = q_lat.device, q_lat.shape, cache.shape
     flat, q = cache.view(-1, width), torch.cat([q_lat, q_pe], -1).float()
     starts, lengths = query_start.tolist(), context.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:])]
+    counts = [end - start for start, end in itertools.pairwise(starts)]
     out = torch.empty(q_lat.shape, device=device)
     waiting = sorted((b for b, count in enumerate(counts) if count), key=lambda b: lengths[b])
     while waiting:

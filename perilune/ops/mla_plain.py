@@ -1,7 +1,8 @@
 """MLA attention over the latent cache in the plain form: keys and values of every head are made from the latents.
 
 k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
-token's own. q [T, H, n + r]; cache [N, block_size, R + r] contiguous; w_uk [H, n, R]; w_uv [H, R, v]; tables, query_start
+token's own.
+q [T, H, n + r]; cache [N, block_size, R + r] contiguous; w_uk [H, n, R]; w_uv [H, R, v]; tables, query_start
 and context as in mla_absorbed.py; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
 Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
 """

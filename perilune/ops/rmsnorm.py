@@ -25,7 +25,7 @@ class Case(Sized):
 
 
 CASES = [
-    *(Case(t, d, big=t > 64) for d in (K2.hidden, K2.latent) for t in (1, 8, 64, 512, 8192)),
+    *(Case(t, d, big=t > 8) for d in (K2.hidden, K2.latent) for t in (1, 8, 64, 512, 8192)),
     Case(1, NANO.hidden),
     Case(16, NANO.hidden),
     Case(512, NANO.hidden),

@@ -1,7 +1,7 @@
 """One token per row, by temperature, top-k, top-p, min-p and a given random number.
 
-logits [R, V] float32; temperature [R] float32; top_k [R] int32 (0: off); top_p, min_p [R] float32; u [R] float64 in [0, 1)
--> ids [R] int64. With temperature 0 the largest logit wins, ties to the lower id. Otherwise each token weighs
+logits [R, V] float32; temperature [R] float32; top_k [R] int32 (0: off); top_p, min_p [R] float32; u [R] float64 in
+[0, 1) -> ids [R] int64. With temperature 0 the largest logit wins, ties to the lower id. Otherwise each token weighs
 w = floor(2^52 softmax((logits - max) / temperature)), the softmax in fp32, and from there all is integers: exact in any
 order, so that a row's token is the same in any batch. Kept are
   the top_k heaviest tokens; of these the fewest whose sum reaches top_p of theirs, at least one (equal weights: lower

@@ -1,4 +1,7 @@
-"""y = silu(gate) * up.  gate_up [T, 2 I] with gate first, rows may be strided; y [T, I] as gate_up. In fp32, rounded once."""
+"""y = silu(gate) * up, in fp32, rounded once.
+
+gate_up [T, 2 I] with the gate first, rows may be strided; y [T, I] as gate_up.
+"""
 
 import functools
 from dataclasses import dataclass

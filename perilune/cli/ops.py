@@ -1,0 +1,165 @@
+"""`perilune ops`: list the operations; check one against its reference on every case, then time it."""
+
+import json
+from typing import Any
+
+import click
+import torch
+
+from perilune.core.errors import ConfigError
+from perilune.ops import check, registry, timing
+from perilune.ops.case import Make
+from perilune.ops.registry import REFERENCE, Op
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@click.command("ops")
+@click.argument("name", required=False)
+@click.option("--impl", "impls", multiple=True, help="only this implementation; may be repeated")
+@click.option("--case", "pattern", help="only cases whose text contains this, e.g. 'T=1,'")
+@click.option("--dtype", type=click.Choice([*DTYPES, "all"]), default="all", show_default=True, help="of activations")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--check-only", is_flag=True, help="do not time")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON document instead of tables")
+def command(
+    name: str | None,
+    impls: tuple[str, ...],
+    pattern: str | None,
+    dtype: str,
+    device: str,
+    check_only: bool,
+    as_json: bool,
+) -> None:
+    """List the operations, or check and time operation NAME.
+
+    Every implementation of NAME that runs here is compared with the reference on every case; then the same cases are
+    timed, with the fraction of what this machine's memory and arithmetic allow. A failed check ends with exit code 1.
+    """
+    where = _device(device)
+    ops = registry.all_ops()
+    if name is None:
+        _list(ops, where, as_json)
+        return
+    if name not in ops:
+        raise ConfigError(f"unknown op {name!r}; known: {', '.join(ops)}")
+    op = ops[name]
+    for impl in impls:
+        registry.check_overrides({name: impl})
+    dtypes = [t for t in op.dtypes if dtype == "all" or t == DTYPES[dtype]]
+    if not check.cases(op, where, pattern) or not dtypes:
+        raise ConfigError(f"op {name} has no case of type {dtype} on {where} that contains {pattern or ''!r}")
+    names = impls or tuple(c.name for c in op.candidates)
+    checks = _check(op, where, dtypes, pattern, names, as_json)
+    failed = sum(row["failed"] is not None for row in checks)
+    times = [] if check_only or failed else _time(op, where, dtypes, pattern, names, as_json)
+    if as_json:
+        click.echo(json.dumps({"op": name, "device": _describe(where), "checks": checks, "times": times}))
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device here: use --device cpu")
+    return torch.device(name)
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        return {"type": "cuda", "name": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {"type": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _list(ops: dict[str, Op], device: torch.device, as_json: bool) -> None:
+    rows = []
+    for name, op in ops.items():
+        chosen: dict[str, int] = {}
+        refused: dict[str, dict[str, None]] = {}
+        for case in (c for c in op.cases if not c.big):
+            for dtype in op.dtypes:
+                args = list(op.inputs(case, Make(dtype, device, check.SEED)).values())
+                best, reasons = op.explain(args)
+                assert best is not None, f"the reference of {name} always runs"
+                chosen[best.name] = chosen.get(best.name, 0) + 1
+                for other, reason in reasons.items():
+                    refused.setdefault(other, {})[reason] = None
+        impls = [c.name for c in op.candidates]
+        rows.append({"op": name, "implementations": impls, "chosen": chosen, "refused": _listed(refused)})
+    if as_json:
+        click.echo(json.dumps({"device": _describe(device), "ops": rows}))
+        return
+    click.echo(f"{'op':14s} {'implementations':24s} {'chosen here (cases)':24s} refused")
+    for row in rows:
+        counts = ", ".join(f"{impl} {count}" for impl, count in row["chosen"].items())
+        why = "; ".join(f"{impl}: {reason}" for impl, reasons in row["refused"].items() for reason in reasons)
+        click.echo(f"{row['op']:14s} {', '.join(row['implementations']):24s} {counts:24s} {why}".rstrip())
+
+
+def _listed(refused: dict[str, dict[str, None]]) -> dict[str, list[str]]:
+    return {impl: list(reasons) for impl, reasons in refused.items()}
+
+
+def _check(
+    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+) -> list[dict[str, Any]]:
+    rows = []
+    for case in check.cases(op, device, pattern):
+        for dtype in dtypes:
+            for verdict in check.check(op, case, dtype, device, names):
+                row = {"case": repr(case), "dtype": _short(dtype), **vars(verdict)}
+                rows.append(row)
+                if verdict.failed and not quiet:
+                    click.echo(f"FAILED {verdict.impl} {row['dtype']} {case}: {verdict.failed}")
+    ran = [r for r in rows if r["refused"] is None]
+    failed = sum(r["failed"] is not None for r in ran)
+    if not quiet:
+        click.echo(f"{op.name}: {len(ran) - failed} checks passed, {failed} failed, {len(rows) - len(ran)} refused")
+    return rows
+
+
+def _time(
+    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+) -> list[dict[str, Any]]:
+    rows = []
+    ratios: dict[str, list[float]] = {}
+    for dtype in dtypes:
+        roof = timing.measure_roof(device, dtype)
+        if not quiet:
+            click.echo(f"\n{_short(dtype)}; roof: {roof.bandwidth / 1e9:.1f} GB/s, {roof.flop_rate / 1e9:.0f} GFLOP/s")
+            click.echo(f"{'us':>11s} {'GB/s':>8s} {'GFLOP/s':>9s} {'% roof':>7s} {'x ref':>7s}  implementation, case")
+        for case in check.cases(op, device, pattern):
+            timed = timing.measure(op, case, dtype, device, (*names, REFERENCE), roof)
+            slow = next(t.seconds for t in timed if t.impl == REFERENCE)
+            for t in timed:
+                if t.impl not in names:
+                    continue
+                row = {
+                    "case": repr(case),
+                    "dtype": _short(dtype),
+                    "impl": t.impl,
+                    "us": t.seconds * 1e6,
+                    "GB/s": t.cost.bytes / t.seconds / 1e9,
+                    "GFLOP/s": t.cost.flops / t.seconds / 1e9,
+                    "of_roof": t.of_roof,
+                    "x_reference": slow / t.seconds,
+                }
+                rows.append(row)
+                ratios.setdefault(t.impl, []).append(slow / t.seconds)
+                if not quiet:
+                    click.echo(
+                        f"{row['us']:11.1f} {row['GB/s']:8.1f} {row['GFLOP/s']:9.1f} {100 * t.of_roof:7.1f} "
+                        f"{slow / t.seconds:7.2f}  {t.impl:10s} {case}"
+                    )
+    if not quiet:
+        for impl, values in ratios.items():
+            click.echo(f"{impl}: {timing.geometric_mean(values):.2f} x reference (geometric mean of {len(values)})")
+    return rows
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
