@@ -111,7 +111,7 @@ def _check(
     for case in check.cases(op, device, pattern):
         for dtype in dtypes:
             for verdict in check.check(op, case, dtype, device, names):
-                row = {"case": repr(case), "dtype": _short(dtype), **vars(verdict)}
+                row = {"case": repr(case), "dtype": check.short(dtype), **vars(verdict)}
                 rows.append(row)
                 if verdict.failed and not quiet:
                     click.echo(f"FAILED {verdict.impl} {row['dtype']} {case}: {verdict.failed}")
@@ -130,7 +130,9 @@ def _time(
     for dtype in dtypes:
         roof = timing.measure_roof(device, dtype)
         if not quiet:
-            click.echo(f"\n{_short(dtype)}; roof: {roof.bandwidth / 1e9:.1f} GB/s, {roof.flop_rate / 1e9:.0f} GFLOP/s")
+            click.echo(
+                f"\n{check.short(dtype)}; roof: {roof.bandwidth / 1e9:.1f} GB/s, {roof.flop_rate / 1e9:.0f} GFLOP/s"
+            )
             click.echo(f"{'us':>11s} {'GB/s':>8s} {'GFLOP/s':>9s} {'% roof':>7s} {'x ref':>7s}  implementation, case")
         for case in check.cases(op, device, pattern):
             timed = timing.measure(op, case, dtype, device, (*names, REFERENCE), roof)
@@ -140,7 +142,7 @@ def _time(
                     continue
                 row = {
                     "case": repr(case),
-                    "dtype": _short(dtype),
+                    "dtype": check.short(dtype),
                     "impl": t.impl,
                     "us": t.seconds * 1e6,
                     "GB/s": t.cost.bytes / t.seconds / 1e9,
@@ -159,7 +161,3 @@ def _time(
         for impl, values in ratios.items():
             click.echo(f"{impl}: {timing.geometric_mean(values):.2f} x reference (geometric mean of {len(values)})")
     return rows
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -83,5 +83,5 @@ def two_calls(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 def add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     assert residual.shape == x.shape and residual.is_contiguous(), f"{residual.shape=} {x.shape=} {residual.stride()=}"
-    assert w.shape == x.shape[1:] and residual.dtype == x.dtype == w.dtype, f"{w.shape=} {x.dtype=} {w.dtype=}"
+    assert w.shape[0] == x.shape[1] and residual.dtype == x.dtype == w.dtype, f"{w.shape=} {x.dtype=} {w.dtype=}"
     return op(residual, x, w, eps)

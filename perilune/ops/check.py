@@ -101,6 +101,10 @@ def difference(got: Tensor, want: Tensor, tol: Tol) -> str | None:
     return None
 
 
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype.is_floating_point:
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]

@@ -1,8 +1,8 @@
 """y[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = ids[t, j].
 
 x [T, D]; ids [T, k] int32, distinct within a row; weights [T, k] float32; gate_up [E, 2 I, D], the gate's rows
-first; down [E, D, I]; y [T, D] as x. "cpp" computes in fp32, adds the experts in ascending order and rounds once: a token's
-result does not depend on the batch. "torch" rounds to x's type between its calls.
+first; down [E, D, I]; y [T, D] as x. "cpp" computes in fp32, adds the experts in ascending order and rounds once: a
+token's result does not depend on the batch. "torch" rounds to x's type between its calls.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """y[t, h] = x[t, h] w[h]: one small matrix per head; absorbs W_UK into the queries and applies W_UV.
 
 x [T, H, a], strided in T and H if need be; w [H, a, b]; y [T, H, b] as x. Sums in fp32, rounded once.
-"cpp" wins on CPU for few tokens.
+"cpp" is no slower than torch on CPU for few tokens, and there a token's result does not depend on the batch.
 """
 
 import functools
@@ -87,5 +87,6 @@ def batched(x: Tensor, w: Tensor) -> Tensor:
 
 
 def head_matmul(x: Tensor, w: Tensor) -> Tensor:
-    assert x.shape[1:] == w.shape[:2] and x.dtype == w.dtype, f"{x.shape=} {x.dtype=} {w.shape=} {w.dtype=}"
+    (_, H, a), (heads, rows, _) = x.shape, w.shape
+    assert H == heads and a == rows and x.dtype == w.dtype, f"{x.shape=} {x.dtype=} {w.shape=} {w.dtype=}"
     return op(x, w)

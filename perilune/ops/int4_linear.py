@@ -1,8 +1,8 @@
 """y = x W^T, W in the checkpoint's INT4 (int4.py).
 
-x [T, i]; packed [o, i / 8] int32; scale [o, i / 32]; y [T, o] as x. i is a multiple of 32. Sums in fp32, y rounded once. "cpp" (linear.cpp) reads the packed weights as they are, multiplies
-exact dequantised values, and its sums do not depend on the number of rows; "torch" dequantises everything each call
-(in bfloat16 that rounds each weight).
+x [T, i]; packed [o, i / 8] int32; scale [o, i / 32]; y [T, o] as x. i is a multiple of 32. Sums in fp32, y rounded
+once. "cpp" (linear.cpp) reads the packed weights as they are, multiplies exact dequantised values, and its sums do not
+depend on the number of rows; "torch" dequantises everything each call (in bfloat16 that rounds each weight).
 """
 
 import functools

@@ -183,9 +183,9 @@ def gathered(
 def mla_absorbed(
     q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
 ) -> Tensor:
-    assert q_lat.shape[:2] == q_pe.shape[:2] and q_lat.dtype == q_pe.dtype, f"{q_lat.shape=} {q_pe.shape=}"
-    assert cache.shape[2] == q_lat.shape[2] + q_pe.shape[2] and cache.is_contiguous(), f"{cache.shape=} {q_pe.shape=}"
-    B = tables.shape[0]
-    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    (T, H, R), (rows, heads, r), B = q_lat.shape, q_pe.shape, tables.shape[0]
+    assert T == rows and H == heads and q_lat.dtype == q_pe.dtype, f"{q_lat.shape=} {q_pe.shape=}"
+    assert cache.shape[2] == R + r and cache.is_contiguous(), f"{cache.shape=} {q_pe.shape=}"
+    assert query_start.shape[0] == B + 1 and context.shape[0] == B, f"{tables.shape=} {query_start.shape=}"
     assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
     return op(q_lat, q_pe, cache, tables, query_start, context, scale)

@@ -10,7 +10,7 @@ INLINE void normed(const float* x, const float* w, float* y, int64_t D, float ep
   for (int64_t k = 0; k < D; k += 8) store(y + k, load(x + k) * factor * load(w + k));
 }
 
-constexpr int64_t PARALLEL = 1 << 16;
+constexpr int64_t PARALLEL = 1 << 18;
 
 }  // namespace
 

@@ -83,5 +83,5 @@ def fused(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def rmsnorm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    assert w.shape == x.shape[1:] and w.dtype == x.dtype, f"{x.shape=} {x.dtype=} {w.shape=} {w.dtype=}"
+    assert w.shape[0] == x.shape[1] and w.dtype == x.dtype, f"{x.shape=} {x.dtype=} {w.shape=} {w.dtype=}"
     return op(x, w, eps)

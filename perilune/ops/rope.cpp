@@ -3,7 +3,7 @@
 
 API rope(const float* x, int64_t token_stride, int64_t head_stride, const float* cosines, const float* sines, float* y,
          int64_t T, int64_t H, int64_t r, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (T * H * r > (1 << 16))
+#pragma omp parallel for num_threads(threads) schedule(static) if (T * H * r > (1 << 18))
   for (int64_t t = 0; t < T; t++)
     for (int64_t h = 0; h < H; h++) {
       const float* from = x + t * token_stride + h * head_stride;

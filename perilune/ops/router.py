@@ -57,7 +57,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     gate = gate * c.scale
     choice = torch.sigmoid(x.double() @ gate.double().T) + bias.double()
     top = choice.sort(dim=-1, descending=True)[0][:, : c.k + 1]
-    near = (top[:, :-1] - top[:, 1:]).amin(-1) < 1e-6 if c.E > 1 else torch.zeros(c.T, dtype=torch.bool)
+    near = (top[:, :-1] - top[:, 1:]).amin(-1) < 1e-6 if c.E > 1 else torch.zeros_like(x[:, 0], dtype=torch.bool)
     return _args(c, g, x.masked_fill(near.unsqueeze(-1), 0.0), gate, bias)
 
 

@@ -1,4 +1,7 @@
 // sample on CPU, after the softmax: integer weights, thresholds and the draw, row by row. Rows of temperature 0 are left.
+//
+// Top-k and top-p need no sorted row: weights are counted into buckets a quarter of an octave wide, and only the bucket
+// in which the bound falls is sorted.
 #include <algorithm>
 #include <functional>
 
@@ -6,32 +9,53 @@
 
 namespace {
 
-// Lets `heavy`, a copy of w, hold its n largest in descending order.
-void order(int64_t* heavy, const int64_t* w, int64_t V, int64_t n) {
-  memcpy(heavy, w, V * sizeof(int64_t));
-  if (n < V) std::nth_element(heavy, heavy + n, heavy + V, std::greater<int64_t>());
-  std::sort(heavy, heavy + n, std::greater<int64_t>());
+constexpr int64_t BUCKETS = 53 * 4;  // weights are at most 2^52
+
+INLINE int64_t bucket(int64_t w) {
+  const int64_t octave = 63 - __builtin_clzll(w | 1);
+  return octave * 4 + ((w << 2 >> octave) & 3);
 }
 
-// How many of the heaviest stay; those of them are the first in `heavy`.
-int64_t kept(int64_t* heavy, const int64_t* w, int64_t V, int64_t total, int64_t top_k, double top_p) {
-  const int64_t k = top_k > 0 && top_k < V ? top_k : V;
-  for (int64_t look = k < V ? k : std::min<int64_t>(V, 128);; look = std::min(V, look * 8)) {
-    order(heavy, w, V, look);
-    if (top_p >= 1) return k;
-    if (k < V) {
-      total = 0;
-      for (int64_t i = 0; i < k; i++) total += heavy[i];
+// Kept are the weights above `threshold`, and of equal ones the first `ties`; `mass` is their sum.
+struct Cut {
+  int64_t threshold, ties, mass;
+};
+
+struct Row {
+  const int64_t* w;
+  int64_t V;
+  int64_t* sorted;  // scratch [V]
+  int64_t counts[BUCKETS + 1] = {}, masses[BUCKETS + 1] = {};
+
+  Row(const int64_t* w, int64_t V, int64_t* sorted) : w(w), V(V), sorted(sorted) {
+    for (int64_t i = 0; i < V; i++) {
+      const int64_t b = bucket(w[i]);
+      counts[b]++;
+      masses[b] += w[i];
     }
-    const double goal = top_p * double(total);
-    int64_t reached = 0;
-    for (int64_t i = 0; i < look; i++) {
-      reached += heavy[i];
-      if (double(reached) >= goal) return i + 1;
-    }
-    if (look >= k) return k;
   }
-}
+
+  // The heaviest weights up to and including the one with which enough(count, mass) becomes true.
+  template <class Enough>
+  Cut heaviest(Enough enough) {
+    int64_t count = 0, mass = 0, b = BUCKETS;
+    while (b > 0 && !enough(count + counts[b], mass + masses[b])) {
+      count += counts[b];
+      mass += masses[b--];
+    }
+    int64_t n = 0;
+    for (int64_t i = 0; i < V; i++)
+      if (bucket(w[i]) == b) sorted[n++] = w[i];
+    std::sort(sorted, sorted + n, std::greater<int64_t>());
+    int64_t ties = 0;
+    for (int64_t i = 0; i < n; i++) {
+      mass += sorted[i];
+      ties = i > 0 && sorted[i] == sorted[i - 1] ? ties + 1 : 1;
+      if (enough(++count, mass)) return {sorted[i], ties, mass};
+    }
+    return {0, V, mass};
+  }
+};
 
 }  // namespace
 
@@ -48,19 +72,18 @@ API sample(const float* p, const float* temperature, const int32_t* top_k, const
       total += w[i];
       largest = std::max(largest, w[i]);
     }
-    int64_t threshold = 0, ties = V;  // weights above stay, and the first `ties` of equal ones
-    if (top_k[r] > 0 || top_p[r] < 1) {
-      int64_t* const heavy = w + V;
-      const int64_t n = kept(heavy, w, V, total, top_k[r], top_p[r]);
-      if (n < V) {
-        threshold = heavy[n - 1];
-        ties = n - (std::lower_bound(heavy, heavy + n, threshold, std::greater<int64_t>()) - heavy);
-      }
+    Cut cut{0, V, total};
+    if ((top_k[r] > 0 && top_k[r] < V) || top_p[r] < 1) {
+      Row row(w, V, w + V);
+      const int64_t k = top_k[r];
+      if (k > 0 && k < V) cut = row.heaviest([=](int64_t count, int64_t) { return count >= k; });
+      const double goal = double(top_p[r]) * double(cut.mass);
+      if (top_p[r] < 1) cut = row.heaviest([=](int64_t, int64_t mass) { return double(mass) >= goal; });
     }
     const double least = double(min_p[r]) * double(largest);
     total = 0;
     for (int64_t i = 0; i < V; i++) {
-      if (w[i] < threshold || (w[i] == threshold && ties-- <= 0) || double(w[i]) < least) w[i] = 0;
+      if (w[i] < cut.threshold || (w[i] == cut.threshold && cut.ties-- <= 0) || double(w[i]) < least) w[i] = 0;
       total += w[i];
     }
     const int64_t goal = std::min(int64_t(u[r] * double(total)), total - 1);
