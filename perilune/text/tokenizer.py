@@ -77,7 +77,7 @@ class Tokenizer:
         base = len(ranks)
         if set(ranks.values()) != set(range(base)):
             raise CheckpointError(f"token ids are not 0..{base - 1} without gaps or repeats")
-        if lacking := next((b for b in range(256) if bytes([b]) not in ranks), None):
+        if (lacking := next((b for b in range(256) if bytes([b]) not in ranks), None)) is not None:
             raise CheckpointError(f"byte {lacking:#04x} has no token, so some texts could not be encoded")
         if strays := sorted(id for id in added if not base <= id < base + CONTROL_SLOTS):
             raise CheckpointError(

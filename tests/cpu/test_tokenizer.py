@@ -234,7 +234,8 @@ def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], message: 
 
 
 def test_constructor_checks_its_data() -> None:
-    with pytest.raises(CheckpointError, match="byte 0x07 has no token"):
-        Tokenizer({(b if i != 7 else b"xx"): i for b, i in BYTES.items()}, {})
+    for lacking in (0, 7):
+        with pytest.raises(CheckpointError, match=f"byte 0x0{lacking} has no token"):
+            Tokenizer({(b if i != lacking else b"xx"): i for b, i in BYTES.items()}, {})
     with pytest.raises(CheckpointError, match="must have names"):
         Tokenizer(BYTES, {256: AddedToken("", True)})
