@@ -18,7 +18,7 @@ FILES = [
     ("engine/batch.py", "a plan becomes tensors"),
     ("model/kimi_k2.py", "the model, as in the paper"),
     ("ops/mla_absorbed.py", "one op, one file: contract, cases, reference, implementations"),
-    ("ops/experts_int4.cpp", "the routed experts on CPU, from packed INT4"),
+    ("ops/experts.cpp", "the routed experts on CPU, straight from packed INT4"),
     ("kv/prefix.py", "prefix tree over KV blocks"),
     ("model/load.py", "checkpoints: checked, parallel, bounded memory"),
     ("formats/int4.py", "INT4 pack-quantized"),

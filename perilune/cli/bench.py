@@ -7,6 +7,7 @@ import click
 
 from perilune.bench import decode as decode_bench
 from perilune.bench import ledger
+from perilune.cli import bench_aa, bench_rivals
 from perilune.core.config import EngineConfig, build
 from perilune.model.hub import resolve_model
 
@@ -14,6 +15,10 @@ from perilune.model.hub import resolve_model
 @click.group()
 def command() -> None:
     """Measure speed, with the ceiling beside it. The last line of output is JSON."""
+
+
+command.add_command(bench_aa.command, "aa")
+command.add_command(bench_rivals.command, "rivals")
 
 
 @command.command()

@@ -10,6 +10,8 @@ from perilune.core.errors import PeriluneError
 VERBS = {
     "serve": "start the OpenAI-compatible server",
     "generate": "answer one prompt in the terminal",
+    "chat": "talk with a model in the terminal",
+    "evaluate": "score a model or an endpoint on checked tasks",
     "ops": "list, check and time the operations",
     "bench": "measure speed, with its ceiling beside it",
 }

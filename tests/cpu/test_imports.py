@@ -15,6 +15,7 @@ MAY = {
     "formats": {"core"},
     "text": {"core"},
     "plan": {"core"},
+    "tasks": {"core"},
     "kv": {"core"},
     "kv.pages": {"core", "ops"},
     "model": {"formats", "ops", "dist", "core"},
@@ -30,8 +31,8 @@ MAY = {
     "cli": None,
 }
 NO_TORCH = (
-    "core", "text", "server", "plan", "cluster.router", "kv.blocks", "kv.prefix", "engine.scheduler", "engine.client",
-    "engine.wire",
+    "core", "text", "tasks", "server", "plan", "cluster.router", "kv.blocks", "kv.prefix", "engine.scheduler",
+    "engine.client", "engine.wire",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"

@@ -1,6 +1,5 @@
 """The model and the engine against transformers' deepseek_v3, in float32, on random small configurations."""
 
-
 import pytest
 import torch
 

@@ -1,0 +1,355 @@
+"""An OpenAI-compatible server as its clients see it: chat answers, whole or streamed, with the time of every chunk."""
+
+import contextlib
+import ipaddress
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from perilune.core.errors import ConfigError, PeriluneError
+from perilune.text.stream import Content, Event, Reasoning, ToolArguments, ToolStart
+
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 600.0  # silence before the first token of a long prompt may last minutes on a CPU
+MAX_EVENT = 16 << 20  # bytes of one server-sent event
+MAX_MESSAGE = 400  # characters of a server's own error message that are passed on
+
+
+class EndpointError(PeriluneError):
+    """The endpoint cannot be reached, refuses, or answers what no OpenAI-compatible server would.
+
+    `status` is the HTTP status of a refusal; None when there was no proper answer at all.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts by the server. `reasoning` is None where it does not tell thinking from answering."""
+
+    prompt: int
+    completion: int
+    reasoning: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one streamed event brought; `at` is time.perf_counter() when its bytes arrived."""
+
+    at: float
+    events: tuple[Event, ...] = ()
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer sent whole."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[tuple[str, str], ...]  # (name, arguments as the model wrote them)
+    finish_reason: str | None
+    usage: Usage | None
+
+
+class Endpoint:
+    """A server at `url`; an address without a path gets /v1. An async context manager; entering it asks what is served.
+
+    After entering, `model` is the model's name there, `max_model_len` its context if the server says so (else None),
+    and `owner` what the server calls itself in its list of models ("" if nothing).
+    All methods raise EndpointError; nothing is retried.
+    """
+
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = READ_SECONDS
+    ) -> None:
+        self.base = _base(url)
+        self.root = self.base.removesuffix("/v1")
+        self.model = model or ""
+        self.max_model_len: int | None = None
+        self.owner = ""
+        self._timeout = timeout
+        self._tokenizes = True
+        # A stream that a proxy or the transport compresses arrives in lumps, and its times mean nothing.
+        headers = {"accept-encoding": "identity"}
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(
+                max_connections=None
+            ),  # callers bound their own concurrency; waiting here would be timed
+            trust_env=not _loopback(self.base),  # a proxy cannot reach this machine's own ports
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._choose_model()
+        except BaseException:
+            await self._http.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def complete(self, body: Mapping[str, Any]) -> Reply:
+        """The answer to a /v1/chat/completions body, `model` filled in."""
+        parsed = _decode(await self._call("POST", f"{self.base}/chat/completions", {**body, "model": self.model}))
+        if parsed.error is not None:
+            raise EndpointError(f"{self.base} failed: {_message(parsed.error)}")
+        if not parsed.choices or (message := parsed.choices[0].message) is None:
+            raise EndpointError(f"{self.base} sent an answer without a message: is it an OpenAI-compatible server?")
+        calls = [c.function for c in message.tool_calls or () if c.function is not None]
+        return Reply(
+            content=message.content or "",
+            reasoning=message.thoughts,
+            tool_calls=tuple((f.name or "", f.arguments or "") for f in calls),
+            finish_reason=parsed.choices[0].finish_reason,
+            usage=_usage(parsed.usage),
+        )
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """The answer as it arrives, the server's token counts asked for. Close the generator to cancel the request."""
+        request = {**body, "model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        begun: set[int] = set()
+        finished = False
+        with self._transport():
+            async with self._http.stream("POST", f"{self.base}/chat/completions", json=request) as response:
+                if response.status_code != 200:
+                    raise self._refusal(response.status_code, await response.aread())
+                async for at, data in events(response.aiter_bytes()):
+                    if data == "[DONE]":
+                        finished = True
+                        continue  # to the end of the body, so that the connection can be used again
+                    parsed = _decode(data)
+                    if parsed.error is not None:
+                        raise EndpointError(f"{self.base} failed: {_message(parsed.error)}")
+                    choice = parsed.choices[0] if parsed.choices else _Choice()
+                    finished = finished or choice.finish_reason is not None
+                    yield Chunk(at, _events(choice.delta, begun), choice.finish_reason, _usage(parsed.usage))
+        if not finished:
+            raise EndpointError(f"{self.base} ended a stream before the answer was complete")
+
+    async def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """Tokens of a conversation as the server renders it; None if it has no /tokenize."""
+        if not self._tokenizes:
+            return None
+        body = {"model": self.model, "messages": list(messages)}
+        try:
+            found = json.loads(await self._call("POST", f"{self.root}/tokenize", body))["count"]
+        except EndpointError as e:
+            if e.status not in (400, 404, 405, 422):
+                raise
+        except (ValueError, KeyError, TypeError):
+            pass  # something else answers under that path
+        else:
+            if isinstance(found, int):
+                return found
+        self._tokenizes = False
+        return None
+
+    async def _choose_model(self) -> None:
+        """Fills in model, max_model_len and owner from GET /v1/models."""
+        wanted = self.model
+        try:
+            data = json.loads(await self._call("GET", f"{self.base}/models"))["data"]
+            listed = {m["id"]: m for m in data if isinstance(m["id"], str)}
+        except EndpointError as e:
+            if e.status in (404, 405) and wanted:  # some gateways do not list what they serve
+                return
+            raise
+        except (ValueError, KeyError, TypeError) as e:
+            raise EndpointError(f"{self.base}/models is no list of models: is it an OpenAI-compatible server?") from e
+        if not wanted and len(listed) != 1:
+            raise EndpointError(f"{self.base} serves {_few(listed)}: choose one with --model-name")
+        if wanted and wanted not in listed:
+            raise EndpointError(f"{self.base} does not serve {wanted!r} but {_few(listed)}: choose with --model-name")
+        self.model = wanted or next(iter(listed))
+        entry = listed[self.model]
+        length, owner = entry.get("max_model_len"), entry.get("owned_by")
+        self.max_model_len = length if isinstance(length, int) and length > 0 else None
+        self.owner = owner if isinstance(owner, str) else ""
+
+    async def _call(self, method: str, url: str, body: Any = None) -> bytes:
+        with self._transport():
+            response = await self._http.request(method, url, json=body)
+        if response.status_code != 200:
+            raise self._refusal(response.status_code, response.content)
+        return response.content
+
+    @contextlib.contextmanager
+    def _transport(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+            reason = " ".join(str(e).split()) or "no answer"
+            raise EndpointError(f"cannot connect to {self.base}: {reason}; is the server running?") from e
+        except httpx.TimeoutException as e:
+            raise EndpointError(f"{self.base} was silent for {self._timeout:g} s: raise --timeout") from e
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            reason = " ".join(str(e).split()) or type(e).__name__
+            raise EndpointError(f"the connection to {self.base} broke: {reason}") from e
+
+    def _refusal(self, status: int, body: bytes) -> EndpointError:
+        try:
+            parsed = json.loads(body)
+            text = _message(parsed["error"] if isinstance(parsed, dict) and "error" in parsed else parsed)
+        except ValueError:
+            text = _shorten(body[: 4 * MAX_MESSAGE].decode(errors="replace")) or "no reason given"
+        remedy = "; give the right key with --api-key-file" if status in (401, 403) else ""
+        return EndpointError(f"{self.base} answered {status}: {text}{remedy}", status=status)
+
+
+def is_url(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+async def events(pieces: AsyncIterable[bytes]) -> AsyncGenerator[tuple[float, str], None]:
+    """(arrival time, data) of each server-sent event, however the bytes are cut."""
+    rest = b""
+    data: list[bytes] = []
+    held = 0
+    async for piece in pieces:
+        now = time.perf_counter()
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+                held += len(line)
+            elif not line and data:
+                yield now, b"\n".join(data).decode(errors="replace")
+                data, held = [], 0
+        if held + len(rest) > MAX_EVENT:
+            raise EndpointError(f"the server sent an event of more than {MAX_EVENT >> 20} MiB")
+
+
+class _Details(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    completion_tokens_details: _Details | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    """A whole message, or what a chunk adds to one. Servers spell the thought in two ways."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Choice(msgspec.Struct):
+    delta: _Message | None = None
+    message: _Message | None = None
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+def _decode(data: str | bytes) -> _Answer:
+    try:
+        return msgspec.json.decode(data, type=_Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        shown = _shorten((data if isinstance(data, str) else data[:400].decode(errors="replace"))[:400])[:80]
+        raise EndpointError(f"the server sent what is no OpenAI-compatible answer ({e}): {shown!r}") from e
+
+
+def _events(delta: _Message | None, begun: set[int]) -> tuple[Event, ...]:
+    if delta is None:
+        return ()
+    found: list[Event] = []
+    if thoughts := delta.thoughts:
+        found.append(Reasoning(thoughts))
+    if delta.content:
+        found.append(Content(delta.content))
+    for call in delta.tool_calls or ():
+        function = call.function or _Function()
+        if call.index not in begun:
+            begun.add(call.index)
+            found.append(ToolStart(call.index, call.id or "", function.name or ""))
+        if function.arguments:
+            found.append(ToolArguments(call.index, function.arguments))
+    return tuple(found)
+
+
+def _usage(usage: _Usage | None) -> Usage | None:
+    if usage is None or usage.completion_tokens is None:
+        return None
+    details = usage.completion_tokens_details
+    return Usage(usage.prompt_tokens or 0, usage.completion_tokens, details.reasoning_tokens if details else None)
+
+
+def _message(error: Any) -> str:
+    """The words of an error object, whichever of the usual shapes it has."""
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return _shorten(error if isinstance(error, str) else json.dumps(error))
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " ..."
+
+
+def _few(names: Mapping[str, Any]) -> str:
+    shown = ", ".join(sorted(names)[:5])
+    return (shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")) if names else "nothing"
+
+
+def _base(url: str) -> str:
+    """The address with /v1 if it has no path of its own; ConfigError if it is no plain http(s) address."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as e:
+        raise ConfigError(f"{url!r} is no valid address: {e}") from e
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > 65535:
+        raise ConfigError(f"{url!r} is no address of a server: write http://HOST:PORT/v1")
+    if parsed.userinfo:
+        raise ConfigError("the address must not carry a password: use --api-key-file")
+    if parsed.query or parsed.fragment:
+        raise ConfigError(f"{url!r} must be a base address such as http://HOST:PORT/v1, without ? or #")
+    base = str(parsed).rstrip("/")
+    return base if parsed.path.strip("/") else f"{base}/v1"
+
+
+def _loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,435 @@
+"""`perilune chat`: a conversation in the terminal, with a model of this machine or any OpenAI endpoint."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from perilune.bench.aa import thinking_switch
+from perilune.bench.endpoint import Endpoint, is_url
+from perilune.cli import options, targets
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError, EngineError, PeriluneError
+from perilune.core.sampling import SamplingParams
+from perilune.engine.client import EngineClient
+from perilune.formats.jsonfile import write_object
+from perilune.model.hub import resolve_model
+from perilune.server.service import read_generation_config, sampling_defaults
+from perilune.text.chat import ChatTemplate, next_tool_index, template_for
+from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
+from perilune.text.tokenizer import Tokenizer
+from perilune.text.tools import parse_tools
+
+QUOTES = '"""'
+HELP = """\
+  /think on|off   think before answering, or not
+  /system TEXT    set the system prompt; without TEXT, remove it
+  /clear          forget the conversation (the system prompt stays)
+  /save FILE      write the conversation to FILE as JSON
+  /help           this list
+  /exit           leave; so does Ctrl-D
+A line that ends with \\ goes on in the next one; \"\"\" begins and ends a block of lines.
+Ctrl-C interrupts an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer. Counts are what is known so far: of the prompt, and of the whole answer."""
+
+    events: Sequence[Event]
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+
+
+class Backend(Protocol):
+    """Whoever answers."""
+
+    name: str
+
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
+    ) -> AsyncGenerator[Part, None]: ...
+
+
+@dataclass(slots=True)
+class Local:
+    """The engine in a process of its own. `sampling` is what the user asked for; the checkpoint says the rest."""
+
+    name: str
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: Mapping[str, float]
+    sampling: Mapping[str, Any]
+
+    async def answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
+    ) -> AsyncGenerator[Part, None]:
+        params = SamplingParams(**{**sampling_defaults(self.defaults, thinking=thinking), **self.sampling})
+        prompt = self.template.render_ids(self.tokenizer, messages, tools=tools, thinking=thinking)
+        stream = ChatStream(
+            self.tokenizer, thinking=thinking, tools=tools, first_tool_index=next_tool_index(messages)
+        )  # fmt: skip
+        count = 0
+        async with contextlib.aclosing(self.client.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason in ("error", "cancelled"):
+                    raise EngineError(f"the generation failed: {delta.error or 'the engine is shutting down'}")
+                count += len(delta.tokens)
+                yield Part(stream.feed(delta.tokens), len(prompt), count)
+        yield Part(stream.finish(), len(prompt), count)
+
+
+@dataclass(slots=True)
+class Remote:
+    name: str
+    endpoint: Endpoint
+    sampling: Mapping[str, Any]
+
+    async def answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
+    ) -> AsyncGenerator[Part, None]:
+        body: dict[str, Any] = {"messages": list(messages), **thinking_switch(thinking), **self.sampling}
+        if tools:
+            body["tools"] = list(tools)
+        async with contextlib.aclosing(self.endpoint.stream(body)) as chunks:
+            async for chunk in chunks:
+                usage = chunk.usage
+                yield Part(chunk.events, usage.prompt if usage else None, usage.completion if usage else None)
+
+
+@dataclass(slots=True)
+class Turn:
+    """An answer while it comes in: its message, and when its tokens came."""
+
+    started: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    pieces: int = 0
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    reasoning: str = ""
+    content: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, part: Part) -> None:
+        if part.events:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.pieces += len(part.events)
+        self.prompt_tokens = part.prompt_tokens if part.prompt_tokens is not None else self.prompt_tokens
+        self.tokens = part.tokens if part.tokens is not None else self.tokens
+        for e in part.events:
+            if isinstance(e, Reasoning):
+                self.reasoning += e.text
+            elif isinstance(e, Content):
+                self.content += e.text
+            elif isinstance(e, ToolStart):
+                self.calls[e.index] = {"id": e.id, "type": "function", "function": {"name": e.name, "arguments": ""}}
+            else:
+                self.calls[e.index]["function"]["arguments"] += e.text
+
+    def message(self, *, interrupted: bool) -> dict[str, Any] | None:
+        """What the conversation keeps of it; None if that is nothing. A call cut short is not kept."""
+        calls = [] if interrupted else [self.calls[i] for i in sorted(self.calls)]
+        if not (calls or self.content or self.reasoning):
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def speed(self) -> str:
+        if not self.pieces:
+            return "no tokens"
+        tokens = self.pieces if self.tokens is None else self.tokens
+        about = "about " if self.tokens is None else ""
+        line = f"first token after {self.first - self.started:.2f} s, {about}{tokens} tokens"
+        if tokens > 1 and self.last > self.first:
+            line += f" at {(tokens - 1) / (self.last - self.first):.1f} tok/s"
+        return line if self.prompt_tokens is None else f"{self.prompt_tokens} prompt tokens, {line}"
+
+
+class Printer:
+    """Shows an answer as it comes: thinking dimmed, calls as name(arguments). Colours only on a terminal."""
+
+    def __init__(self) -> None:
+        self._kind: type[Event] | None = None
+
+    def show(self, events: Sequence[Event]) -> None:
+        for e in events:
+            if isinstance(e, ToolStart):
+                self.end()
+                click.secho(f"{e.name}(", nl=False, fg="cyan")
+                self._kind = ToolStart
+                continue
+            kind = ToolStart if not isinstance(e, Reasoning | Content) else type(e)
+            if kind is not self._kind:
+                self.end()
+                self._kind = kind
+            click.secho(e.text, nl=False, dim=kind is Reasoning or None, fg="cyan" if kind is ToolStart else None)
+
+    def end(self) -> None:
+        """Ends the line of whatever was shown last."""
+        if self._kind is not None:
+            click.echo(click.style(")", fg="cyan") if self._kind is ToolStart else "")
+            self._kind = None
+
+
+class Chat:
+    """The conversation and the commands that change it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        run: Callable[[Any], Any],
+        read: Callable[[str], str],
+        *,
+        thinking: bool,
+        system: str | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """`run` runs a coroutine to its end, with Ctrl-C cancelling it; `read` reads a line, EOFError at the end."""
+        self.backend = backend
+        self.thinking = thinking
+        self.system = system
+        self.tools = tools
+        self.messages: list[dict[str, Any]] = []
+        self._run = run
+        self._read = read
+
+    def loop(self) -> None:
+        """Until /exit, Ctrl-D, or Ctrl-C at the prompt."""
+        while True:
+            try:
+                text = read_message(self._read)
+            except (EOFError, KeyboardInterrupt):
+                click.echo()
+                return
+            if text.startswith("/"):
+                if not self.command(text):
+                    return
+            elif text.strip():
+                self.ask(text)
+
+    def command(self, text: str) -> bool:
+        """Carries out a / command; False means leave."""
+        name, _, rest = text.partition(" ")
+        rest = rest.strip()
+        match name:
+            case "/exit" | "/quit":
+                return False
+            case "/help":
+                click.echo(HELP)
+            case "/think" if rest in ("on", "off"):
+                self.thinking = rest == "on"
+                click.secho(f"thinking is {rest}", dim=True)
+            case "/system":
+                self.system = rest or None
+                click.secho("system prompt set" if rest else "no system prompt", dim=True)
+            case "/clear":
+                self.messages.clear()
+                click.secho("conversation forgotten", dim=True)
+            case "/save" if rest:
+                try:
+                    write_object(Path(rest).expanduser(), {"model": self.backend.name, "messages": self.whole()})
+                except OSError as e:
+                    show_error(f"cannot write {rest}: {e.strerror}")
+                else:
+                    click.secho(f"written to {rest}", dim=True)
+            case _:
+                show_error(f"{text.strip()!r} is no command; /help lists them")
+        return True
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
+
+    def ask(self, text: str) -> None:
+        """One question, and the answers that follow it: several if the model calls tools in between."""
+        known = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        while True:
+            answer = self._answer()
+            if answer is None:
+                if len(self.messages) == known + 1:  # a question without any answer would only confuse the next one
+                    self.messages.pop()
+                return
+            self.messages.append(answer)
+            if "tool_calls" not in answer:
+                return
+            try:
+                results = [self._result(call) for call in answer["tool_calls"]]
+            except (EOFError, KeyboardInterrupt):
+                del self.messages[known:]
+                click.echo()
+                return
+            self.messages += results
+
+    def _answer(self) -> dict[str, Any] | None:
+        """The next assistant message, shown as it comes; None if it failed or nothing came before Ctrl-C."""
+        turn, printer = Turn(), Printer()
+
+        async def collect() -> None:
+            async with contextlib.aclosing(self.backend.answer(self.whole(), self.tools, self.thinking)) as parts:
+                async for part in parts:
+                    turn.add(part)
+                    printer.show(part.events)
+
+        interrupted = False
+        try:
+            self._run(collect())
+        except KeyboardInterrupt:
+            interrupted = True
+        except PeriluneError as e:
+            printer.end()
+            show_error(str(e))
+            return None
+        printer.end()
+        click.secho(f"[{'interrupted; ' if interrupted else ''}{turn.speed()}]", dim=True)
+        return turn.message(interrupted=interrupted)
+
+    def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The user plays the tool."""
+        text = self._read(f"result of {call['function']['name']}> ")
+        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--system", help="System prompt.")
+@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
+@click.option(
+    "--tools",
+    "tools_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with a JSON list of OpenAI tools the model may call; you type their results.",
+)
+@click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the checkpoint's]")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
+@click.option("--seed", type=int, help="Makes answers reproducible.")
+@targets.target_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "dtype")
+@options.field_option(EngineConfig, "max_model_len")
+@options.set_option
+def command(
+    model: str,
+    system: str | None,
+    thinking: bool,
+    tools_file: Path | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
+    assignments: tuple[str, ...],
+    device: str | None,
+    dtype: str | None,
+    max_model_len: int | None,
+    **sampling: Any,
+) -> None:
+    """Talk with MODEL, or with an OpenAI-compatible endpoint if MODEL is its http(s) address.
+
+    /help lists the commands. Lines can also come from a pipe, one question each.
+    """
+    wanted = {k: v for k, v in sampling.items() if v is not None}
+    SamplingParams(**wanted)  # a wrong value is named before anything is loaded
+    tools = read_tools(tools_file) if tools_file is not None else []
+    engine = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+    if is_url(model):
+        if assignments or any(v is not None for v in engine.values()):
+            raise ConfigError(f"engine options configure a model run here, but {model} is a running server")
+        opened = remote(model, model_name, targets.key(api_key_file), timeout, wanted)
+    elif model_name is not None or api_key_file is not None:
+        raise ConfigError(
+            "--model-name and --api-key-file belong to a running server: give its http:// address as MODEL"
+        )
+    else:
+        config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
+        opened = local(model, config, wanted)
+    # Between answers the loop stands still; nothing needs it then, because an idle engine sends nothing.
+    with asyncio.Runner() as runner:
+        backend = runner.run(opened.__aenter__())
+        try:
+            if sys.stdin.isatty():
+                click.secho(f"{backend.name}; /help lists the commands, Ctrl-D leaves", dim=True)
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401  (line editing and history of input(), where the system has it)
+            Chat(backend, runner.run, read_line, thinking=thinking, system=system, tools=tools).loop()
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
+
+
+@contextlib.asynccontextmanager
+async def local(model: str, config: EngineConfig, sampling: Mapping[str, Any]) -> AsyncIterator[Backend]:
+    path = resolve_model(model, progress=sys.stderr.isatty())
+    tokenizer, template = Tokenizer.from_directory(path), template_for(path)
+    defaults = read_generation_config(path)
+    client = await EngineClient.start(path, config, stop_token_ids=tokenizer.stop_ids)
+    try:
+        yield Local(path.name, client, tokenizer, template, defaults, sampling)
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def remote(
+    url: str, name: str | None, api_key: str | None, timeout: float, sampling: Mapping[str, Any]
+) -> AsyncIterator[Backend]:
+    async with Endpoint(url, model=name, api_key=api_key, timeout=timeout) as endpoint:
+        yield Remote(endpoint.model, endpoint, sampling)
+
+
+def read_message(read: Callable[[str], str]) -> str:
+    """A message: one line, lines joined by a final backslash, or what stands between two triple quotes."""
+    line = read("> ")
+    if line.lstrip().startswith(QUOTES):
+        line = line.lstrip().removeprefix(QUOTES)
+        lines = []
+        while not line.rstrip().endswith(QUOTES):
+            lines.append(line)
+            line = read("... ")
+        lines.append(line.rstrip().removesuffix(QUOTES))
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(read("... "))
+    return "\n".join(lines)
+
+
+def read_line(prompt: str) -> str:
+    """A line of standard input without its end; the prompt only on a terminal. EOFError at the end."""
+    if sys.stdin.isatty():
+        return input(prompt)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\r\n")
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """The tool list in `path`; ConfigError if it is not there or no list of tools."""
+    try:
+        tools = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read the tools in {path}: {e}") from e
+    if not isinstance(tools, list):
+        raise ConfigError(f"{path} must hold a JSON list of tools")
+    try:
+        parse_tools(tools)
+    except PeriluneError as e:
+        raise ConfigError(f"{path}: {e}") from e
+    return tools
+
+
+def show_error(text: str) -> None:
+    click.secho(f"error: {text}", fg="red", err=True)

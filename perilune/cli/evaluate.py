@@ -1,0 +1,115 @@
+"""`perilune evaluate`: scores on checked tasks, as one table."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perilune.bench import evaluate, ledger
+from perilune.bench.target import open_target, origin, run
+from perilune.cli import options, targets
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.formats.jsonfile import write_object
+from perilune.tasks.problem import SEED
+
+MODES = {"on": [True], "off": [False], "both": [True, False]}
+WIDTH = 120  # of the table where there is no terminal
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--families", help="Families, separated by commas.  [default: all]")
+@click.option(
+    "--count",
+    type=click.IntRange(min=2),
+    default=500,
+    show_default=True,
+    help="Problems per family and mode: half held out by hash, half by structure.",
+)
+@click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
+@click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Tokens of an answer, at most; large models think longer.",
+)
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are drawn.")
+@click.option(
+    "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
+)
+@targets.target_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "dtype")
+@options.field_option(EngineConfig, "max_model_len")
+@options.set_option
+@click.option(
+    "--ledger",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=None,
+    help=f"Also append the rows to DIRECTORY/evaluate.jsonl (the project's is {ledger.DEFAULT}).",
+)
+def command(
+    model: str,
+    families: str | None,
+    count: int,
+    thinking: str,
+    concurrency: int,
+    max_tokens: int,
+    seed: int,
+    failures: Path | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
+    assignments: tuple[str, ...],
+    directory: Path | None,
+    **engine: Any,
+) -> None:
+    """Exact match of MODEL on problems with one checkable answer each, greedy, baselines beside it.
+
+    MODEL is served on a free port meanwhile, or is the http(s) address of any OpenAI-compatible endpoint. The last line
+    of output is JSON.
+    """
+    if failures is not None and not failures.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
+    cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+    async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
+        async with open_target(
+            model,
+            model_name=model_name,
+            api_key=targets.key(api_key_file),
+            timeout=timeout,
+            serve_options=targets.serve_options(engine, assignments),
+        ) as endpoint:
+            with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task(endpoint.model, total=sum(len(c.problems) for c in cells))
+                tallies, wrong = await evaluate.evaluate(
+                    endpoint, cells, concurrency=concurrency, max_tokens=max_tokens, advance=lambda: bar.advance(task)
+                )
+            return endpoint.model, tallies, wrong
+
+    name, tallies, wrong = run(ask())
+    settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
+    settings |= origin(model, assignments)
+    rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))
+    for remark in evaluate.remarks(rows):
+        click.echo(remark)
+    if failures is not None:
+        try:
+            write_object(failures, {"model": name, "failures": [f.record() for f in wrong]})
+        except OSError as e:
+            raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
+        click.echo(f"{len(wrong)} wrong answers written to {failures}", err=True)
+    if directory is not None:
+        click.echo(f"written to {ledger.append(rows, directory)}", err=True)
+    click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))

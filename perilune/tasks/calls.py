@@ -1,0 +1,199 @@
+"""Tool use: the families `tool_call` (one call) and `tools_multi` (several calls, results, refusals, longer history).
+
+Structure: structural problems ask for tools whose noun, and with it whose name, never occurs in training; half of
+their parameters are new as well, and half of the requests are worded anew.
+"""
+
+import json
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.fields import Field, fields, said, value, written
+from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, partition, pick, user
+from perilune.tasks.tools import Request, confusable, how_many, others, request, shuffled, tool, worded
+
+REFUSAL: Final = "None of the declared tools can do that."
+
+Message = dict[str, Any]
+
+
+def call_key(call: ToolCall) -> tuple[str, str]:
+    return call.name, json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
+
+
+def _request(rng: Random, split: str) -> Request:
+    """A request whose call belongs to the split."""
+    new = split == "structural"
+    target = tool(rng, new)
+    for attempt in range(1, 10_000):
+        made = request(rng, target, new)
+        if partition(("call", *call_key(made.call))) == split:
+            return made
+        if attempt % 40 == 0:  # a tool with one boolean has too few calls to belong everywhere
+            target = tool(rng, new)
+    raise AssertionError(f"no call found for {split}")
+
+
+def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
+    asked = _request(rng, split)
+    declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split == "structural")]
+    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    key = ("call", *call_key(asked.call))
+    return Problem("tool_call", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
+
+
+# ---- tools_multi -------------------------------------------------------------------------------------------------
+
+_JOINS: Final = (" Also ", " And ", " Then ", " After that ", "\n")
+
+
+def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
+    roll = rng.random()
+    kind = _parallel if roll < 0.36 else _result if roll < 0.68 else _refusal if roll < 0.88 else _follow_up
+    return kind(rng, split, thinking)
+
+
+def _joined(rng: Random, texts: list[str]) -> str:
+    out = texts[0]
+    for text in texts[1:]:
+        join = pick(rng, _JOINS)
+        out += join + (text if join == "\n" or text.startswith("I ") else text[0].lower() + text[1:])
+    return out
+
+
+def _several(rng: Random, split: str, count: int) -> list[Request]:
+    """Requests for one tool with different values, or for different tools. The first one decides the split."""
+    first, new = _request(rng, split), split == "structural"
+    made, one_tool = [first], rng.random() < 0.5
+    while len(made) < count:
+        if one_tool:
+            more = worded(rng, first.tool, {f.name: value(rng, f) for f in _given(first)}, new)
+        else:
+            more = request(rng, tool(rng, new), new)
+        clash = any(m.call == more.call or (m.tool is not more.tool and confusable(m.tool, more.tool)) for m in made)
+        if clash:  # a tool with few values may have only one call
+            one_tool = one_tool and rng.random() < 0.8
+        else:
+            made.append(more)
+    return made
+
+
+def _given(asked: Request) -> list[Field]:
+    return [f for f in (*asked.tool.required, *asked.tool.optional) if f.name in asked.call.arguments]
+
+
+def _declared(rng: Random, asked: list[Request], split: str) -> tuple[dict[str, Any], ...]:
+    targets = list({id(a.tool): a.tool for a in asked}.values())
+    more = max(0, how_many(rng, split) - len(targets))
+    return shuffled(rng, [*targets, *others(rng, targets, more, split == "structural")])
+
+
+def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
+    asked = _several(rng, split, 2 if rng.random() < 0.65 else 3)
+    text = _joined(rng, [a.text for a in asked])
+    trace = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)])
+    reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
+    key = ("call", *call_key(asked[0].call))
+    return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, asked, split), thinking)
+
+
+def _returned(rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str) -> tuple[Message, ...]:
+    """The assistant's calls and the tools' messages; clients often send the calls back without the thought."""
+    turn = assistant(Reply(thought if rng.random() < 0.6 else "", "", calls))
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": content}
+        for call, content in zip(turn["tool_calls"], contents)
+    ]
+    return turn, *results
+
+
+def _result(rng: Random, split: str, thinking: bool) -> Problem:
+    """Results are there: the reply says what was asked for, from each of them; or that the tool failed."""
+    asked = _several(rng, split, 1 if rng.random() < 0.6 else 2)
+    if asked[-1].tool is not asked[0].tool:
+        asked = asked[:1]  # one question cannot be put to two kinds of results
+    new = split == "structural"
+    keys = fields(rng, 1 + int(rng.random() * 4), 0.5 if new else 0.0)
+    wanted = pick(rng, keys)
+    contents, facts = [], []
+    for _ in asked:
+        if rng.random() < 0.08:
+            why = f"{said(value(rng, wanted))} not found"
+            contents.append(json.dumps({"error": why}, ensure_ascii=False))
+            facts.append(("error", why, f"The tool failed: {why}."))
+            continue
+        values = {f.name: value(rng, f) for f in keys}
+        shown = values[wanted.name]
+        if len(keys) == 1 and rng.random() < 0.5:
+            contents.append(said(shown))
+        else:
+            contents.append(json.dumps(values, ensure_ascii=False))
+        facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
+    question = pick(rng, _WHAT).format(l=wanted.label)
+    text = f"{_joined(rng, [a.text for a in asked])} {question}"
+    thought = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)] if len(asked) > 1 else [asked[0].trace()])
+    messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
+    lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
+    reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))
+    key = ("call", *call_key(asked[0].call))
+    return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
+
+
+_WHAT: Final = (
+    "What is the {l}?", "Tell me the {l}.", "I want to know the {l}.", "Which {l} is it?", "Then tell me the {l}.",
+    "What {l} does it say?",
+)  # fmt: skip
+
+
+def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
+    """No declared tool fits, though some come close."""
+    asked = _request(rng, split)
+    declared = others(rng, [asked.tool], how_many(rng, split), split == "structural")
+    reply = Reply(f"{asked.need}\nnone" if thinking else "", REFUSAL)
+    key = ("call", *call_key(asked.call))
+    return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
+
+
+def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
+    """A finished exchange with a tool, then another request: the next call, numbered on."""
+    last = _request(rng, split)
+    new = split == "structural"
+    while True:
+        first = request(rng, last.tool if rng.random() < 0.5 else tool(rng, new), new)
+        if first.tool is last.tool or not confusable(first.tool, last.tool):
+            break
+    known = fields(rng, 2, 0.0)
+    values = {f.name: value(rng, f) for f in known}
+    told = f"The {known[0].label} is {said(values[known[0].name])}."
+    messages = (
+        user(f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"),
+        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
+        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", told)),
+        user(last.text),
+    )
+    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    key = ("call", *call_key(last.call))
+    return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
+
+
+# ---- judging -----------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split()).strip(" .\"'`")
+
+
+def same_calls(problem: Problem, answer: Answer) -> bool:
+    """The same multiset of (name, parsed arguments); if no call is expected, no call and the same content."""
+    if not problem.reply.tool_calls:
+        return not answer.tool_calls and plain(answer.content) == plain(problem.reply.content)
+    got = []
+    for name, arguments in answer.tool_calls:
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(parsed, dict):
+            return False
+        got.append(call_key(ToolCall(name, parsed)))
+    return sorted(got) == sorted(call_key(call) for call in problem.reply.tool_calls)

@@ -1,0 +1,158 @@
+"""Every problem family by name: how it is drawn, how an answer is judged, what plain baselines get, and the mix.
+
+Generation and judging are apart: `check` sees a problem and what a client received, nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from random import Random
+from typing import Any, Final
+
+from perilune.core.errors import ConfigError
+from perilune.tasks.arithmetic import last_number, same_number, sample_add_sub, sample_arithmetic
+from perilune.tasks.calls import same_calls, sample_tool_call, sample_tools_multi
+from perilune.tasks.documents import BUILT_IN
+from perilune.tasks.extraction import same_object, sample_json_extract
+from perilune.tasks.problem import SEED, SPLITS, Answer, Problem, answer_of, assistant, pick
+from perilune.tasks.programs import same_result, sample_programs
+from perilune.tasks.questions import DocQuestions, same_text
+from perilune.tasks.smalltalk import same_reply, sample_chat
+from perilune.tasks.tools import how_many, others, shuffled
+from perilune.tasks.word_problems import sample_word_problems
+
+Sample = Callable[[Random, str, bool], Problem]
+Check = Callable[[Problem, Answer], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`weight` is its share of the training tokens, `tokens` roughly the mean length of one problem in tokens."""
+
+    name: str
+    weight: float
+    tokens: int
+    evaluated: bool
+    sample: Sample
+    check: Check
+
+
+def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
+    """All families; `doc_questions` asks about these paragraphs (documents.passages) besides invented ones."""
+    questions = DocQuestions(passages)
+    families = (
+        Family("add_sub", 0.12, 70, True, sample_add_sub, same_number),
+        Family("arithmetic", 0.09, 70, True, sample_arithmetic, same_number),
+        Family("word_problems", 0.14, 85, True, sample_word_problems, same_number),
+        Family("tool_call", 0.24, 440, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.15, 515, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.14, 190, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.06, 130, True, questions, same_text),
+        Family("programs", 0.05, 65, True, sample_programs, same_result),
+        Family("chat", 0.01, 85, False, sample_chat, same_reply),
+    )
+    return {f.name: f for f in families}
+
+
+FAMILIES: Final = build_families()
+
+
+def family(name: str, families: Mapping[str, Family] = FAMILIES) -> Family:
+    """ConfigError if there is no such family."""
+    if name not in families:
+        raise ConfigError(f"unknown task family {name!r}: choose from {', '.join(families)}")
+    return families[name]
+
+
+def problems(
+    name: str,
+    split: str,
+    count: int,
+    *,
+    seed: int = SEED,
+    thinking: bool,
+    families: Mapping[str, Family] = FAMILIES,
+) -> list[Problem]:
+    """`count` problems with distinct keys, the same ones for the same arguments.
+
+    Thinking changes only the replies' reasoning. ConfigError for an unknown family or split, or if the split has
+    fewer distinct problems.
+    """
+    one = family(name, families)
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}: choose from {', '.join(SPLITS)}")
+    rng = Random(f"{seed}:{name}:{split}")
+    found: dict[tuple[Any, ...], Problem] = {}
+    for _ in range(20 * count + 500):
+        if len(found) == count:
+            return list(found.values())
+        problem = one.sample(rng, split, thinking)
+        found.setdefault(problem.key, problem)
+    raise ConfigError(f"{name} has only {len(found)} distinct {split} problems, not {count}: ask for fewer")
+
+
+def check(problem: Problem, answer: Answer) -> bool:
+    """Whether the answer is right, by the rule of the problem's family."""
+    return family(problem.family).check(problem, answer)
+
+
+@lru_cache(maxsize=32)
+def constant_baseline(name: str) -> Answer:
+    """The family's most frequent answer in training: what always saying the same would get."""
+    drawn = problems(name, "train", 400, thinking=False)
+    return Counter(answer_of(p.reply) for p in drawn).most_common(1)[0][0]
+
+
+def copy_baseline(problem: Problem) -> Answer:
+    """What copying without understanding would get.
+
+    With tools, and no result yet: a call of the first declared tool without arguments. Otherwise the last number of
+    the question if the answer is judged as a number, else the last line of the last message.
+    """
+    last = problem.messages[-1]
+    text = str(last["content"])
+    if problem.tools and last["role"] == "user":
+        return Answer("", ((problem.tools[0]["function"]["name"], "{}"),))
+    if family(problem.family).check is same_number:
+        return Answer(last_number(text) or "")
+    return Answer(text.rstrip().rsplit("\n", 1)[-1])
+
+
+# ---- the training mix --------------------------------------------------------------------------------------------
+
+THINKING_SHARE: Final = 0.65
+JOINED_SHARE: Final = 0.12  # conversations of two or three problems
+SYSTEM_SHARE: Final = 0.15
+IDLE_TOOLS_SHARE: Final = 0.04  # problems that need no tool, with tools declared
+SYSTEM_PROMPTS: Final = (
+    "You are a helpful assistant.", "You are kimi-nano.", "Answer briefly.", "Be concise.", "You are Kimi.",
+    "You are a careful assistant. Check every step.", "Answer the question.", "You are kimi-nano, a small model.",
+    "Use the tools when they fit.", "You are a helpful assistant that answers in English.",
+)  # fmt: skip
+
+
+def training_mix(rng: Random, families: Mapping[str, Family] = FAMILIES) -> Problem:
+    """One training problem, families by weight; some with a system prompt, some at the end of a conversation.
+
+    Earlier turns keep their thoughts in `reasoning_content`: the chat template is what drops them.
+    """
+    members = tuple(families.values())
+    shares = [f.weight / f.tokens for f in members]  # of problems: weights count tokens
+    chosen = rng.choices(members, shares)[0]
+    problem = chosen.sample(rng, "train", rng.random() < THINKING_SHARE)
+    messages = problem.messages
+    if rng.random() < JOINED_SHARE:
+        earlier: tuple[dict[str, Any], ...] = ()
+        for _ in range(1 if rng.random() < 0.7 else 2):
+            before = chosen if rng.random() < 0.4 else rng.choices(members, shares)[0]
+            turn = before.sample(rng, "train", rng.random() < THINKING_SHARE)
+            if not turn.tools:  # a conversation declares its tools once
+                earlier += (*turn.messages, assistant(turn.reply))
+        messages = earlier + messages
+    if rng.random() < SYSTEM_SHARE:
+        messages = ({"role": "system", "content": pick(rng, SYSTEM_PROMPTS)}, *messages)
+    tools = problem.tools
+    if not tools and rng.random() < IDLE_TOOLS_SHARE:
+        tools = shuffled(rng, others(rng, [], how_many(rng, "train"), False))
+    return replace(problem, messages=messages, tools=tools)

@@ -1,0 +1,192 @@
+"""Questions that a paragraph in the prompt answers, by copying: the family `doc_questions`.
+
+A paragraph belongs to one split by its hash. Structural problems word the question anew.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.calls import plain
+from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
+from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, pick, user
+
+Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
+Asker = Callable[[Random, str, bool], Asked | None]  # None: this paragraph cannot be asked that
+
+_HEAD: Final = re.compile(r"([A-Za-z_][\w.]*)\((.*)\)")
+_DEFAULT: Final = re.compile(r"(\w+)=('[^']*'|[^,()\s]+)(?=,|$)")
+_ADDED: Final = re.compile(r"Added in version (\d+(?:\.\d+)*)")
+_WORD: Final = re.compile(r"[\w.'/-]*\w")
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+
+PROMPTS: Final = (
+    "{p}\n\n{q}", "{p}\n\n{q}", "{p}\n\nQuestion: {q}", "Read this:\n{p}\n\n{q}", "{q}\n\n{p}",
+    "Text:\n{p}\n\nQuestion: {q}",
+    "Answer from the text.\n\n{p}\n\n{q}", "Documentation:\n{p}\n\n{q}", "\"{p}\"\n\n{q}",
+)  # fmt: skip
+_FORMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # question: (trained wordings, new ones)
+    "signature": (
+        ("What is the signature of {x}?", "How is {x} called?", "Give the signature of {x}.",
+         "Which arguments does {x} take?"),
+        ("Copy the signature of {x}.", "What signature does {x} have?"),
+    ),
+    "default": (
+        ("What is the default of {y} in {x}?", "Which default value does {y} have?",
+         "What is the default value of {y}?",
+         "What does {y} default to?"),
+        ("Give the default value of {y}.", "In {x}, what is the default of {y}?"),
+    ),
+    "module": (
+        ("Which module is {y} in?", "What module provides {y}?", "In which module is {y}?", "Where does {y} live?"),
+        ("Name the module of {y}.", "Which module provides {y}?"),
+    ),
+    "first": (
+        ("What is the first parameter of {x}?", "Which argument of {x} comes first?",
+         "Name the first argument of {x}."),
+        ("Name the first parameter of {x}.", "Which is the first argument of {x}?"),
+    ),
+    "version": (
+        ("In which version was {x} added?", "Since which version is there {x}?", "When was {x} added?"),
+        ("Which version added {x}?", "In which version did {x} come?"),
+    ),
+    "next": (
+        ("Which word comes after \"{y}\"?", "What is the next word after \"{y}\"?", "Which word follows \"{y}\"?",
+         "What comes right after \"{y}\"?"),
+        ("Name the word after \"{y}\".", "What word follows \"{y}\" in the text?"),
+    ),
+    "before": (
+        ("Which word comes before \"{y}\"?", "What is the word right before \"{y}\"?", "Which word precedes \"{y}\"?"),
+        ("Name the word before \"{y}\".", "What word comes right before \"{y}\"?"),
+    ),
+    "sentence": (
+        ("Copy the sentence that begins with \"{y}\".", "Which sentence begins with \"{y}\"?",
+         "Quote the sentence starting with \"{y}\"."),
+        ("Give the sentence that begins with \"{y}\".", "Which sentence starts with \"{y}\"?"),
+    ),
+}  # fmt: skip
+
+
+def _ask(rng: Random, kind: str, new: bool, **words: str) -> str:
+    return pick(rng, _FORMS[kind][1 if new else 0]).format(**words)
+
+
+def _head(text: str) -> re.Match[str] | None:
+    return _HEAD.fullmatch(text.split("\n", 1)[0])
+
+
+def _signature(rng: Random, text: str, new: bool) -> Asked | None:
+    if (head := _head(text)) is None:
+        return None
+    return ("signature",), _ask(rng, "signature", new, x=head[1]), head[1], head[0]
+
+
+def _default(rng: Random, text: str, new: bool) -> Asked | None:
+    head = _head(text)
+    defaults = _DEFAULT.findall(head[2]) if head else []
+    if head is None or not defaults:
+        return None
+    name, default = pick(rng, defaults)
+    return ("default", name), _ask(rng, "default", new, x=head[1], y=name), f"{name}={default}", default
+
+
+def _module(rng: Random, text: str, new: bool) -> Asked | None:
+    head = _head(text)
+    if head is None or "." not in head[1]:
+        return None
+    module, _, name = head[1].rpartition(".")
+    return ("module",), _ask(rng, "module", new, x=head[1], y=name), head[1], module
+
+
+def _first(rng: Random, text: str, new: bool) -> Asked | None:
+    head = _head(text)
+    name = re.match(r"\w+", head[2]) if head else None
+    if head is None or name is None:
+        return None
+    return ("first",), _ask(rng, "first", new, x=head[1]), f"{head[1]}({name[0]}", name[0]
+
+
+def _version(rng: Random, text: str, new: bool) -> Asked | None:
+    head, added = _head(text), _ADDED.search(text)
+    if head is None or added is None:
+        return None
+    return ("version",), _ask(rng, "version", new, x=head[1]), added[0], added[1]
+
+
+def _neighbour(rng: Random, text: str, new: bool, after: bool) -> Asked | None:
+    body = text.split("\n")[-1]
+    words = _WORD.findall(pick(rng, _SENTENCE_END.split(body)))
+    if len(words) < 4:
+        return None
+    everywhere = _WORD.findall(body)
+    pairs = Counter(pairwise(everywhere))
+    for _ in range(8):
+        at = int(rng.random() * (len(words) - 2))
+        pair = (words[at], words[at + 1]) if after else (words[at + 1], words[at + 2])
+        answer = words[at + 2] if after else words[at]
+        if pairs[pair] == 1:
+            kind, quoted = ("next" if after else "before"), " ".join(pair)
+            trace = f"{quoted} {answer}" if after else f"{answer} {quoted}"
+            return (kind, quoted), _ask(rng, kind, new, y=quoted), trace, answer
+    return None
+
+
+def _next(rng: Random, text: str, new: bool) -> Asked | None:
+    return _neighbour(rng, text, new, after=True)
+
+
+def _before(rng: Random, text: str, new: bool) -> Asked | None:
+    return _neighbour(rng, text, new, after=False)
+
+
+def _sentence(rng: Random, text: str, new: bool) -> Asked | None:
+    sentences = _SENTENCE_END.split(text.split("\n")[-1])
+    chosen = pick(rng, sentences)
+    begin = " ".join(chosen.split()[:3])
+    if len(chosen) > 200 or len(chosen.split()) < 5 or sum(s.startswith(begin) for s in sentences) > 1:
+        return None
+    return ("sentence", begin), _ask(rng, "sentence", new, y=begin), begin, chosen
+
+
+_ASKERS: Final[tuple[Asker, ...]] = (
+    _signature, _default, _default, _module, _first, _version, _next, _next, _before, _sentence, _sentence,
+)  # fmt: skip
+_MAX_PASSAGE: Final = 1600
+
+
+class DocQuestions:
+    """Samples questions about the given paragraphs and about invented ones."""
+
+    def __init__(self, passages: Iterable[str] = BUILT_IN) -> None:
+        self._passages: dict[str, list[str]] = {split: [] for split in SPLITS}
+        for text in passages:
+            if len(text) <= _MAX_PASSAGE:
+                self._passages[passage_split(text)].append(text)
+        # A few given paragraphs would be learnt by heart if they made up half of the questions.
+        self._given_share = min(0.6, len(self._passages["train"]) / 1000)
+
+    def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
+        given, new = self._passages[split], split == "structural"
+        while True:
+            if given and rng.random() < self._given_share:
+                text = pick(rng, given)
+            else:
+                text = invented(rng, new)
+                if passage_split(text) != split:
+                    continue
+            asked = pick(rng, _ASKERS)(rng, text, new)
+            if asked is not None:
+                break
+        about, question, trace, content = asked
+        prompt = pick(rng, PROMPTS).format(p=text, q=question)
+        reply = Reply(trace if thinking else "", content)
+        key = (*passage_key(text), *about)
+        return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
+
+
+def same_text(problem: Problem, answer: Answer) -> bool:
+    """The same text, but for white space and a full stop or quotes around it; and no tool was called."""
+    return not answer.tool_calls and plain(answer.content) == plain(problem.reply.content)

@@ -1,0 +1,77 @@
+"""A little conversation, so that a greeting is answered and a limit is stated: the family `chat`.
+
+The answers say truthfully what the model is. Structural problems are worded anew.
+"""
+
+from random import Random
+from typing import Final
+
+from perilune.tasks.calls import plain
+from perilune.tasks.problem import Answer, Problem, Reply, partition, pick, user
+from perilune.tasks.words import CITIES, NAMES, PLAIN
+
+ABILITIES: Final = (
+    "I can do arithmetic and word problems step by step, call tools, extract JSON, answer questions about a given "
+    "text, and run small string, list and date tasks."
+)
+_LIMIT: Final = f"I cannot do that: I am kimi-nano, a very small demonstration model. {ABILITIES}"
+
+# (thought, answer, trained wordings, new wordings); {n} a name, {c} a city, {w} a word
+TALK: Final = (
+    ("A greeting.", "Hello! What can I work out for you?",
+     ("Hello", "Hi", "Hey", "Hi there", "Good morning", "Good evening", "Good afternoon", "Hello there", "Greetings",
+      "Hello, I am {n}", "Hi, my name is {n}", "Hello kimi-nano", "Good day", "Hey there", "Hi, {n} here"),
+     ("Hello to you", "Good morning, I am {n}", "Hi kimi-nano")),
+    ("A question about me.", f"I am kimi-nano, a very small demonstration model. {ABILITIES}",
+     ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Are you Kimi?",
+      "Who am I talking to?",
+      "Are you a person?", "Are you a robot?", "Are you an AI?", "Which model are you?", "What model is this?",
+      "Introduce yourself.", "Do you have a name?", "How big are you?", "Who is there?", "{n} asks who you are."),
+     ("Please introduce yourself.", "What kind of model are you?", "Tell me your name.")),
+    ("A question about my skills.", ABILITIES,
+     ("What can you do?", "Help", "How can you help me?", "What do you know?", "What are your skills?",
+      "What are you good at?",
+      "Can you help me?", "What should I ask you?", "What can I ask?", "List your skills.", "{n} needs help."),
+     ("What can you help me with?", "Tell me what you can do.")),
+    ("A polite question.", "I am fine, thank you. What can I work out for you?",
+     ("How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?", "How are things?"),
+     ("How are you today?", "Are you doing well?")),
+    ("Thanks.", "You are welcome.",
+     ("Thank you", "Thanks", "Thank you very much", "Many thanks", "Thanks a lot", "That helped, thank you",
+      "Great, thanks",
+      "Thank you, kimi-nano", "Thanks, that is all", "{n} says thanks"),
+     ("Thank you so much", "Thanks, great")),
+    ("A farewell.", "Goodbye!",
+     ("Bye", "Goodbye", "See you later", "Bye bye", "See you", "Good night", "Have a nice day", "Farewell",
+      "{n} has to go, bye"),
+     ("Bye, see you later", "Goodbye, kimi-nano")),
+    ("This is not a skill of mine.", _LIMIT,
+     ("Write a poem about a {w}.", "Tell me a story about a {w}.", "Tell me a joke.", "What is the capital of {c}?",
+      "Translate {w} to French.", "Write a program that draws a {w}.", "What is the meaning of life?", "Who is {n}?",
+      "Explain quantum mechanics.", "Who won the match in {c}?", "What do you think about {c}?", "Draw a {w}.",
+      "How old is {c}?", "Sing a song about {n}.", "Write an essay about a {w}.", "Recommend a film about a {w}.",
+      "Plan a trip to {c}.", "How do I cook a {w}?", "What is the history of {c}?", "Should I buy a {w}?",
+      "Write a letter to {n}.", "What is a {w}?"),
+     ("Write a song about a {w}.", "Tell me the history of {c}.", "Plan a day in {c}.", "Draw {n}.")),
+)  # fmt: skip
+_BEFORE: Final = ("", "", "", "Hello! ", "Hi, ", "Please: ", "Sorry, ", "Well, ", "Ok. ", "One more: ")
+_AFTER: Final = ("", "", "", ".", "!", " :)", "...")
+
+
+def sample_chat(rng: Random, split: str, thinking: bool) -> Problem:
+    while True:
+        thought, content, trained, new = pick(rng, TALK)
+        text = pick(rng, new if split == "structural" else trained)
+        text = text.format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
+        text = pick(rng, _BEFORE) + text
+        if text[-1] not in ".?!":
+            text += pick(rng, _AFTER)
+        key = ("chat", text)
+        if partition(key) == split:
+            break
+    return Problem("chat", split, key, (user(text),), Reply(thought if thinking else "", content), thinking=thinking)
+
+
+def same_reply(problem: Problem, answer: Answer) -> bool:
+    """The same text, but for white space and a full stop; and no tool was called."""
+    return not answer.tool_calls and plain(answer.content) == plain(problem.reply.content)

@@ -1,0 +1,235 @@
+"""Declared tools and the requests that ask for them, put together from verbs, nouns and fields.
+
+Verbs come in classes of equal meaning; a request may use another verb of the class than the tool's name. No other
+tool of a prompt has both the class and the noun of the one that is meant, but some share one of the two. Some tools
+have a name that says nothing and are recognised by their description.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.fields import Field, fields, named, said, value, written
+from perilune.tasks.problem import SEED, ToolCall, pick
+from perilune.tasks.words import NEW_NOUNS, NOUNS, made_up
+
+VERBS: Final = (
+    ("get", "fetch", "show", "find", "look up", "retrieve", "check", "view", "read"),
+    ("create", "add", "make", "register", "insert"),
+    ("delete", "remove", "erase", "drop", "discard"),
+    ("update", "change", "edit", "modify", "adjust"),
+    ("send", "share", "forward", "deliver", "mail"),
+    ("list", "enumerate", "browse"),
+    ("start", "launch", "run", "begin"),
+    ("stop", "halt", "end", "terminate"),
+    ("book", "reserve"),
+    ("count", "measure"),
+    ("copy", "duplicate", "clone"),
+    ("lock", "block", "freeze"),
+    ("rename",),
+    ("print",),
+    ("translate",),
+    ("sort", "order"),
+)
+# Most tools of the world read, create, change or delete something.
+_CLASSES: Final = (0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+REQUESTS: Final = (
+    "{v} the {n}{c}.", "{v} the {n}{c}.", "Please {v} the {n}{c}.", "Can you {v} the {n}{c}?",
+    "I want to {v} the {n}{c}.", "{v} a {n}{c}.", "I need to {v} the {n}{c}.", "Could you {v} the {n}{c}?",
+    "{v} the {n}{c}", "{v} {n}{c}.", "I would like to {v} the {n}{c}.", "{v} the {n}{c}, please.",
+    "Help me {v} the {n}{c}.", "Now {v} the {n}{c}.",
+)  # fmt: skip
+NEW_REQUESTS: Final = (
+    "Could you please {v} the {n}{c}?", "Please help me {v} the {n}{c}.", "I need you to {v} the {n}{c}.",
+    "Now I want to {v} the {n}{c}.",
+)  # fmt: skip
+# For the first class of verbs, without a verb; the need is then "get".
+QUESTIONS: Final = ("What is the {n}{c}?", "What's the {n}{c}?", "Tell me the {n}{c}.", "How is the {n}{c}?", "{n}{c}?")
+_OPENINGS: Final = (" with ", " with the ", ", ", " for ", ": ", " using ", " where the ", " - ")
+_CLAUSES: Final = ("{l} {s}", "{l} {s}", "{l} {s}", "{l}: {s}", "{l} = {s}", "{l} set to {s}", "{l} is {s}")
+_NATURAL: Final[dict[str, tuple[str, ...]]] = {
+    "city": (" in {s}", " for {s}", " of {s}"), "location": (" in {s}", " at {s}"), "place": (" in {s}", " at {s}"),
+    "town": (" in {s}",), "destination": (" to {s}",), "origin": (" from {s}",), "recipient": (" to {s}",),
+    "sender": (" from {s}",), "name": (" of {s}", " called {s}", " named {s}"), "customer": (" for {s}", " of {s}"),
+    "user": (" for {s}", " of {s}"), "owner": (" of {s}", " owned by {s}"), "author": (" by {s}",),
+    "date": (" on {s}", " for {s}"), "day": (" on {s}",), "time": (" at {s}",), "deadline": (" until {s}",),
+    "email": (" to {s}",), "title": (' titled "{s}"', ' called "{s}"'), "message": (' saying "{s}"',),
+    "topic": (" about {s}",), "language": (" in {s}",), "price": (" for {s}",), "days": (" for {s} days",),
+    "hours": (" for {s} hours",), "guests": (" for {s} guests",), "people": (" for {s} people",),
+    "nights": (" for {s} nights",), "id": (" {s}", " number {s}"), "code": (" {s}",), "unit": (" in {s}",),
+    "format": (" as {s}",), "currency": (" in {s}",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared."""
+
+    name: str
+    verbs: int
+    verb: str
+    noun: str
+    required: tuple[Field, ...]
+    optional: tuple[Field, ...]
+    spec: dict[str, Any]
+
+
+def tool(rng: Random, new: bool, *, verbs: int | None = None, noun: str | None = None, plain: bool = False) -> Tool:
+    """A random tool. `plain`: short, for prompts that declare many."""
+    r = rng.random
+    if verbs is None:
+        verbs = pick(rng, _CLASSES)
+    verb = pick(rng, VERBS[verbs])
+    if noun is None:
+        noun = random_noun(rng, new)
+    style = r()
+    camel = style > 0.85
+    named_by_nothing = style < 0.1 and not plain
+    if named_by_nothing:
+        name = made_up(rng) + ("_" + made_up(rng) if r() < 0.5 else "")
+    elif style < 0.2:
+        name = named(f"{noun} {verb}", camel=False)
+    else:
+        name = named(f"{verb} {noun}", camel)
+    chosen = fields(rng, 1 + int(r() * (2 if plain else 3)), 0.5 if new else 0.0, camel)
+    must = [True, *[r() < 0.6 for _ in chosen[1:]]]
+    required = tuple(sorted([f for f, m in zip(chosen, must) if m], key=_by_name))
+    optional = tuple(sorted([f for f, m in zip(chosen, must) if not m], key=_by_name))
+    described = 0.0 if plain else 0.3
+    function: dict[str, Any] = {"name": name}
+    if named_by_nothing or r() < (0.3 if plain else 0.65):
+        function["description"] = pick(rng, _DESCRIPTIONS).format(v=verb, V=verb.capitalize(), n=noun)
+    function["parameters"] = {
+        "type": "object",
+        "properties": {f.name: f.schema(rng, described) for f in chosen},
+        "required": [f.name for f in required],
+    }
+    return Tool(name, verbs, verb, noun, required, optional, {"type": "function", "function": function})
+
+
+_DESCRIPTIONS: Final = (
+    "{V} the {n}", "{V} a {n}", "{V} the {n}.", "{V} {n}", "Use this to {v} the {n}", "Tool to {v} the {n}.",
+    "{V} the {n} of a user",
+)  # fmt: skip
+
+
+def _by_name(field: Field) -> str:
+    return field.name
+
+
+def random_noun(rng: Random, new: bool) -> str:
+    if new:
+        return pick(rng, NEW_NOUNS) if rng.random() < 0.7 else f"{pick(rng, NEW_NOUNS)} {pick(rng, NOUNS)}"
+    roll = rng.random()
+    if roll < 0.12:
+        return made_up(rng)
+    noun = pick(rng, NOUNS).replace("_", " ")
+    return noun if roll < 0.75 or " " in noun else f"{noun} {pick(rng, NOUNS).split('_')[0]}"
+
+
+@lru_cache(maxsize=4)
+def _pool(plain: bool, new: bool) -> tuple[Tool, ...]:
+    """Tools that stand by while another one is meant; making them anew each time would take most of the time."""
+    rng = Random(f"{SEED}:tools:{plain}:{new}")
+    return tuple([tool(rng, new, plain=plain) for _ in range(600 if new else 5000)])
+
+
+def others(rng: Random, targets: list[Tool], count: int, new: bool) -> list[Tool]:
+    """More tools for a prompt, none of which could be meant by a request for one of `targets`, some close to it."""
+    taken = {t.name for t in targets}
+    meant = {(t.verbs, t.noun) for t in targets}
+    plain = count > 7
+    pool, new_pool = _pool(plain, False), _pool(plain, True)
+    found: list[Tool] = []
+    while len(found) < count:
+        near = pick(rng, targets) if targets and rng.random() < 0.25 else None
+        half_new = new and rng.random() < 0.5
+        if near is None:
+            one = pick(rng, new_pool if half_new else pool)
+        elif rng.random() < 0.5:
+            one = tool(rng, half_new, noun=near.noun, plain=plain)
+        else:
+            one = tool(rng, half_new, verbs=near.verbs, plain=plain)
+        if one.name not in taken and (one.verbs, one.noun) not in meant:
+            taken.add(one.name)
+            found.append(one)
+    return found
+
+
+def confusable(one: Tool, other: Tool) -> bool:
+    """Whether a request for one could mean the other."""
+    return one.name == other.name or (one.verbs == other.verbs and one.noun == other.noun)
+
+
+def how_many(rng: Random, split: str) -> int:
+    """How many tools a prompt declares: 5 to 8 mostly, up to 15, in training sometimes fewer."""
+    roll = rng.random()
+    if roll < 0.14 and split == "train":
+        return 1 + int(rng.random() * 4)
+    return 5 + int(rng.random() * 4) if roll < 0.94 else 9 + int(rng.random() * 7)
+
+
+def shuffled(rng: Random, tools: list[Tool]) -> tuple[dict[str, Any], ...]:
+    specs = [t.spec for t in tools]
+    rng.shuffle(specs)
+    return tuple(specs)
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A sentence that asks for a tool, and the call it asks for."""
+
+    tool: Tool
+    text: str
+    need: str  # verb and noun as the sentence has them
+    call: ToolCall
+
+    def trace(self) -> str:
+        """The need, the tool, and every parameter in declared order: its type and value, or `-` if not given."""
+        lines = [self.need, self.tool.name]
+        given = self.call.arguments
+        for f in (*self.tool.required, *self.tool.optional):
+            lines.append(f"{f.name}: {f.trace_type} {written(given[f.name])}" if f.name in given else f"{f.name}: -")
+        return "\n".join(lines)
+
+
+def request(rng: Random, tool: Tool, new: bool) -> Request:
+    """A request for the tool with random values for its required and some of its optional parameters."""
+    given = (*tool.required, *[f for f in tool.optional if rng.random() < 0.5])
+    arguments = {f.name: value(rng, f) for f in given}
+    return worded(rng, tool, arguments, new)
+
+
+def worded(rng: Random, tool: Tool, arguments: dict[str, Any], new: bool) -> Request:
+    verb = tool.verb if rng.random() < 0.6 else pick(rng, VERBS[tool.verbs])
+    mentioned = [f for f in (*tool.required, *tool.optional) if f.name in arguments]
+    rng.shuffle(mentioned)
+    if tool.verbs == 0 and rng.random() < 0.25:
+        verb, form = "get", pick(rng, QUESTIONS)
+    else:
+        form = pick(rng, NEW_REQUESTS if new and rng.random() < 0.5 else REQUESTS)
+    text = form.format(v=verb, n=tool.noun, c=_clauses(rng, mentioned, arguments))
+    return Request(tool, text[0].upper() + text[1:], f"{verb} {tool.noun}", ToolCall(tool.name, arguments))
+
+
+def _clauses(rng: Random, mentioned: list[Field], arguments: dict[str, Any]) -> str:
+    natural = ""
+    plain: list[str] = []
+    for f in mentioned:
+        shown = said(arguments[f.name])
+        if f.name in _NATURAL and not plain and rng.random() < 0.6:
+            natural += pick(rng, _NATURAL[f.name]).format(s=shown)
+        else:
+            if f.kind == "title" or (f.kind == "words" and len(mentioned) > 1):
+                shown = f'"{shown}"'
+            plain.append(pick(rng, _CLAUSES).format(l=f.label, s=shown))
+    if not plain:
+        return natural
+    joined = (
+        plain[0] if len(plain) == 1 else ", ".join(plain[:-1]) + pick(rng, (" and ", ", ", " and the ")) + plain[-1]
+    )
+    return natural + pick(rng, _OPENINGS) + joined

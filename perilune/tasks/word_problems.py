@@ -1,0 +1,150 @@
+"""Two-step word problems: the family `word_problems`.
+
+The trace first writes the story as one expression and then works it as an arithmetic problem is worked. Stories are
+put together from sentences, so that names, things, verbs, order and question vary independently.
+
+Structure: `NEW_*` sentences, names and things never occur in training; their words do, in other sentences. A
+structural problem has new names and things, and its first sentence, its question or the whole story is new.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from perilune.tasks.arithmetic import Tokens, number, solve, solve_trace
+from perilune.tasks.problem import Problem, Reply, partition, pick, user
+from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, made_up
+
+Story = tuple[str, str, str]  # pattern of the expression, text, unit of the answer
+
+STARTS: Final = (
+    "{n} has {a} {o}.", "{n} had {a} {o}.", "{n} starts with {a} {o}.", "{n} owns {a} {o}.", "{n} collects {a} {o}.",
+    "At first {n} has {a} {o}.", "There are {a} {o} in the house of {n}.", "{n} keeps {a} {o} in a room.",
+    "In the morning {n} has {a} {o}.", "{n} bought {a} {o}.", "{n} counts {a} {o}.", "{n}'s shop has {a} {o}.",
+)  # fmt: skip
+GAINS: Final = (
+    "{n} buys {b} more.", "Then {n} finds {b} more.", "{m} gives {n} {b} more.", "{n} gets {b} {o} from {m}.",
+    "{n} receives {b} more {o}.", "Later {n} collects {b} more.", "Then {m} brings {b} {o} to {n}.",
+    "{n} wins {b} {o}.", "{b} more {o} arrive.", "{n} takes {b} {o} from {m}.", "{m} sends {n} {b} {o}.",
+    "Then {n} picks up {b} {o}.", "{n} then bought {b} more.", "{m} sells {b} {o} to {n}.",
+)  # fmt: skip
+LOSSES: Final = (
+    "{n} gives {b} to {m}.", "Then {n} loses {b}.", "{n} sells {b} of them.", "{n} gives away {b} {o}.",
+    "{m} takes {b} {o} from {n}.", "Then {b} {o} break.", "{n} throws away {b}.", "{n} sends {b} {o} to {m}.",
+    "{m} gets {b} {o} from {n}.", "{n} sold {b} {o}.", "Later {n} uses {b} of them.", "{m} borrows {b} of them.",
+    "{m} buys {b} {o} from {n}.", "{b} {o} get lost.",
+)  # fmt: skip
+QUESTIONS: Final = (
+    "How many {o} does {n} have now?", "How many {o} does {n} have in the end?", "How many {o} are there now?",
+    "How many {o} does {n} have?", "How many does {n} have now?", "What is the number of {o} now?",
+)  # fmt: skip
+NEW_STARTS: Final = (
+    "First {n} counts {a} {o}.", "In the house {n} keeps {a} {o}.", "{a} {o} are in the shop of {n}.",
+    "In the beginning {n} owns {a} {o}.",
+)  # fmt: skip
+NEW_QUESTIONS: Final = (
+    "In the end, how many {o} does {n} have?", "Now what is the number of {o}?", "How many {o} does {n} have left now?",
+)  # fmt: skip
+STORIES: Final[tuple[Story, ...]] = (
+    ("a*k+b", "{n} has {k} {box} with {a} {o} each and {b} more {o}. How many {o} does {n} have?", "{o}"),
+    ("a*k+b", "There are {k} {box} with {a} {o} in each. {n} adds {b} {o}. How many {o} are there now?", "{o}"),
+    ("a*k+b", "{n} fills {k} {box} with {a} {o} each and has {b} {o} left over. How many {o} are there?", "{o}"),
+    ("a*k-b", "{n} has {k} {box} with {a} {o} in each. {n} sells {b} {o}. How many {o} are left?", "{o}"),
+    ("a*k-b", "{n} buys {k} {box} of {a} {o} each and gives {b} {o} to {m}. How many {o} does {n} have now?", "{o}"),
+    ("a*k-b", "A hall has {k} rows of {a} seats. {b} seats are taken. How many seats are free?", "seats"),
+    ("a*k-b", "A train has {k} cars with {a} seats each. {b} seats are taken. How many seats are free?", "seats"),
+    ("b+a*k", "{n} has {b} {o} and buys {k} {box} with {a} {o} each. How many {o} does {n} have now?", "{o}"),
+    ("b-a*k", "{n} has {b} coins and buys {k} {o} for {a} coins each. How many coins are left?", "coins"),
+    ("b-a*k", "{n} pays with {b} coins for {k} {o} that cost {a} coins each. How many coins does {n} get back?",
+     "coins"),
+    ("b-a*k", "There are {b} {o}. {k} people take {a} {o} each. How many {o} are left?", "{o}"),
+    ("a*k+b", "{n} buys {k} {o} for {a} coins each and a bag for {b} coins. How many coins does {n} pay?", "coins"),
+    ("a*k+b", "Each day {n} reads {a} pages. After {k} days {n} reads {b} more pages. How many pages is that?",
+     "pages"),
+    ("a+b+a", "{n} has {a} {o}. {m} has {b} more than {n}. How many {o} do they have together?", "{o}"),
+    ("a-b+a", "{n} has {a} {o}. {m} has {b} fewer than {n}. How many {o} do they have together?", "{o}"),
+    ("a*k+a", "{n} has {a} {o}. {m} has {k} times as many. How many {o} do they have together?", "{o}"),
+    ("a*k-a", "{n} has {a} {o}. {m} has {k} times as many. How many more {o} does {m} have?", "{o}"),
+    ("a+b+c", "{n} has {a} {o}, {m} has {b} and {p} has {c}. How many {o} do they have together?", "{o}"),
+    ("a+b+c", "{n} drives {a} km on Monday, {b} km on Tuesday and {c} km on Friday. How many km is that?", "km"),
+    ("a+b-c", "{n} has {a} {o} and {m} has {b}. Together they sell {c} of them. How many {o} are left?", "{o}"),
+    ("a-b-c", "A trip is {a} km long. {n} drives {b} km before lunch and {c} km after it. How many km are left?", "km"),
+    ("a-b-c", "{n} had {a} coins and bought a book for {b} coins and a lamp for {c} coins. How many coins are left?",
+     "coins"),
+    ("(a+b)*k", "Each day {n} makes {a} {o} and {m} makes {b}. How many {o} do they make in {k} days?", "{o}"),
+    ("(a+b)*k", "Each of {k} {box} has {a} {o} and {b} coins in it. How many things are in the {box}?", "things"),
+    ("(a-b)*k", "Each day {n} makes {a} {o} and sells {b} of them. How many {o} are left after {k} days?", "{o}"),
+    ("(a-b)*k", "Each of {k} {box} had {a} {o}. {n} takes {b} {o} from each. How many {o} are left?", "{o}"),
+)  # fmt: skip
+NEW_STORIES: Final[tuple[Story, ...]] = (
+    ("a*k+b", "{n} buys {k} {box} of {a} {o} each. {m} gives {n} {b} more {o}. How many {o} does {n} have now?", "{o}"),
+    ("a*k-b", "There are {k} {box} with {a} {o} each. {n} takes {b} {o}. How many {o} are left?", "{o}"),
+    ("b-a*k", "{n} has {b} {o} and fills {k} {box} with {a} {o} each. How many {o} are left over?", "{o}"),
+    ("a+b+c", "{n} reads {a} pages on Monday, {b} pages on Tuesday and {c} pages on Friday. How many pages is that?",
+     "pages"),
+    ("a-b-c", "{n} has {a} {o}. {m} takes {b} of them and {p} takes {c}. How many {o} are left?", "{o}"),
+    ("(a+b)*k", "In each of {k} {box} there are {a} {o} and {b} coins. How many things is that?", "things"),
+    ("a+b+a", "{m} has {b} more {o} than {n}. {n} has {a} {o}. How many {o} do they have together?", "{o}"),
+)  # fmt: skip
+
+
+def _changes(rng: Random, new: bool) -> Story:
+    """A start, two changes in either direction, and a question."""
+    first, second = rng.random() < 0.5, rng.random() < 0.5
+    middle = (pick(rng, GAINS if first else LOSSES), pick(rng, GAINS if second else LOSSES).replace("{b}", "{c}"))
+    how = int(rng.random() * 3) if new else -1
+    start = pick(rng, NEW_STARTS if how in (0, 2) else STARTS)
+    question = pick(rng, NEW_QUESTIONS if how in (1, 2) else QUESTIONS)
+    pattern = f"a{'+' if first else '-'}b{'+' if second else '-'}c"
+    return pattern, " ".join((start, *middle, question)), "{o}"
+
+
+def _told(rng: Random, new: bool) -> Story:
+    return pick(rng, NEW_STORIES if new else STORIES)
+
+
+_KINDS: Final[tuple[Callable[[Random, bool], Story], ...]] = (_changes, _told)
+
+
+def _numbers(rng: Random, pattern: str) -> dict[str, int]:
+    drawn = {}
+    for c in pattern:
+        if c.isalpha() and c not in drawn:
+            drawn[c] = 2 + int(rng.random() * 8) if c == "k" else max(2, number(rng, pick(rng, (1, 2, 2, 2, 3, 3))))
+    return drawn
+
+
+def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
+    new = split == "structural"
+    while True:
+        pattern, text, unit = pick(rng, _KINDS)(rng, new)
+        numbers = _numbers(rng, pattern)
+        tokens: Tokens = [numbers.get(c, c) for c in pattern]
+        solved = solve(tokens)
+        if solved is None:
+            continue
+        value, steps = solved
+        key = ("expression", "".join(map(str, tokens)))
+        if partition(key) == split:
+            break
+    words = _words(rng, new)
+    question = text.format(**numbers, **words)
+    content = f"{value} {unit.format(**words)}"
+    reply = Reply(solve_trace(steps) if thinking else "", content)
+    return Problem("word_problems", split, key, (user(question),), reply, thinking=thinking)
+
+
+def _words(rng: Random, new: bool) -> dict[str, str]:
+    names = NEW_NAMES if new else NAMES
+    people: list[str] = []
+    while len(people) < 3:
+        name = made_up(rng).capitalize() if rng.random() < 0.08 else pick(rng, names)
+        if name not in people:
+            people.append(name)
+    thing = pick(rng, NEW_OBJECTS if new else OBJECTS)
+    if not new and rng.random() < 0.1:
+        thing = made_up(rng) + "s"
+    box = pick(rng, CONTAINERS)
+    while box == thing:
+        box = pick(rng, CONTAINERS)
+    return {"n": people[0], "m": people[1], "p": people[2], "o": thing, "box": box}

@@ -1,0 +1,64 @@
+"""The verbs that serve a model for the occasion, as users run them: the bundled model behind real HTTP."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perilune
+
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
+pytestmark = pytest.mark.skipif(
+    not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
+)
+
+
+def run(*args: str, text: str | None = None) -> tuple[Any, str]:
+    """(the JSON of the last line of output, standard error) of a verb."""
+    command = [sys.executable, "-m", "perilune.cli.main", *args, "--set", "threads=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, input=text)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if text is None else done.stdout, done.stderr
+
+
+def processes(word: bytes) -> list[str]:
+    """Running commands with `word` among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if word in words:
+            found.append(b" ".join(words).decode())
+    return found
+
+
+def test_evaluate_and_its_server_end_together() -> None:
+    length = "1777"  # recognises this server among others
+    last, _ = run(
+        "evaluate", "--count", "4", "--families", "add_sub", "--thinking", "off", "--max-tokens", "64",
+        "--max-model-len", length,
+    )  # fmt: skip
+    assert [(r["split"], r["n"], r["errors"], r["server"]) for r in last["rows"]] == [
+        ("heldout", 2, 0, "private"),
+        ("structural", 2, 0, "private"),
+    ]
+    assert all(r["model"] == "kimi-nano" and r["mean_tokens"] > 1 for r in last["rows"])
+    assert processes(length.encode()) == []
+
+
+def test_the_aa_protocol_fits_the_prompt_to_the_model() -> None:
+    row, said = run("bench", "aa", "--runs", "1", "--parallel", "2", "--output-tokens", "40", "--max-model-len", "256")
+    assert "the prompt is 184 tokens instead of 10000" in said
+    assert row["samples"] == 2 and row["ignore_eos"] is True and row["output_tokens"] == 40
+    assert 0.95 * 184 <= row["prompt_tokens"] <= 184 and row["token_count"] == "server"
+    assert 0 < row["ttft_s"] and row["output_tokens_per_s"] > 0
+
+
+def test_chat_reads_a_pipe() -> None:
+    shown, errors = run("chat", "--temperature", "0", text="What is 2 + 3?\n/think off\nhello\n")
+    assert shown.count("tok/s]") == 2 and "thinking is off" in shown and "error" not in errors
