@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+# One thread each, here and in the servers that tests start: the tensors are tiny, and threads that wait for each other
+# on a shared machine cost far more than they bring. Before torch is imported, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 DATA = Path(os.environ.get("PERILUNE_TEST_DATA", Path(__file__).parents[2] / "shared"))
 
 

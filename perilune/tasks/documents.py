@@ -3,6 +3,7 @@
 A passage about a function begins with its signature on a line of its own, whatever its source.
 """
 
+import ast
 import re
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -95,6 +96,38 @@ def passages(files: Iterable[Path], *, min_chars: int = _MIN_CHARS, max_chars: i
                 if len(part) >= min_chars:
                     found.setdefault(part)
     return list(found)
+
+
+def docstrings(files: Iterable[Path], *, max_chars: int = _MAX_CHARS) -> list[str]:
+    """Signature and docstring of the public functions and methods in Python files, as paragraphs to ask about.
+
+    ConfigError if a file cannot be read or is not Python.
+    """
+    found: dict[str, None] = {}
+    for file in files:
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, SyntaxError) as e:
+            raise ConfigError(f"cannot read {file} as Python: {e}") from e
+        scopes = [(file.stem, tree.body)]
+        scopes += [(f"{file.stem}.{node.name}", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+        for scope, body in scopes:
+            for node in body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                    passage = f"{scope}.{node.name}({_parameters(node)})\n{_clean(text)}"
+                    if text.endswith(".") and _MIN_CHARS <= len(passage) <= max_chars:
+                        found.setdefault(passage)
+    return list(found)
+
+
+def _parameters(node: ast.FunctionDef) -> str:
+    """As in documentation: without annotations and without self."""
+    every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg)
+    for argument in every:
+        if argument is not None:
+            argument.annotation = None
+    return re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args))
 
 
 def passage_key(text: str) -> tuple[str, str]:

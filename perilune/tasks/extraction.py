@@ -134,10 +134,10 @@ _OR_NULL: Final = (
 
 def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
-    stated = fields(rng, 2 + int(rng.random() * 5), 0.6 if new else 0.0, camel=rng.random() < 0.15)
-    wanted = stated if rng.random() < 0.6 else stated[: 1 + int(rng.random() * len(stated))]
-    optional = rng.random() < 0.15
     while True:
+        stated = fields(rng, 2 + int(rng.random() * 5), 0.6 if new else 0.0, camel=rng.random() < 0.15)
+        wanted = stated if rng.random() < 0.6 else stated[: 1 + int(rng.random() * len(stated))]
+        optional = rng.random() < 0.15
         values = {f.name: value(rng, f) for f in stated}
         absent = {f.name for f in wanted if optional and rng.random() < 0.3}
         expected = {f.name: None if f.name in absent else values[f.name] for f in wanted}
@@ -145,9 +145,6 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
         key = ("json", content)
         if partition(key) == split:
             break
-        if len(stated) < 4:  # few booleans and choices have too few values to belong everywhere
-            stated = fields(rng, len(stated), 0.6 if new else 0.0)
-            wanted = stated
     facts = [(f, values[f.name]) for f in stated if f.name not in absent]
     rng.shuffle(facts)
     how = 1 + int(rng.random() * 3) if new and rng.random() < 0.5 else 0  # 1: the text, 2: the schema, 3: the prompt
@@ -161,7 +158,10 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 def _copied(field: Field, value: Any) -> str:
-    return f"{field.name}: null" if value is None else f"{field.name}: {field.trace_type} {written(value)}"
+    if value is None:
+        return f"{field.name}: null"
+    # Most layouts of a schema do not say which strings are choices.
+    return f"{field.name}: {'string' if field.choices else field.trace_type} {written(value)}"
 
 
 def same_object(problem: Problem, answer: Answer) -> bool:

@@ -65,6 +65,9 @@ def family(name: str, families: Mapping[str, Family] = FAMILIES) -> Family:
     return families[name]
 
 
+_REPEATS: Final = 300  # this many known problems in a row: there are hardly any others
+
+
 def problems(
     name: str,
     split: str,
@@ -84,10 +87,12 @@ def problems(
         raise ConfigError(f"unknown split {split!r}: choose from {', '.join(SPLITS)}")
     rng = Random(f"{seed}:{name}:{split}")
     found: dict[tuple[Any, ...], Problem] = {}
-    for _ in range(20 * count + 500):
+    repeats = 0
+    while repeats < _REPEATS:
         if len(found) == count:
             return list(found.values())
         problem = one.sample(rng, split, thinking)
+        repeats = repeats + 1 if problem.key in found else 0
         found.setdefault(problem.key, problem)
     raise ConfigError(f"{name} has only {len(found)} distinct {split} problems, not {count}: ask for fewer")
 

@@ -278,6 +278,23 @@ def test_passages_of_documentation(tmp_path: Path) -> None:
         documents.passages([tmp_path / "nothing.rst"])
 
 
+def test_docstrings_keep_their_signature(tmp_path: Path) -> None:
+    file = tmp_path / "shelf.py"
+    file.write_text(
+        "class Shelf:\n"
+        "    def put(self, book: str, row: int = 3, *, lock=None) -> None:\n"
+        '        """Put the book into\n        the row, which must not be full.\n\n        More."""\n'
+        "    def _hidden(self):\n"
+        '        """Nobody asks about this one, however long its text may be."""\n'
+    )
+    assert documents.docstrings([file]) == [
+        "shelf.Shelf.put(book, row=3, *, lock=None)\nPut the book into the row, which must not be full."
+    ]
+    file.write_text("def (")
+    with pytest.raises(ConfigError, match=r"cannot read .*shelf\.py as Python"):
+        documents.docstrings([file])
+
+
 def test_questions_are_asked_about_given_passages_of_their_split_only() -> None:
     given = [
         f"lib{i}.call_{i}(a, size={i}, *, mode='x')\nReturn the number {i} of it. Added in version 3.{i}."
