@@ -87,7 +87,9 @@ def load(
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
         with _progress(path.name, found.text_bytes) if progress else contextlib.nullcontext(_ignore) as advance:
-            _run(plan.jobs, threads or min(MAX_THREADS, os.cpu_count() or 1), torch.device(device), advance)
+            # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
+            jobs, plan.jobs = plan.jobs, []
+            _run(jobs, threads or min(MAX_THREADS, os.cpu_count() or 1), torch.device(device), advance)
     return config, weights
 
 

@@ -162,6 +162,9 @@ def _rst_paragraphs(text: str) -> list[str]:
         lines = [line for line in raw.split("\n") if line.strip()]
         if not lines or lines[0].lstrip().startswith((">>>", "|", "+--", "===", "* -")):
             continue
+        if lines[0].strip() == "..":  # a comment, even if what it hides looks like a directive
+            signature = ""
+            continue
         block = " ".join([line.strip() for line in lines])
         if directive := _DIRECTIVE.match(block):
             name = directive[1].split(":")[-1]

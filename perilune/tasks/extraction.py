@@ -22,17 +22,22 @@ Facts = list[tuple[Field, Any]]
 _SENTENCES: Final = (
     "The {l} is {s}.", "The {l} is {s}.", "Its {l} is {s}.", "As {l}, {s} is given.", "{L}: {s}.", "The {l} was {s}.",
     "For the {l} we have {s}.", "{L} is {s}.", "We set the {l} to {s}.", "The {l} says {s}.", "{s} is the {l}.",
+    "{s} is given as the {l}.", "We note {s} as its {l}.", "With {l} {s}.", "The {l} here: {s}.", "It has the {l} {s}.",
+    "{L} was {s}.", "{s} ({l}).", "In the field {l} stands {s}.", "Someone entered {s} as {l}.", "{s} was set as {l}.",
 )  # fmt: skip
 _NEW_SENTENCES: Final = (
     "{s} was the {l}.", "As the {l} we have {s}.", "We have {s} for the {l}.", "The {l} is given as {s}.",
 )  # fmt: skip
 _LINES: Final = (
     "{l}: {s}", "{L}: {s}", "- {l}: {s}", "{l} = {s}", "* {L}: {s}", "{L} - {s}", "| {l} | {s} |", "{n}: {s}",
-    "{n}={s}",
+    "{n}={s}", "{l} => {s}", "{l} | {s}", "* {l} is {s}", "{L} is {s}", "> {l}: {s}", "{s} = {l}", "[{l}] {s}",
+    "- {s} ({l})", "+ {L}: {s}", '"{l}": {s}', "{s} <- {l}", "{l} ... {s}",
 )  # fmt: skip
 _NEW_LINES: Final = ("- {L} is {s}", "{l} -> {s}", "* {s} ({l})")
 _LISTS: Final = (
     ("{l} {s}", "; "), ("{l}: {s}", "; "), ("{l} = {s}", "; "), ("{l}: {s}", " / "), ("the {l} is {s}", "; "),
+    ("{l} = {s}", ", "), ("{s} ({l})", "; "), ("{l}: {s}", ", "), ("{s} is the {l}", "; "), ("{l}={s}", " / "),
+    ("with {l} {s}", ", "), ("{l} - {s}", " | "),
 )  # fmt: skip
 _NEW_LISTS: Final = (("{s} as {l}", "; "), ("{l} is {s}", "; "))
 _FILLERS: Final[tuple[Callable[[Random], str], ...]] = (
@@ -90,7 +95,7 @@ def _example(rng: Random, wanted: list[Field]) -> str:
 
 
 def _bullets(rng: Random, wanted: list[Field]) -> str:
-    form = pick(rng, ("- {n} ({t})", "- {n}: {t}", "{n}: {t}", "* {n} ({t})"))
+    form = pick(rng, ("- {n} ({t})", "- {n}: {t}", "{n}: {t}", "* {n} ({t})", "{n} - {t}", "{n}, {t}", "[{n}] {t}"))
     return "\n".join([form.format(n=f.name, t=f.json_type) for f in wanted])
 
 
@@ -103,11 +108,20 @@ def _named(rng: Random, wanted: list[Field]) -> str:
     return ", ".join([f"{f.name} ({f.json_type})" for f in wanted])
 
 
+def _counted(rng: Random, wanted: list[Field]) -> str:
+    form = pick(
+        rng, ("{i}) {n}, {t}", "{i}) {n}: {t}", "({i}) {n} - {t}", "{i}: {n} ({t})", "{i}. {n} ({t})", "{i} {n}")
+    )
+    return "\n".join([form.format(i=i, n=f.name, t=f.json_type) for i, f in enumerate(wanted, 1)])
+
+
 def _numbered(rng: Random, wanted: list[Field]) -> str:
     return "\n".join([f"{i}. {f.name}, {f.json_type}" for i, f in enumerate(wanted, 1)])
 
 
-_SCHEMAS: Final = (_json_schema, _json_schema, _example, _bullets, _bullets, _typescript, _named, _named)
+_SCHEMAS: Final = (
+    _json_schema, _json_schema, _example, _bullets, _bullets, _typescript, _named, _named, _counted, _counted,
+)  # fmt: skip
 _PROMPTS: Final = (
     "Extract the data as JSON.\nSchema:\n{schema}\n\nText:\n{text}",
     "{text}\n\nWrite this as a JSON object with these keys:\n{schema}",
@@ -119,6 +133,13 @@ _PROMPTS: Final = (
     "Text: {text}\nSchema: {schema}\nJSON:",
     "Which values does the text give? Answer in JSON.\n{schema}\n\n\"{text}\"",
     "Convert to JSON: {text}\nFormat: {schema}",
+    "Return JSON for these keys.\n{schema}\n\n{text}",
+    "Keys: {schema}\nText:\n{text}\nGive the JSON object.",
+    "Schema:\n{schema}\nNow read this text and give the JSON object:\n{text}",
+    "From the text below, make a JSON object.\n{schema}\n\nText: {text}",
+    "Here is a text:\n{text}\n---\nAnswer with JSON. Keys:\n{schema}",
+    "Give me {schema} as one JSON object.\nText: {text}",
+    "{schema}\n\nFind these in the text and write JSON.\n\n{text}",
 )  # fmt: skip
 _NEW_PROMPTS: Final = (
     "Schema: {schema}\n\nExtract a JSON object from this text:\n{text}",

@@ -11,7 +11,18 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, NEW_NAMES, PLAIN, SURNAMES, any_word, listed, made_up
+from perilune.tasks.words import (
+    ADJECTIVES,
+    CITIES,
+    NAMES,
+    NEW_NAMES,
+    PLAIN,
+    SURNAMES,
+    any_word,
+    invents_more,
+    listed,
+    made_up,
+)
 
 BASES: Final[dict[str, tuple[str, ...]]] = {
     "person": listed("""
@@ -149,9 +160,11 @@ def named(words: str, camel: bool) -> str:
 def field(rng: Random, new: bool, camel: bool = False) -> Field:
     """A random field; with `new`, one whose name never occurs in training."""
     roll = rng.random()
-    if roll < 0.12 and not new:
+    if roll < (0.4 if invents_more() else 0.12) and not new:
         words, kind = made_up(rng), pick(rng, _MADE_UP_KINDS)
-        return Field(words, words, kind)
+        if roll < 0.1 and invents_more():
+            words = f"{pick(rng, PREFIXES) if roll < 0.05 else made_up(rng)} {words}"
+        return Field(named(words, camel), words, kind)
     kind = pick(rng, KINDS)
     base = pick(rng, (NEW_BASES if new else BASES)[kind])
     words = base.replace("_", " ")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from perilune.tasks.fields import Field, fields, named, said, value, written
 from perilune.tasks.problem import SEED, ToolCall, pick
-from perilune.tasks.words import NEW_NOUNS, NOUNS, made_up
+from perilune.tasks.words import NEW_NOUNS, NOUNS, invents_more, made_up
 
 VERBS: Final = (
     ("get", "fetch", "show", "find", "look up", "retrieve", "check", "view", "read"),
@@ -122,8 +122,8 @@ def random_noun(rng: Random, new: bool) -> str:
     if new:
         return pick(rng, NEW_NOUNS) if rng.random() < 0.7 else f"{pick(rng, NEW_NOUNS)} {pick(rng, NOUNS)}"
     roll = rng.random()
-    if roll < 0.12:
-        return made_up(rng)
+    if roll < (0.4 if invents_more() else 0.12):
+        return made_up(rng) if roll < 0.3 else f"{made_up(rng)} {pick(rng, NOUNS).split('_')[0]}"
     noun = pick(rng, NOUNS).replace("_", " ")
     return noun if roll < 0.75 or " " in noun else f"{noun} {pick(rng, NOUNS).split('_')[0]}"
 

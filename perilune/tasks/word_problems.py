@@ -13,7 +13,7 @@ from typing import Final
 
 from perilune.tasks.arithmetic import Tokens, number, solve, solve_trace
 from perilune.tasks.problem import Problem, Reply, partition, pick, user
-from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, made_up
+from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, invents_more, made_up
 
 Story = tuple[str, str, str]  # pattern of the expression, text, unit of the answer
 
@@ -57,20 +57,44 @@ STORIES: Final[tuple[Story, ...]] = (
     ("b-a*k", "{n} has {b} coins and buys {k} {o} for {a} coins each. How many coins are left?", "coins"),
     ("b-a*k", "{n} pays with {b} coins for {k} {o} that cost {a} coins each. How many coins does {n} get back?",
      "coins"),
+    ("b-a*k", "{n} has {b} {o} and puts {a} into each of {k} {box}. How many {o} remain?", "{o}"),
+    ("b-a*k", "Of {b} {o}, {n} packs {k} {box} with {a} in each. How many {o} are left?", "{o}"),
+    ("b-a*k", "{n} owns {b} {o} and gives {a} to each of {k} friends. How many {o} does {n} have left over?", "{o}"),
+    ("b-a*k", "{n} fills {k} {box} with {a} {o} each. {n} had {b} {o}. How many {o} are left?", "{o}"),
     ("b-a*k", "There are {b} {o}. {k} people take {a} {o} each. How many {o} are left?", "{o}"),
     ("a*k+b", "{n} buys {k} {o} for {a} coins each and a bag for {b} coins. How many coins does {n} pay?", "coins"),
     ("a*k+b", "Each day {n} reads {a} pages. After {k} days {n} reads {b} more pages. How many pages is that?",
      "pages"),
     ("a+b+a", "{n} has {a} {o}. {m} has {b} more than {n}. How many {o} do they have together?", "{o}"),
+    ("a+b+a", "{n} has {a} {o}, and {m} has {b} {o} more. How many {o} do the two have?", "{o}"),
+    ("a+b+a", "{m} owns {b} {o} more than {n}, who has {a}. How many {o} do the two have together?", "{o}"),
+    ("a+b+a", "{n} collects {b} more {o} than {m}, and {m} collects {a} {o}. How many {o} do they collect?", "{o}"),
+    ("a+b+a", "{n} makes {b} more {o} than {m}. {m} makes {a}. How many {o} do both make together?", "{o}"),
+    ("a-b+a", "{n} makes {b} fewer {o} than {m}. {m} makes {a}. How many {o} do both make together?", "{o}"),
+    ("a-b+a", "{m} has {b} fewer {o} than {n}, and {n} has {a} {o}. How many {o} is that together?", "{o}"),
     ("a-b+a", "{n} has {a} {o}. {m} has {b} fewer than {n}. How many {o} do they have together?", "{o}"),
     ("a*k+a", "{n} has {a} {o}. {m} has {k} times as many. How many {o} do they have together?", "{o}"),
     ("a*k-a", "{n} has {a} {o}. {m} has {k} times as many. How many more {o} does {m} have?", "{o}"),
     ("a+b+c", "{n} has {a} {o}, {m} has {b} and {p} has {c}. How many {o} do they have together?", "{o}"),
     ("a+b+c", "{n} drives {a} km on Monday, {b} km on Tuesday and {c} km on Friday. How many km is that?", "km"),
     ("a+b-c", "{n} has {a} {o} and {m} has {b}. Together they sell {c} of them. How many {o} are left?", "{o}"),
+    ("a-b-c", "There are {a} {o}. {n} takes {b} of them, then {m} takes {c}. How many {o} remain?", "{o}"),
+    ("a-b-c", "{n} has {a} {o}. {m} gets {b} and {p} gets {c} of them. How many {o} does {n} have left?", "{o}"),
+    ("a+b+c", "{n} finds {a} {o} on Monday, {b} {o} on Friday and {c} {o} on Sunday. How many {o} is that?", "{o}"),
+    ("a+b+c", "On Monday {n} makes {a} {o}, on Tuesday {b} and on Friday {c}. How many {o} does {n} make?", "{o}"),
+    ("a*k-b", "{n} fills {k} {box} with {a} {o} each. {m} takes {b} {o}. How many {o} remain?", "{o}"),
+    ("a*k-b", "In each of {k} {box} there are {a} {o}. {b} {o} get lost. How many {o} are left?", "{o}"),
+    ("a*k+b", "In each of {k} {box} there are {a} {o}. {m} brings {b} {o}. How many {o} are there now?", "{o}"),
+    ("a*k+b", "{n} gets {k} {box} of {a} {o} each. Then {n} finds {b} more {o}. How many {o} is that?", "{o}"),
     ("a-b-c", "A trip is {a} km long. {n} drives {b} km before lunch and {c} km after it. How many km are left?", "km"),
     ("a-b-c", "{n} had {a} coins and bought a book for {b} coins and a lamp for {c} coins. How many coins are left?",
      "coins"),
+    ("(a+b)*k", "There are {k} {box}. Each holds {a} {o} and {b} spoons. How many things are there?", "things"),
+    ("(a+b)*k", "{n} has {k} {box} and puts {a} {o} and {b} coins into each. How many things does {n} have?", "things"),
+    ("(a+b)*k", "Every one of the {k} {box} contains {b} coins and {a} {o}. How many things are in them?", "things"),
+    ("(a+b)*k", "In every box there are {a} {o} and {b} cards. How many things are in {k} boxes?", "things"),
+    ("(a+b)*k", "{k} people have {a} {o} and {b} books each. How many things do they have?", "things"),
+    ("(a+b)*k", "In each of {k} rooms {n} counts {a} {o} and {b} keys. How many things does {n} count?", "things"),
     ("(a+b)*k", "Each day {n} makes {a} {o} and {m} makes {b}. How many {o} do they make in {k} days?", "{o}"),
     ("(a+b)*k", "Each of {k} {box} has {a} {o} and {b} coins in it. How many things are in the {box}?", "things"),
     ("(a-b)*k", "Each day {n} makes {a} {o} and sells {b} of them. How many {o} are left after {k} days?", "{o}"),
@@ -138,11 +162,11 @@ def _words(rng: Random, new: bool) -> dict[str, str]:
     names = NEW_NAMES if new else NAMES
     people: list[str] = []
     while len(people) < 3:
-        name = made_up(rng).capitalize() if rng.random() < 0.08 else pick(rng, names)
+        name = made_up(rng).capitalize() if rng.random() < (0.25 if invents_more() else 0.08) else pick(rng, names)
         if name not in people:
             people.append(name)
     thing = pick(rng, NEW_OBJECTS if new else OBJECTS)
-    if not new and rng.random() < 0.1:
+    if not new and rng.random() < (0.3 if invents_more() else 0.1):
         thing = made_up(rng) + "s"
     box = pick(rng, CONTAINERS)
     while box == thing:

@@ -3,6 +3,8 @@
 Made-up words (`made_up`) are in every split: with them a model has to copy what it reads, not recall it.
 """
 
+import re
+from collections.abc import Iterable
 from random import Random
 from typing import Final
 
@@ -92,13 +94,56 @@ _VOWELS: Final = listed("a e i o u a e i o a e ai ea ou")
 _CODAS: Final = ("", "", "", "", "n", "r", "l", "s", "t", "m", "k", "x", "nd", "st", "rk")
 
 
+_learnt: tuple[str, ...] = ()
+_REAL = re.compile(r"[a-z]{4,12}")
+_OPENINGS: Final = listed("""
+    in out over under un re pre de dis inter trans sub super mis non anti fore up down by on off al ab ad con com per
+    pro sur para micro multi semi auto bio geo hydro tele photo hy vi ro mo so te fl gr st sc sp th wh qu kn gn
+""")
+_STEMS: Final = listed("""
+    script form port struct dict ject vers sign port press tract scope graph log gram cur duct fer mit pos spec spir
+    ten vent vid voc act fab flav hab cult cred fact fin flex gen grad lat loc man mem mov nat nov ord part plac plan
+    prov quest rad sal sens serv sist sol son tang temp tend term test text tim tor turb urb vac val ven vit viv
+""")
+_ENDINGS: Final = listed("""
+    tion sion ment ness ity ure age ance ence our or er ar al ic ive ous ful less able ible ist ism ion ade ude ette
+    et y ery ory ary ate ite ote ine one ane ling ship hood ward way work land line mark stone wood box ing ed es
+""")
+
+
+def learn(texts: Iterable[str], kept: Iterable[str]) -> int:
+    """From now on, in this process, `made_up` also gives words (lowercase runs) of these texts; returns how many.
+
+    For training: copying is learnt from words of every spelling. Words that hold one of `kept` are left out:
+    structural problems are made of those.
+    """
+    global _learnt
+    barred = tuple(kept)
+    words = sorted({w for text in texts for w in _REAL.findall(text)})
+    _learnt = tuple(w for w in words if not any(k in w for k in barred))
+    return len(_learnt)
+
+
 def made_up(rng: Random) -> str:
-    """A pronounceable word of two or three syllables that means nothing."""
+    """A pronounceable word of two or three syllables that means nothing (but see `learn`)."""
     r = rng.random
+    if _learnt and (roll := r()) < 0.7:
+        if roll < 0.5:
+            return _learnt[int(r() * len(_learnt))]
+        return (
+            _OPENINGS[int(r() * len(_OPENINGS))]
+            + (_STEMS[int(r() * len(_STEMS))] if r() < 0.7 else "")
+            + _ENDINGS[int(r() * len(_ENDINGS))]
+        )
     word = ""
     for _ in range(2 if r() < 0.6 else 3):
         word += _ONSETS[int(r() * len(_ONSETS))] + _VOWELS[int(r() * len(_VOWELS))]
     return word + _CODAS[int(r() * len(_CODAS))]
+
+
+def invents_more() -> bool:
+    """Whether `learn` was called: names are then made up more often, to learn copying rather than a list of names."""
+    return bool(_learnt)
 
 
 def any_word(rng: Random) -> str:

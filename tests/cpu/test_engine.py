@@ -1,8 +1,10 @@
 """The engine through its two doors: `LLM` in this process, `EngineClient` over a socket to another."""
 
 import asyncio
+import gc
 import math
 import shutil
+import weakref
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,20 @@ class TestLLM:
             first.generate(PROMPTS, greedy)
         assert second.generate(PROMPTS[0], greedy)
         second.close()
+
+    def test_closing_frees_weights_and_cache_at_once(self, tiny: Path) -> None:
+        """Not when the garbage collector next runs: on a GPU the memory is wanted for the next model."""
+        llm = LLM(tiny, **CONFIG)
+        runner = llm._engine.runner
+        held = [weakref.ref(t) for t in (runner.pages.data, runner.model.weights.lm_head.weight, runner.model.cos)]
+        del runner
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+        gc.disable()
+        try:
+            llm.close()
+            assert [ref() for ref in held] == [None, None, None]
+        finally:
+            gc.enable()
 
     @pytest.mark.parametrize(
         "config, says",

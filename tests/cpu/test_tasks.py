@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perilune.core.errors import ConfigError
-from perilune.tasks import arithmetic, documents, word_problems
+from perilune.tasks import arithmetic, documents, families, word_problems, words
 from perilune.tasks.calls import REFUSAL
 from perilune.tasks.families import (
     FAMILIES,
@@ -278,6 +278,12 @@ def test_passages_of_documentation(tmp_path: Path) -> None:
         documents.passages([tmp_path / "nothing.rst"])
 
 
+def test_a_directive_inside_a_comment_is_no_documentation(tmp_path: Path) -> None:
+    file = tmp_path / "threads.rst.txt"
+    file.write_text("..\n   function:: old(a)\n\nThreads share their memory.\n")
+    assert documents.passages([file], min_chars=10) == ["Threads share their memory."]
+
+
 def test_docstrings_keep_their_signature(tmp_path: Path) -> None:
     file = tmp_path / "shelf.py"
     file.write_text(
@@ -352,3 +358,13 @@ def test_wrong_requests_are_named() -> None:
 
 def test_weights_are_shares() -> None:
     assert sum(f.weight for f in FAMILIES.values()) == pytest.approx(1.0)
+
+
+def test_learnt_words_are_used_and_structural_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_learnt", ())
+    plain = [words.made_up(random.Random(seed)) for seed in range(300)]
+    kept = ["inscription", "insured", "apricots", "orchard", "dexter"]
+    assert families.learn_words(["alpha omega inscription", *kept, "apricot dexters orchards"]) == 2
+    learnt = [words.made_up(random.Random(seed)) for seed in range(300)]
+    assert {"alpha", "omega"} <= set(learnt) and not set(plain) & {"alpha", "omega"}
+    assert not any(word in made for made in learnt for word in (*kept, "apricot"))
