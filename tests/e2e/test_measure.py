@@ -61,4 +61,5 @@ def test_the_aa_protocol_fits_the_prompt_to_the_model() -> None:
 
 def test_chat_reads_a_pipe() -> None:
     shown, errors = run("chat", "--temperature", "0", text="What is 2 + 3?\n/think off\nhello\n")
+    assert "= 5" in shown
     assert shown.count("tok/s]") == 2 and "thinking is off" in shown and "error" not in errors

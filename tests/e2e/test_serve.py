@@ -19,6 +19,8 @@ import openai
 import pytest
 
 import perilune
+from perilune.tasks.families import check, problems
+from perilune.tasks.problem import Answer
 
 NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 pytestmark = pytest.mark.skipif(
@@ -131,12 +133,11 @@ def test_chat_streamed_or_whole_is_the_same(server: Server, thinking: bool) -> N
     whole = server.openai.chat.completions.create(**ask)
     message = whole.choices[0].message
     reasoning = (message.model_extra or {}).get("reasoning_content", "")
-    assert message.content or reasoning
+    assert message.content and "936" in message.content and "</think>" not in message.content
     assert whole.usage is not None and whole.usage.completion_tokens > 0
     assert whole.usage.completion_tokens_details is not None
     assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(reasoning)
-    if not thinking:
-        assert not reasoning
+    assert bool(reasoning) == thinking
     parts: dict[str, str] = {"content": "", "reasoning_content": ""}
     finish = usage = None
     for chunk in server.openai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
@@ -188,18 +189,23 @@ def test_a_seed_reproduces_a_sampled_answer(server: Server) -> None:
 
 
 def test_tools(server: Server) -> None:
-    answer = server.openai.chat.completions.create(
-        model="kimi-nano",
-        messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
-        tools=[WEATHER],
-        temperature=0,
-        max_tokens=200,
-    )
-    choice = answer.choices[0]
-    calls = choice.message.tool_calls or []
-    assert (choice.finish_reason == "tool_calls") == bool(calls) or choice.finish_reason == "length"
-    for i, call in enumerate(calls):
-        assert call.type == "function" and call.id == f"functions.{call.function.name}:{i}"
+    right = 0
+    for problem in problems("tool_call", "heldout", 6, thinking=True):
+        answer = server.openai.chat.completions.create(
+            model="kimi-nano", messages=list(problem.messages), tools=list(problem.tools), temperature=0, max_tokens=400
+        )
+        choice = answer.choices[0]
+        calls = choice.message.tool_calls or []
+        assert (choice.finish_reason == "tool_calls") == bool(calls) or choice.finish_reason == "length"
+        got = []
+        for call in calls:
+            assert call.type == "function" and re.fullmatch(rf"functions\.{call.function.name}:\d+", call.id)
+            got.append((call.function.name, call.function.arguments))
+        right += check(problem, Answer(choice.message.content or "", tuple(got)))
+    assert right >= 4
+
+
+def test_a_tool_result_is_answered(server: Server) -> None:
     history: Any = [
         {"role": "user", "content": "What is the weather in Oslo?"},
         {

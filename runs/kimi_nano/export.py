@@ -1,36 +1,38 @@
-"""Writes a trained kimi-nano as a K2.5 checkpoint: python -m runs.nano.export --run runs/out/kimi-nano --out DIR
+"""Writes a trained kimi-nano as a K2.5 checkpoint: python -m runs.kimi_nano.export --run runs/out/kimi_nano --out DIR
 
 Nested config, `language_model.` names, routed experts as INT4 pack-quantized, the rest bfloat16. What is written is
-read back and compared with the INT4 grid of training. The old content of --out is replaced once the new one is whole.
+read back and compared with what training computed with. The old content of --out is replaced once the new is whole.
 """
 
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from perilune.formats import int4
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
-from runs.nano.model import Shape, int4_grid
+from runs.kimi_nano.model import KimiNano, Shape, int4_grid
+from runs.kimi_nano.optim import is_expert
+from runs.kimi_nano.state import CHECKPOINT, Progress, load
 
 PREFIX = "language_model."
-SHARD_BYTES = 2_000_000  # so that even this model has shards and an index
+SHARD_BYTES = 14_000_000
 
 
-def load(run: Path) -> tuple[Shape, dict[str, torch.Tensor], dict[str, float]]:
-    """(shape, weights, progress) of a run's checkpoint.pt."""
-    saved = torch.load(run / "checkpoint.pt", weights_only=True)
-    progress = {key: saved[key] for key in ("step", "tokens", "seconds")}
-    return Shape(**saved["shape"]), saved["model"], progress
+def served(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights and router biases, by the model's names, out of a training checkpoint's tensors."""
+    kinds = ("master.", "buffer.")
+    return {name.split(".", 1)[1]: t for name, t in tensors.items() if name.startswith(kinds)}
 
 
-def tensors(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def spread(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint names: the stacked experts one by one, the rest as they are."""
     for name, tensor in weights.items():
         stem, _, projection = name.rpartition(".experts.")
@@ -109,27 +111,49 @@ def config(s: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def check(out: Path, weights: dict[str, torch.Tensor]) -> None:
+def read_back(directory: Path) -> KimiNano:
+    """The model of an exported checkpoint, float32 on the CPU, experts dequantised."""
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    rope = text["rope_scaling"]
+    own = {key: text[key] for key in Shape.__dataclass_fields__ if key in text}
+    model = KimiNano(Shape(
+        **own, rope_factor=rope["factor"], rope_original=rope["original_max_position_embeddings"],
+        beta_fast=rope["beta_fast"], beta_slow=rope["beta_slow"],
+    ))  # fmt: skip
+    with Checkpoint.open(directory) as stored, torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            for full, place in spread({name: tensor.data}):
+                stem = full.removesuffix(".weight")
+                if f"{stem}.weight_packed" in stored.tensors:
+                    scale = stored.read(f"{stem}.weight_scale")
+                    place.copy_(int4.dequantize(stored.read(f"{stem}.weight_packed"), scale, torch.float32))
+                else:
+                    place.copy_(stored.read(full))
+    return model
+
+
+def check(directory: Path, weights: Mapping[str, Tensor]) -> None:
     """Every stored tensor must be what training computed with: the INT4 grid exactly, bfloat16 to one rounding."""
-    with Checkpoint.open(out) as stored:
-        for name, tensor in tensors(weights):
-            packed = name.removesuffix(".weight") + ".weight_packed"
-            if packed in stored.tensors:
-                scale = stored.read(name.removesuffix(".weight") + ".weight_scale")
-                got, wanted = int4.dequantize(stored.read(packed), scale, torch.float32), int4_grid(tensor)
-            else:
-                got = stored.read(name)
-                wanted = tensor.to(got.dtype)
-            if not torch.equal(got, wanted):
-                raise SystemExit(f"{name}: the export differs from the trained weights")
+    stored = read_back(directory).state_dict()
+    if stored.keys() != weights.keys():
+        raise SystemExit(f"the export lacks {sorted(weights.keys() ^ stored.keys())[0]}")
+    for name, tensor in weights.items():
+        if is_expert(name):
+            wanted = int4_grid(tensor)
+        else:
+            wanted = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16().float()
+        if not torch.equal(stored[name], wanted):
+            raise SystemExit(f"{name}: the export differs from the trained weights")
 
 
-def export(run: Path, out: Path) -> None:
-    shape, weights, _ = load(run)
+def export(run: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Progress:
+    """Writes the checkpoint of `run` to `out`; returns how far its training was."""
+    shape, progress, tensors = load(run / CHECKPOINT)
+    weights = served(tensors)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = Tokenizer.from_directory(run)
-    write(partial, tensors(weights), config=config(shape, tokenizer), form="int4", shard_bytes=SHARD_BYTES)
+    write(partial, spread(weights), config=config(shape, tokenizer), form="int4", shard_bytes=shard_bytes)
     check(partial, weights)
     for name in (VOCABULARY_FILE, CONFIG_FILE):
         shutil.copyfile(run / name, partial / name)
@@ -143,20 +167,21 @@ def export(run: Path, out: Path) -> None:
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
+    return progress
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Export kimi-nano in the K2.5 INT4 format.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--run", type=Path, default=Path("runs/out/kimi-nano"), help="directory of the training run")
-    parser.add_argument("--out", type=Path, default=Path("perilune/bundled/kimi-nano"), help="checkpoint to write")
+    parser.add_argument("--run", type=Path, default=Path("runs/out/kimi_nano"), help="directory of the training run")
+    parser.add_argument("--out", type=Path, default=Path("runs/out/kimi-nano-export"), help="checkpoint to write")
     args = parser.parse_args()
-    if not (args.run / "checkpoint.pt").is_file():
-        parser.error(f"{args.run} has no checkpoint.pt: train first, python -m runs.nano.train --out {args.run}")
-    export(args.run, args.out)
+    if not (args.run / CHECKPOINT).is_file():
+        parser.error(f"{args.run} has no {CHECKPOINT}: train first, python -m runs.kimi_nano.train --out {args.run}")
+    progress = export(args.run, args.out)
     size = sum(f.stat().st_size for f in args.out.iterdir())
-    print(f"{args.out}: {size:,} bytes")
+    print(json.dumps({"kind": "export", "out": str(args.out), "bytes": size, "step": progress.step}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,240 @@
+"""Training data: generated problems and plain text as packed blocks of token ids.
+
+A block is a function of (seed, block number) alone, so a resumed run sees what an uninterrupted one would, whatever the
+number of worker processes. Problems are rendered by the chat template and the tokenizer that serve the model, so the
+two can never disagree; only the assistant's last turn is learnt. Plain text is learnt throughout.
+"""
+
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from perilune.tasks.documents import BUILT_IN, passages
+from perilune.tasks.families import Family, build_families, learn_words, training_mix
+from perilune.tasks.problem import Problem, assistant
+from perilune.text.chat import ChatTemplate, Special, next_tool_index
+from perilune.text.tokenizer import Tokenizer
+from runs.kimi_nano import tokenizer as vocabulary
+
+LONGEST = 2048  # tokens of a sample; longer ones are left out
+TEXT_SHARE = 0.07  # of the tokens of a block
+TEXT_LENGTH = 512
+HELD_OUT_TEXTS = 50  # every fiftieth text is never trained on
+SKIPPED = ("test", "tests", "idlelib", "turtledemo", "site-packages", "dist-packages", "__pycache__", "lib2to3")
+CORPUS_FILE = "corpus.npz"
+PASSAGES_FILE = "passages.json"
+
+
+class Codec:
+    """Prompts and expected answers of problems as token ids, in the vocabulary of `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self.template = ChatTemplate()
+        self.end = self.tokenizer.special("<|im_end|>")
+        self.think_end = self.tokenizer.special("</think>")
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """Everything before the answer: it ends with an open `<think>`, or with an empty thought."""
+        return self.template.render_ids(
+            self.tokenizer, problem.messages, tools=problem.tools or None, thinking=problem.thinking
+        )
+
+    def target(self, problem: Problem) -> list[int]:
+        """`{reasoning}</think>{content}{tool calls}<|im_end|>`; without thinking, from the content on.
+
+        The template renders the turn as one of the past. With tool calls it keeps the reasoning; a final answer loses
+        it there, so the reasoning is spliced in here.
+        """
+        pieces = self.template.pieces([assistant_turn(problem)], thinking=False, add_generation_prompt=False)
+        ids = [*self.tokenizer.encode(problem.reply.reasoning), self.think_end] if problem.thinking else []
+        for piece in pieces[pieces.index(Special("</think>")) + 1 :]:
+            ids += [self.tokenizer.special(piece.name)] if isinstance(piece, Special) else self.tokenizer.encode(piece)
+        return ids
+
+
+def assistant_turn(problem: Problem) -> dict[str, Any]:
+    """The expected reply as an OpenAI message, tool calls numbered on from the conversation's."""
+    return assistant(problem.reply, next_tool_index(problem.messages))
+
+
+# ---- plain text ----------------------------------------------------------------------------------------------------
+
+
+def library_files() -> list[Path]:
+    """The running Python's standard library without tests, in a fixed order."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return [f for f in sorted(library.rglob("*.py")) if not set(f.relative_to(library).parts[:-1]) & set(SKIPPED)]
+
+
+def documentation_files(docs: Path | None) -> list[Path]:
+    """The `*.rst.txt` files below `docs`, in a fixed order."""
+    files = sorted(docs.rglob("*.rst.txt")) if docs else []
+    if docs and not files:
+        sys.exit(f"--docs {docs} holds no *.rst.txt file: unpack the Python documentation's sources there")
+    return files
+
+
+def texts(files: Sequence[Path]) -> list[str]:
+    return [text for f in files if (text := f.read_text("utf-8", errors="replace")).strip()]
+
+
+def make_vocabulary(out: Path, seed: int, plain: Sequence[str], *, problems: int, merges: int) -> None:
+    """Learns the vocabulary from rendered problems and `plain`, the former made to weigh three times the latter."""
+    rng = random.Random(f"{seed}:vocabulary")
+    template, rendered = ChatTemplate(), []
+    for _ in range(problems):
+        p = training_mix(rng)
+        pieces = [*template.pieces(p.messages, tools=p.tools or None, add_generation_prompt=False), p.reply.reasoning]
+        pieces += template.pieces([assistant_turn(p)], thinking=False, add_generation_prompt=False)
+        rendered += [piece for piece in pieces if isinstance(piece, str)]
+    weight = max(1, round(3 * sum(map(len, plain)) / sum(map(len, rendered))))
+    pieces_of = vocabulary.count(rendered)
+    counts = vocabulary.count(plain)
+    for piece, n in pieces_of.items():
+        counts[piece] += weight * n
+    vocabulary.write(vocabulary.learn(counts, merges), out)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Plain text as ids: `ids` uint16, `starts` the places where a line begins, `held_out` whole texts apart."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    held_out: np.ndarray
+
+    @classmethod
+    def build(cls, plain: Sequence[str], tokenizer: Tokenizer) -> "Corpus":
+        """Texts one after another, each followed by [EOS]."""
+        end = tokenizer.special("[EOS]")
+        kept: list[int] = []
+        apart: list[int] = []
+        for i, text in enumerate(plain):
+            (apart if i % HELD_OUT_TEXTS == 0 else kept).extend([*tokenizer.encode(text), end])
+        ids = np.array(kept, np.uint16)
+        breaks = np.array([b"\n" in tokenizer.token_bytes(i) or i == end for i in range(tokenizer.vocab_size)])
+        starts = np.flatnonzero(breaks[ids[: -TEXT_LENGTH - 1]]).astype(np.int64) + 1
+        return cls(ids, starts, np.array(apart, np.uint16))
+
+    def save(self, path: Path) -> None:
+        partial = path.with_name(f".{path.name}")
+        np.savez(partial, ids=self.ids, starts=self.starts, held_out=self.held_out)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Corpus":
+        with np.load(path) as file:
+            return cls(file["ids"], file["starts"], file["held_out"])
+
+    def piece(self, rng: random.Random) -> list[int]:
+        """TEXT_LENGTH tokens from the beginning of some line on, or up to the end of its text."""
+        start = int(self.starts[rng.randrange(len(self.starts))])
+        ids: list[int] = self.ids[start : start + TEXT_LENGTH].tolist()
+        end = int(self.ids[-1])
+        return ids[: ids.index(end) + 1] if end in ids else ids
+
+
+def families(run: Path) -> dict[str, Family]:
+    """All families; `doc_questions` asks about the passages kept in the run's directory too."""
+    return build_families((*BUILT_IN, *kept_passages(run)))
+
+
+def kept_passages(run: Path) -> list[str]:
+    path = run / PASSAGES_FILE
+    found: list[str] = json.loads(path.read_text()) if path.is_file() else []
+    return found
+
+
+def save_passages(run: Path, files: Sequence[Path]) -> int:
+    """Keeps the documentation's paragraphs for `families`; returns their number."""
+    found = passages(files)
+    partial = run / f".{PASSAGES_FILE}"
+    partial.write_text(json.dumps(found))
+    partial.replace(run / PASSAGES_FILE)
+    return len(found)
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+def pack(samples: Sequence[tuple[list[int], int]], size: int) -> dict[str, torch.Tensor]:
+    """(ids, number of leading ids that are not learnt) of samples of at most `size` tokens together, as a block.
+
+    stream [2, size] int16: ids; targets, -1 where there is none. starts [B + 1] int32; the rest of the block is filled
+    with one more "sample" of zeros per LONGEST tokens.
+    """
+    stream = np.zeros((2, size), np.int16)
+    stream[1] = -1
+    starts = [0]
+    for ids, given in samples:
+        at, n = starts[-1], len(ids)
+        stream[0, at : at + n] = ids
+        stream[1, at + given - 1 : at + n - 1] = ids[given:]
+        starts.append(at + n)
+    while starts[-1] < size:
+        starts.append(min(starts[-1] + LONGEST, size))
+    return {"stream": torch.from_numpy(stream), "starts": torch.tensor(starts, dtype=torch.int32)}
+
+
+class Blocks(IterableDataset[dict[str, torch.Tensor]]):
+    """Endless blocks of `size` tokens from number `first` on; worker w of n makes first + w, first + w + n, ..."""
+
+    def __init__(self, run: Path, seed: int, size: int, first: int) -> None:
+        self.run, self.seed, self.size, self.first = run, seed, size, first
+        self._codec: Codec | None = None
+        self._corpus: Corpus | None = None
+        self._families: dict[str, Family] = {}
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = get_worker_info()
+        mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._codec, self._corpus = Codec(self.run), Corpus.load(self.run / CORPUS_FILE)
+        self._families = families(self.run)
+        learn_words(kept_passages(self.run))
+        number = self.first + mine
+        while True:
+            yield self._block(number)
+            number += workers
+
+    def _block(self, number: int) -> dict[str, torch.Tensor]:
+        assert self._codec is not None and self._corpus is not None
+        rng = random.Random(f"{self.seed}:{number}")
+        samples: list[tuple[list[int], int]] = []
+        used = plain = 0
+        while True:
+            if plain <= TEXT_SHARE * used:
+                ids, given = self._corpus.piece(rng), 1
+                plain += len(ids)
+            else:
+                problem = training_mix(rng, self._families)
+                prompt = self._codec.prompt(problem)
+                ids, given = prompt + self._codec.target(problem), len(prompt)
+                if len(ids) > LONGEST:
+                    continue
+            if used + len(ids) > self.size:
+                return pack(samples, self.size)
+            samples.append((ids, given))
+            used += len(ids)
+
+
+def loader(blocks: Blocks, workers: int) -> DataLoader[dict[str, torch.Tensor]]:
+    """Blocks in the order of their numbers, made ahead by `workers` processes (0: by this one, when asked for).
+
+    The processes are forked as soon as it is iterated: do that before CUDA is used.
+    """
+    if not workers:
+        return DataLoader(blocks, batch_size=None)
+    return DataLoader(
+        blocks, batch_size=None, num_workers=workers, prefetch_factor=3, pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="fork", timeout=300,
+    )  # fmt: skip

@@ -1,0 +1,322 @@
+"""Trains kimi-nano from nothing: python -m runs.kimi_nano.train --out runs/out/kimi_nano --minutes 17
+
+Makes the vocabulary and the plain-text corpus when the directory has none, then trains on freshly generated problems.
+The learning rate warms up, stays, and falls linearly to zero over the last 40 % of the schedule. Progress is elapsed
+training time over --minutes (so that it always ends in time) or, with --steps, a count of steps (so that a run can be
+repeated exactly). `checkpoint.safetensors` is written whole, then renamed; --resume goes on from it, elapsed time kept.
+Before the fall begins, a resumed run may be given another end. Each line of `log.jsonl`, printed too, is a JSON record.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runs.kimi_nano import tokenizer as vocabulary
+from runs.kimi_nano.attention import WAYS, Packed
+from runs.kimi_nano.data import (
+    CORPUS_FILE,
+    LONGEST,
+    Blocks,
+    Codec,
+    Corpus,
+    documentation_files,
+    library_files,
+    loader,
+    make_vocabulary,
+    save_passages,
+    texts,
+)
+from runs.kimi_nano.evaluate import cells_of, score
+from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled
+from runs.kimi_nano.optim import Optimizer
+from runs.kimi_nano.state import CHECKPOINT, Progress, progress_of, restore, save
+
+WARMUP, FALL = 150, 0.4
+BALANCE = 1e-3  # step of the routers' biases
+SEED = 20261121
+
+
+@dataclass
+class Options:
+    out: Path
+    docs: Path | None = None
+    seed: int = SEED
+    minutes: float = 17.0
+    steps: int = 0  # > 0: the schedule's length, instead of minutes
+    pause_after: float = 0.0  # > 0: save and leave this many seconds after the process began
+    finish_after: float = 0.0  # > 0: the schedule ends this many seconds after the process began, instead of minutes
+    resume: bool = False
+    prepare_only: bool = False
+    device: str = "cuda"
+    tokens: int = 131072
+    rate: float = 2e-3
+    decay: float = 0.1
+    muon: bool = True
+    attention: str = "auto"
+    compile: bool = True
+    workers: int = 13
+    save_every: float = 120.0
+    score_every: float = 120.0
+    score_count: int = 64
+    problems: int = 40000  # for the vocabulary
+    shape: Shape = field(default_factory=Shape)
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, kind: str, **record: Any) -> None:
+        line = json.dumps({"kind": kind, **record})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
+def rate_at(progress: float, step: int) -> float:
+    """Share of the peak learning rate: `progress` 0..1 of the schedule, `step` from 0."""
+    return min((step + 1) / WARMUP, 1.0, max((1.0 - progress) / FALL, 0.0))
+
+
+def prepare(options: Options, log: Log) -> None:
+    """Vocabulary and corpus, unless the directory has them."""
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / CORPUS_FILE).is_file():
+        return
+    begin = time.monotonic()
+    documentation = documentation_files(options.docs)
+    plain = texts([*library_files(), *documentation])
+    kept = save_passages(out, documentation)
+    if not (out / vocabulary.VOCABULARY_FILE).is_file():
+        make_vocabulary(
+            out, options.seed, plain, problems=options.problems,
+            merges=options.shape.vocab_size - vocabulary.CONTROL_SLOTS - 256,
+        )  # fmt: skip
+        log("vocabulary", seconds=round(time.monotonic() - begin, 1))
+    corpus = Corpus.build(plain, Codec(out).tokenizer)
+    corpus.save(out / CORPUS_FILE)
+    log(
+        "corpus", texts=len(plain), passages=kept, characters=sum(map(len, plain)), tokens=len(corpus.ids),
+        held_out=len(corpus.held_out), seconds=round(time.monotonic() - begin, 1),
+    )  # fmt: skip
+
+
+def choose_attention(wanted: str, device: str, s: Shape) -> tuple[str, str]:
+    """(way, reason). "auto" compares the flash kernel with the plain form, gradients included, before it is trusted."""
+    if wanted != "auto":
+        return wanted, "asked for"
+    if device != "cuda":
+        return "padded", f"no flash kernel for {device}"
+    generator = torch.Generator(device).manual_seed(0)
+    starts = torch.tensor([0, 5, 300, 301, 512], dtype=torch.int32, device=device)
+    packed, results = Packed(starts, 295, 512), []
+    widths = (s.qk_nope_head_dim + s.qk_rope_head_dim,) * 2 + (s.v_head_dim,)
+    inputs = [
+        torch.randn(512, s.num_attention_heads, w, generator=generator, device=device, dtype=torch.bfloat16)
+        for w in widths
+    ]
+    upstream = torch.randn(
+        512, s.num_attention_heads, s.v_head_dim, generator=generator, device=device, dtype=torch.bfloat16
+    )
+    for way in ("flash", "padded"):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        try:
+            out = WAYS[way](packed, s.softmax_scale)(0, *leaves)
+            out.backward(upstream)
+        except RuntimeError as e:
+            return "padded", f"{way} failed: {e}"[:300]
+        results.append([out.detach(), *(t.grad for t in leaves if t.grad is not None)])
+    worst = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results))
+    if not worst < 0.02:
+        return "padded", f"flash differs from the plain form by {worst:.2g}"
+    return "flash", f"within {worst:.2g} of the plain form"
+
+
+def text_loss(model: KimiNano, way: str, ids: Tensor, limit: int = 65536) -> float:
+    """Mean cross entropy (nats per token) over the beginning of the held-out plain text, 512 tokens at a time."""
+    device, size = model.embed_tokens.weight.device, min(len(ids), limit) // 512 * 512
+    starts = torch.arange(0, size + 1, 512, dtype=torch.int32, device=device)
+    packed = Packed(starts, 512, size)
+    tokens = ids[:size].to(device).long()
+    targets = tokens.roll(-1)
+    targets[511::512] = -1
+    with torch.no_grad():
+        total = model.loss(tokens, packed.positions(), targets, WAYS[way](packed, model.s.softmax_scale), EAGER)
+    return float(total) / max(size - size // 512, 1)
+
+
+def train(options: Options, began: float) -> Progress:
+    """Runs the schedule, or the part of it until --pause-after; `began` is the process's start, time.monotonic()."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = Log(options.out / "log.jsonl")
+    prepare(options, log)
+    if options.prepare_only:
+        return Progress()
+    torch.manual_seed(options.seed)
+    device, s, codec = options.device, options.shape, Codec(options.out)
+    if codec.tokenizer.vocab_size != s.vocab_size:
+        raise SystemExit(f"{options.out} has a vocabulary of {codec.tokenizer.vocab_size} tokens, not {s.vocab_size}")
+    progress = progress_of(options.out / CHECKPOINT) if options.resume else Progress()
+    data = iter(loader(Blocks(options.out, options.seed, options.tokens, progress.step), options.workers))
+    model = KimiNano(s).to(device)
+    optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # masters from weights not yet rounded
+    model.cast(torch.bfloat16 if device == "cuda" else torch.float32)
+    if options.resume:
+        restore(options.out / CHECKPOINT, model, optimizer)
+    optimizer.publish()
+    way, reason = choose_attention(options.attention, device, s)
+    blocks = compiled() if options.compile else EAGER
+    corpus = Corpus.load(options.out / CORPUS_FILE)
+    apart = torch.from_numpy(corpus.held_out.astype("int32"))
+    cells = cells_of(options.out, options.score_count) if options.score_count else {}
+    log(
+        "start", parameters=sum(p.numel() for p in model.parameters()), step=progress.step, torch=torch.__version__,
+        device=torch.cuda.get_device_name() if device == "cuda" else device, attention=way, reason=reason,
+        seconds=round(time.monotonic() - began, 1),
+        options={k: v for k, v in vars(options).items() if isinstance(v, int | float | str)}, shape=asdict(s),
+    )  # fmt: skip
+
+    total_seconds = options.minutes * 60
+    clock = 0.0  # set once the first step, which compiles, is through
+    before = progress.seconds
+    saved = scored = time.monotonic()
+    waited, spoken = 0.0, time.monotonic()
+    losses: list[Tensor] = []
+    counts: list[Tensor] = []
+    norm = torch.zeros(())
+    first = True
+    while True:
+        done = progress.step / options.steps if options.steps else progress.seconds / total_seconds
+        if done >= 1.0:
+            break
+        if options.pause_after and time.monotonic() - began > options.pause_after:
+            break
+        asked = time.monotonic()
+        block = next(data)
+        waited += time.monotonic() - asked
+        loss, count = backward(model, block, device, WAYS[way], blocks)
+        share = rate_at(done, progress.step)
+        norm = optimizer.step(options.rate * share, progress.step + 1)
+        optimizer.publish()
+        for router in model.routers():
+            router.balance(BALANCE * share)
+        losses.append(loss)
+        counts.append(count)
+        progress.step += 1
+        progress.tokens += options.tokens
+        if first:
+            first = False
+            float(loss)
+            now = time.monotonic()
+            log("first step", loss=float(loss / count), seconds=round(now - began, 1))
+            clock, spoken, waited, saved, scored = now, now, 0.0, now, now
+            if options.finish_after:
+                total_seconds = before + began + options.finish_after - now
+        progress.seconds = before + time.monotonic() - clock
+        if progress.step % 20 == 0:
+            seen = int(torch.stack(counts).sum())  # waits for the device, so the times below are true
+            now = time.monotonic()
+            progress.learnt += seen
+            log(
+                "step", step=progress.step, loss=round(float(torch.stack(losses).sum()) / seen, 4),
+                norm=round(float(norm), 3), rate=round(options.rate * share, 6),
+                tokens_per_second=round(len(losses) * options.tokens / (now - spoken)),
+                step_seconds=round((now - spoken) / len(losses), 4), waiting=round(waited / (now - spoken), 3),
+                minutes=round(progress.seconds / 60, 2), done=round(done, 4),
+                memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0,
+            )  # fmt: skip
+            losses, counts, waited, spoken = [], [], 0.0, now
+            if cells and now - scored > options.score_every:
+                report(model, codec, cells, way, apart, progress, log)
+                scored = spoken = time.monotonic()
+        if time.monotonic() - saved > options.save_every:
+            save(options.out / CHECKPOINT, model, optimizer, progress)
+            saved = time.monotonic()
+    if counts:
+        progress.learnt += int(torch.stack(counts).sum())
+    if not first:
+        progress.seconds = before + time.monotonic() - clock
+    save(options.out / CHECKPOINT, model, optimizer, progress)
+    del data
+    log("stop", finished=done >= 1.0, **asdict(progress), wall=round(time.monotonic() - began, 1))
+    if cells and done >= 1.0:
+        report(model, codec, cells, way, apart, progress, log)
+    return progress
+
+
+def backward(
+    model: KimiNano, block: dict[str, Tensor], device: str, way: Callable[..., Any], blocks: Any
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean loss of one block; returns the loss's sum and the number of targets, on the device."""
+    longest = min(int(block["starts"].diff().max()), LONGEST)
+    stream, starts = (block[key].to(device, non_blocking=True) for key in ("stream", "starts"))
+    packed = Packed(starts, longest, stream.shape[1])
+    tokens, targets = stream.long()
+    count = (targets >= 0).sum()
+    loss = model.loss(tokens, packed.positions(), targets, way(packed, model.s.softmax_scale), blocks)
+    (loss / count).backward()
+    return loss.detach(), count
+
+
+def report(model: KimiNano, codec: Codec, cells: Any, way: str, apart: Tensor, progress: Progress, log: Log) -> None:
+    begin = time.monotonic()
+    exact = score(model, codec, cells)
+    log(
+        "score", step=progress.step, minutes=round(progress.seconds / 60, 2), exact=exact,
+        mean=round(sum(exact.values()) / len(exact), 4), text_loss=round(text_loss(model, way, apart), 4),
+        seconds=round(time.monotonic() - begin, 1),
+    )  # fmt: skip
+
+
+def parse() -> Options:
+    defaults = Options(Path("runs/out/kimi_nano"))
+    parser = argparse.ArgumentParser(
+        description="Train kimi-nano.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=defaults.out, help="directory of the run")
+    add("--docs", type=Path, help="directory with *.rst.txt files to learn as plain text")
+    add("--seed", type=int, default=defaults.seed, help="seed of data and weights")
+    add("--minutes", type=float, default=defaults.minutes, help="length of the schedule")
+    add("--steps", type=int, default=0, help="length of the schedule in steps, instead of --minutes")
+    add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
+    add("--finish-after", type=float, default=0.0, help="schedule ends so many seconds after the start (0: --minutes)")
+    add("--resume", action="store_true", help="go on from the checkpoint of --out")
+    add("--prepare-only", action="store_true", help="make the vocabulary and the corpus, then leave")
+    add("--device", choices=("cuda", "cpu"), default=defaults.device, help="where to train")
+    add("--tokens", type=int, default=defaults.tokens, help="tokens of a step")
+    add("--rate", type=float, default=defaults.rate, help="peak learning rate")
+    add("--optimizer", choices=("muon", "adamw"), default="muon", help="for the layers' matrices")
+    add("--attention", choices=("auto", *WAYS), default=defaults.attention, help="attention over packed samples")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the blocks")
+    add("--workers", type=int, default=defaults.workers, help="data processes")
+    add("--save-every", type=float, default=defaults.save_every, help="seconds between checkpoints")
+    add("--score-every", type=float, default=defaults.score_every, help="seconds between held-out scores")
+    add("--score-count", type=int, default=defaults.score_count, help="problems per family of such a score (0: none)")
+    args = parser.parse_args()
+    if args.tokens < LONGEST or args.minutes <= 0 or args.steps < 0 or args.workers < 0:
+        parser.error(f"--tokens must be at least {LONGEST}, --minutes positive, --steps and --workers not negative")
+    if args.device == "cuda" and not args.prepare_only and not torch.cuda.is_available():
+        parser.error("no CUDA device here: give --device cpu")
+    if args.resume and not (args.out / CHECKPOINT).is_file():
+        parser.error(f"--resume needs {args.out / CHECKPOINT}, which is not there: leave --resume out to begin anew")
+    values = vars(args)
+    values["muon"] = values.pop("optimizer") == "muon"
+    return Options(**values)
+
+
+def main() -> None:
+    began = time.monotonic()
+    train(parse(), began)
+
+
+if __name__ == "__main__":
+    main()
