@@ -89,10 +89,8 @@ def measure(
             raise ConfigError(f"batch {max(batches)} is above max_num_seqs={info.max_num_seqs}: raise it")
         data = runner.pages.data
         foot = footprint(runner.model, data)
-        # The runner's thread count is torch's default unless the configuration says otherwise.
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        rate = read_rate(int(foot.step_bytes(1, context)), data.device)
+        # On the engine's own thread: a second one that computes would slow every step (runner.compute_thread).
+        rate = runner.call(read_rate, int(foot.step_bytes(1, context)), data.device)
         report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {foot.step_bytes(1, context) / 1e6:.1f} MB")
         rows = []
         _time_steps(engine, max(batches), context, 8)  # warm-up: compilation, page faults, clocks

@@ -10,11 +10,13 @@ import random
 from concurrent.futures import Future
 from pathlib import Path
 
+import torch
+
 from perilune.core.config import EngineConfig
 from perilune.core.messages import Delta, EngineInfo, EngineStats, Submit
 from perilune.core.plan import StepResult
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes, resolve_sizes
-from perilune.engine.runner import Runner
+from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
@@ -30,20 +32,15 @@ class Engine:
         choices = Choices([])
         device = resolve_device(config, choices)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
-        model_config, weights = load(model_dir, dtype=dtype, device=device, progress=progress)
-        config = resolve_sizes(config, model_config, device, kv_dtype, choices)
+        worker = compute_thread(config.threads)
+        try:
+            config, model, pages = worker.submit(
+                _build, model_dir, config, choices, device, dtype, kv_dtype, progress
+            ).result()
+        except BaseException:
+            worker.shutdown(cancel_futures=True)
+            raise
         assert config.kv_blocks and config.max_model_len and config.max_step_tokens
-        model = KimiK2(
-            model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps
-        )  # fmt: skip
-        pages = Pages.allocate(
-            model_config.num_hidden_layers,
-            config.kv_blocks,
-            config.block_size,
-            model_config.kv_lora_rank + model_config.qk_rope_head_dim,
-            kv_dtype,
-            device,
-        )
         self.config = config
         self.scheduler = Scheduler(
             num_blocks=config.kv_blocks,
@@ -59,13 +56,13 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             absorb_limit=config.absorb_limit,
             overrides=config.ops,
-            threads=config.threads,
+            worker=worker,
         )
         self.info = EngineInfo(
             model=model_dir.name,
             max_model_len=config.max_model_len,
-            vocab_size=model_config.vocab_size,
-            stop_token_ids=model_config.eos_token_ids,
+            vocab_size=model.config.vocab_size,
+            stop_token_ids=model.config.eos_token_ids,
             num_blocks=config.kv_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -100,3 +97,28 @@ class Engine:
         """Waits for the step in flight and drops the weights and the cache."""
         self.runner.close()
         del self.runner, self.scheduler
+
+
+def _build(
+    model_dir: Path,
+    config: EngineConfig,
+    choices: Choices,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    progress: bool,
+) -> tuple[EngineConfig, KimiK2, Pages]:
+    """Loads the weights, sizes the rest by the memory that is left, and allocates it."""
+    model_config, weights = load(model_dir, dtype=dtype, device=device, progress=progress)
+    config = resolve_sizes(config, model_config, device, kv_dtype, choices)
+    assert config.kv_blocks and config.max_model_len
+    model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)
+    pages = Pages.allocate(
+        model_config.num_hidden_layers,
+        config.kv_blocks,
+        config.block_size,
+        model_config.kv_lora_rank + model_config.qk_rope_head_dim,
+        kv_dtype,
+        device,
+    )
+    return config, model, pages

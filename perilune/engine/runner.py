@@ -2,8 +2,9 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from perilune.engine.batch import build
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops import registry
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -30,7 +33,7 @@ class Runner:
         max_num_seqs: int,
         absorb_limit: int,
         overrides: Mapping[str, str],
-        threads: int | None,
+        worker: ThreadPoolExecutor,
     ):
         self.model = model
         self.pages = pages
@@ -38,10 +41,14 @@ class Runner:
         self.overrides = dict(overrides)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=pages.data.device)
         self.busy_seconds = 0.0
-        self._worker = ThreadPoolExecutor(1, "perilune-runner", initializer=_set_threads, initargs=(threads,))
+        self._worker = worker
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         return self._worker.submit(self._timed, plan)
+
+    def call(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs `work` between steps, on the thread that computes them."""
+        return self._worker.submit(work, *args).result()
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -75,6 +82,16 @@ class Runner:
                         else Output(w.rid, error=sampler.NOT_FINITE)
                     )
         return StepResult(plan.step, tuple(outputs.values()))
+
+
+def compute_thread(threads: int | None) -> ThreadPoolExecutor:
+    """The one thread on which an engine computes, loading included.
+
+    libgomp lets waiting threads spin only while it manages no more of them than there are processors. A second thread
+    that computes has a team of its own, and from then on every parallel region sleeps and is woken: half the decode
+    speed on two cores.
+    """
+    return ThreadPoolExecutor(1, "perilune-compute", initializer=_set_threads, initargs=(threads,))
 
 
 def _set_threads(threads: int | None) -> None:
