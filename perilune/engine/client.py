@@ -59,9 +59,7 @@ class EngineClient:
         self._receiver = asyncio.create_task(self._receive())
 
     @classmethod
-    async def start(
-        cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()
-    ) -> "EngineClient":  # fmt: skip
+    async def start(cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()) -> "EngineClient":
         """Spawns the engine on a checkpoint directory and waits until it is loaded.
 
         `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json.
