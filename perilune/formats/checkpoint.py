@@ -33,8 +33,10 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not a directory")
         placed: dict[str, Path] | None = None
         if (path / INDEX).exists():
-            placed = _weight_map(path)
+            placed = weight_map(path)
             names = sorted(set(placed.values()))
+            if missing := [p.name for p in names if not p.exists()]:
+                raise CheckpointError(f"{path} lacks {few(missing, 'shard')}: the download is incomplete")
         elif (path / SINGLE).exists():
             names = [path / SINGLE]
         else:
@@ -88,19 +90,17 @@ class Checkpoint:
         self.close()
 
 
-def _weight_map(path: Path) -> dict[str, Path]:
-    weight_map = read_object(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(path: Path) -> dict[str, Path]:
+    """The index of a directory: each tensor's name and the file it should be in, whether that exists or not."""
+    listed = read_object(path / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path / INDEX}: weight_map must be a non-empty object")
     placed = {}
-    for name, shard in weight_map.items():
+    for name, shard in listed.items():
         # A shard is a file of this directory: an index must not make us read elsewhere.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path / INDEX}: weight_map[{name!r}] is {shard!r}, not a .safetensors file name")
         placed[name] = path / shard
-    missing = sorted({p.name for p in placed.values() if not p.exists()})
-    if missing:
-        raise CheckpointError(f"{path} lacks {few(missing, 'shard')}: the download is incomplete")
     return placed
 
 

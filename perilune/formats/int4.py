@@ -7,13 +7,13 @@ weight_shape  [2] int64 (any integer type is read): (o, i)
 W[o, k] = q[o, k] * scale[o, k // 32]. We write levels -7..7 with scale = max|w| / 7; -8 is read.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats.parts import Part
+from perilune.formats.parts import Part, finite
 from perilune.formats.scheme import INT4_GROUP
 
 MAX_LEVEL = 7
@@ -63,15 +63,32 @@ def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
         raise CheckpointError(f"INT4 needs input widths that are multiples of {INT4_GROUP}, not {inputs}")
     return {
         ".weight_packed": Part((out, inputs // 8), (torch.int32,)),
-        ".weight_scale": Part((out, inputs // INT4_GROUP), SCALE_DTYPES),
-        ".weight_shape": Part((2,), (torch.int64, torch.int32, torch.int16)),
+        ".weight_scale": Part((out, inputs // INT4_GROUP), SCALE_DTYPES, fault=finite),
+        ".weight_shape": Part((2,), (torch.int64, torch.int32, torch.int16), covers=0, fault=_says(shape)),
     }
+
+
+def _says(shape: tuple[int, ...]) -> Callable[[torch.Tensor], str | None]:
+    def fault(stored: torch.Tensor) -> str | None:
+        said = stored.tolist()
+        return None if said == list(shape) else f"says {said}, the packed weight beside it is {list(shape)}"
+
+    return fault
+
+
+def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(stored[".weight_packed"], stored[".weight_scale"], dtype)
+
+
+def require_matrix(name: str, weight: torch.Tensor) -> None:
+    """CheckpointError if `name`.weight does not divide into groups."""
+    if weight.ndim != 2 or weight.shape[1] % INT4_GROUP:
+        raise CheckpointError(f"{name}: INT4 needs [o, i] with i a multiple of {INT4_GROUP}, not {list(weight.shape)}")
 
 
 def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that replace `name`.weight [o, i] in a checkpoint."""
-    if weight.ndim != 2 or weight.shape[1] % INT4_GROUP:
-        raise CheckpointError(f"{name}: INT4 needs [o, i] with i a multiple of {INT4_GROUP}, not {list(weight.shape)}")
+    require_matrix(name, weight)
     try:
         packed, scale = quantize(weight)
     except ValueError as e:

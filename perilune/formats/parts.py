@@ -1,13 +1,45 @@
 """What a format stores for one linear layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 
+def finite(values: torch.Tensor) -> str | None:
+    """The fault of scales that are not finite."""
+    if values.dtype == torch.float8_e4m3fn:
+        whole = not has_nan(values)
+    else:
+        whole = bool(values.isfinite().all())
+    return None if whole else "holds scales that are not finite"
+
+
+def has_nan(values: torch.Tensor) -> bool:
+    """Whether a float8_e4m3fn tensor holds nan, whose bytes are 0x7f and 0xff. Two passes at memory speed."""
+    if not values.numel():
+        return False
+    return values.view(torch.int8).amax().item() == 0x7F or values.view(torch.uint8).amax().item() == 0xFF
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor stored for a linear layer: its shape, and the types it may have."""
+    """One tensor stored for a linear layer: its shape, and the types it may have.
+
+    covers      rows of the layer that share one row of this tensor; 0 if it belongs to the layer as a whole
+    fault       what is wrong with its values, as a predicate that follows "tensor X"; None if nothing is
+    reciprocal  a number of which weights records hold the reciprocal
+    unread      other programs' business: it may be absent, and is not looked at
+
+    Shape () stands for [1] too: writers differ in how they store a single number.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    covers: int = 1
+    fault: Callable[[torch.Tensor], str | None] | None = None
+    reciprocal: bool = False
+    unread: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return shape == self.shape or (self.shape == () and shape == (1,))

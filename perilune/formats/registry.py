@@ -1,21 +1,39 @@
 """The formats that are read, and how one linear layer's format is told from its tensors.
 
-A new format is a file with `parts`, an entry in SERVED, and its records and readers in model/weights.py and
-model/load.py.
+A new format is a file with `parts` and `decode`, an entry in SERVED, and, if weights are to stay in it in memory, its
+record in model/weights.py and model/load.py.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats import dense, int4, scheme
+from perilune.formats import dense, fp8_block, int4, int4_compact, nvfp4, nvfp4_packed, scheme
 from perilune.formats.parts import Part
 from perilune.formats.safetensors_file import TensorInfo
 
-SERVED: Mapping[str, Callable[[tuple[int, ...]], Mapping[str, Part]]] = {
-    scheme.DENSE: dense.parts,
-    scheme.INT4: int4.parts,
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a linear layer [o, i] is stored.
+
+    parts   (o, i) -> its tensors by the suffixes of their names; CheckpointError if the format does not allow the shape
+    decode  these tensors, or their rows that belong to a run of the layer's rows, -> [rows, i] in the dtype
+    """
+
+    parts: Callable[[tuple[int, ...]], Mapping[str, Part]]
+    decode: Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+
+
+SERVED: Mapping[str, Format] = {
+    scheme.DENSE: Format(dense.parts, dense.decode),
+    scheme.INT4: Format(int4.parts, int4.decode),
+    scheme.INT4_COMPACT: Format(int4_compact.parts, int4_compact.decode),
+    scheme.FP8_BLOCK: Format(fp8_block.parts, fp8_block.decode),
+    scheme.NVFP4: Format(nvfp4.parts, nvfp4.decode),
+    scheme.NVFP4_PACKED: Format(nvfp4_packed.parts, nvfp4_packed.decode),
 }
 
 
@@ -35,9 +53,10 @@ def format_of(tensors: Mapping[str, TensorInfo], linear: str) -> str | None:
 
 
 def require_served(name: str, where: str) -> None:
-    """CheckpointError if the format `name` is not read."""
+    """CheckpointError if a checkpoint declares a quantisation that is not read."""
     if name not in SERVED:
         raise CheckpointError(
-            f"{where}: quantisation {name!r} is not served; served: plain bfloat16, and INT4 pack-quantized in groups "
-            f"of {scheme.INT4_GROUP}"
+            f"{where}: quantisation {name!r} is not served; served: plain bfloat16, FP8 in blocks of 128 x 128, INT4 "
+            f"pack-quantized in groups of {scheme.INT4_GROUP} and its compact form, NVFP4 in groups of "
+            f"{scheme.NVFP4_GROUP} (ModelOpt's layout and nvfp4-pack-quantized)"
         )

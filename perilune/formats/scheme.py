@@ -17,6 +17,8 @@ NVFP4_PACKED = "nvfp4-pack-quantized"
 INT4_COMPACT = "perilune-int4-compact"
 
 INT4_GROUP = 32
+NVFP4_GROUP = 16
+FP8_BLOCK_SIZE = [128, 128]
 # What pack-quantized must say to be the INT4 of this family. Absent keys take compressed-tensors' own defaults.
 _INT4_ARGS = {
     "num_bits": (8, (4,)),
@@ -27,6 +29,18 @@ _INT4_ARGS = {
     "actorder": (None, (None, False)),
     "dynamic": (False, (False,)),
 }
+_NVFP4_ARGS = {
+    "num_bits": (8, (4,)),
+    "type": ("int", ("float",)),
+    "symmetric": (True, (True,)),
+    "strategy": (None, (None, "tensor_group", "group")),
+    "group_size": (None, (NVFP4_GROUP,)),
+    "actorder": (None, (None, False)),
+}
+_MODELOPT_ARGS = {"num_bits": (4, (4,)), "type": ("float", ("float",)), "group_size": (NVFP4_GROUP, (NVFP4_GROUP,))}
+
+# A key of the weights' description -> (what its absence means, what is accepted).
+_Args = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 def declared(
@@ -38,9 +52,10 @@ def declared(
     hf_quant  hf_quant_config.json if there is one; it goes before both, which may be stale beside it
     """
     if hf_quant is not None:
-        algo = _table(hf_quant, "quantization", f"{where}: hf_quant_config.json").get("quant_algo")
-        if algo is not None:
-            return NVFP4 if algo == "NVFP4" else f"modelopt {algo}"
+        file = f"{where}: hf_quant_config.json"
+        quantization = _table(hf_quant, "quantization", file)
+        if quantization.get("quant_algo") is not None:
+            return _modelopt(quantization, file)
     for level in (config, text):
         if level.get("quantization_config") is not None:
             return _block(_table(level, "quantization_config", where), where)
@@ -50,27 +65,54 @@ def declared(
 def _block(block: Mapping[str, Any], where: str) -> str:
     method, form = block.get("quant_method"), block.get("format")
     if method == "fp8":
-        return FP8_BLOCK if block.get("weight_block_size") else "fp8 without blocks"
+        return _fp8(block)
     if method == "modelopt":
-        algo = block.get("quant_algo")
-        return NVFP4 if algo == "NVFP4" else f"modelopt {algo}"
+        return _modelopt(block, where)
     if form == INT4_COMPACT:
         return INT4_COMPACT
     if method != "compressed-tensors":
         return str(method)
     if form == NVFP4_PACKED:
-        return NVFP4_PACKED
+        fault = _groups(block, _NVFP4_ARGS, where) if "config_groups" in block else None
+        return f"{NVFP4_PACKED} with {fault}" if fault else NVFP4_PACKED
     if form != "pack-quantized":
         return f"compressed-tensors {form}"
+    fault = _groups(block, _INT4_ARGS, where, activations=False)
+    return f"pack-quantized with {fault}" if fault else INT4
+
+
+def _fp8(block: Mapping[str, Any]) -> str:
+    size = block.get("weight_block_size")
+    if not size:
+        return "fp8 without blocks"
+    if size != FP8_BLOCK_SIZE:
+        return f"fp8 with weight_block_size={size}"
+    form = block.get("fmt", "e4m3")
+    return FP8_BLOCK if form == "e4m3" else f"fp8 with fmt={form}"
+
+
+def _modelopt(block: Mapping[str, Any], where: str) -> str:
+    algo = block.get("quant_algo")
+    if algo != "NVFP4":
+        return f"modelopt {algo}"
+    size = block.get("group_size", NVFP4_GROUP)
+    fault = f"group_size={size}" if size != NVFP4_GROUP else None
+    if fault is None and "config_groups" in block:
+        fault = _groups(block, _MODELOPT_ARGS, where)
+    return f"modelopt NVFP4 with {fault}" if fault else NVFP4
+
+
+def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: bool = True) -> str | None:
+    """What in config_groups is not as `args` want it. Quantised activations may be declared if `activations`."""
     for name, group in _table(block, "config_groups", where).items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise CheckpointError(f"{where}: quantization_config.config_groups.{name}.weights must be an object")
-        if group.get("input_activations") is not None:
-            return "pack-quantized with quantised activations"
-        for key, (default, accepted) in _INT4_ARGS.items():
+        if not activations and group.get("input_activations") is not None:
+            return "quantised activations"
+        for key, (default, accepted) in args.items():
             if (value := group["weights"].get(key, default)) not in accepted:
-                return f"pack-quantized with {key}={value}"
-    return INT4
+                return f"{key}={value}"
+    return None
 
 
 def _table(level: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -8,7 +8,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -16,14 +17,35 @@ from typing import Any, BinaryIO, Literal, Self
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats import int4
+from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import INDEX, SINGLE
 from perilune.formats.jsonfile import write_object
 from perilune.formats.safetensors_file import DTYPES
 
 SHARD_BYTES = 5_000_000_000
 EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+LINEAR = re.compile(r".*_proj(_with_mqa)?\.weight")
 ROUTER_BIAS = ".e_score_correction_bias"
+
+Form = Literal["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack-quantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantiser:
+    """`encode` gives the tensors that replace the weights whose names match `which`."""
+
+    which: re.Pattern[str]
+    encode: Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
+    config: Callable[[], dict[str, Any]]
+
+
+_QUANTISERS: Mapping[str, _Quantiser] = {
+    "int4": _Quantiser(EXPERT, int4.encode, int4.quantization_config),
+    "int4-compact": _Quantiser(EXPERT, int4_compact.encode, int4_compact.quantization_config),
+    "fp8-block": _Quantiser(LINEAR, fp8_block.encode, fp8_block.quantization_config),
+    "nvfp4": _Quantiser(EXPERT, nvfp4.encode, nvfp4.quantization_config),
+    "nvfp4-pack-quantized": _Quantiser(EXPERT, nvfp4_packed.encode, nvfp4_packed.quantization_config),
+}
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ROOM = 1 << 20  # bytes kept free for a shard's header, which is known only when its data is written
@@ -35,36 +57,40 @@ def write(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     config: Mapping[str, Any],
-    form: Literal["bf16", "int4"] = "bf16",
+    form: Form = "bf16",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes (name, tensor) pairs as a checkpoint with `config` as config.json.
 
-    Floating-point tensors become bfloat16, the router's bias float32; with "int4" every routed expert's [o, i] weight
-    becomes INT4 in groups of 32. config's quantization_config is replaced by the one that holds for the result.
+    Floating-point tensors become bfloat16, the router's bias float32. A form other than "bf16" quantises the routed
+    experts' [o, i] weights, "fp8-block" every linear layer's but lm_head's, as each is published. config's
+    quantization_config is replaced by the one that holds for the result.
     """
+    quantiser = _QUANTISERS.get(form)
     with Writer(directory, shard_bytes=shard_bytes) as out:
         for name, tensor in tensors:
-            if form == "int4" and EXPERT.fullmatch(name):
-                for part in int4.encode(name.removesuffix(".weight"), tensor):
+            if quantiser is not None and quantiser.which.fullmatch(name):
+                for part in quantiser.encode(name.removesuffix(".weight"), tensor):
                     out.add(*part)
             elif tensor.is_floating_point():
                 out.add(name, tensor.to(torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16))
             else:
                 out.add(name, tensor)
-    write_object(
-        directory / "config.json", with_quantization(config, int4.quantization_config() if form == "int4" else None)
-    )
+    block = quantiser.config() if quantiser is not None else None
+    write_object(directory / "config.json", with_quantization(config, block))
 
 
 def with_quantization(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of config.json's object whose text model (text_config if nested) declares `block`, or nothing."""
+    """A copy of config.json's object whose text model (text_config if nested) declares `block`, or nothing.
+
+    ModelOpt's blocks go to the outermost level.
+    """
     result = {k: v for k, v in config.items() if k != "quantization_config"}
     text = result
     if isinstance(result.get("text_config"), Mapping):
         text = result["text_config"] = {k: v for k, v in result["text_config"].items() if k != "quantization_config"}
     if block is not None:
-        text["quantization_config"] = dict(block)
+        (result if block.get("quant_method") == "modelopt" else text)["quantization_config"] = dict(block)
     return result
 
 

@@ -2,7 +2,12 @@
 
 First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated,
 then threads fill them straight from the files. Beyond the weights themselves each thread holds one staging buffer of
-STAGE_BYTES, and for a moment one matrix that has to be rearranged or dequantised (kv_b_proj: 17 MB in Kimi K2).
+STAGE_BYTES, and for a moment rows that have to be rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about
+STAGE_BYTES as float32 of another matrix.
+
+Routed experts stay in the format of the checkpoint, whatever it is: they are nearly all of the model. So do other
+linear layers in INT4. All others are dequantised to the load's dtype here, once: in Kimi K2 they are 1.1 % of the
+parameters, and ops then know one kind of them.
 """
 
 import contextlib
@@ -21,33 +26,35 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.formats import int4, scheme
-from perilune.formats.checkpoint import Checkpoint, few
-from perilune.formats.dense import FLOATS
+from perilune.formats import scheme
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.fp8_block import BLOCK as FP8_BLOCK
+from perilune.formats.fp8_block import blocks as fp8_blocks
 from perilune.formats.parts import Part
-from perilune.formats.registry import SERVED, format_of, require_served
+from perilune.formats.registry import require_served
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.model.config import KimiConfig
+from perilune.model.survey import Survey, read_linear, require_sound, spell, survey
+from perilune.model.survey import expected as expected
 from perilune.model.weights import (
     Attention,
     Dense,
     DenseExperts,
     Experts,
+    Fp8Experts,
     Int4,
+    Int4CompactExperts,
     Int4Experts,
     Layer,
     Linear,
     Mlp,
     Moe,
+    NvFp4Experts,
     Weights,
 )
 
 STAGE_BYTES = 1 << 25
 MAX_THREADS = 8  # one H200 took 14.8 GB/s from the page cache with 8, 12.6 with 16
-NESTED_PREFIX = "language_model."
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
-SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
-SHAPE_SUFFIX = ".weight_shape"
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ def load(
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
             raise ConfigError(
-                f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {_spell(dtype)} "
+                f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {spell(dtype)} "
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
         with _progress(path.name, found.text_bytes) if progress else contextlib.nullcontext(_ignore) as advance:
@@ -93,109 +100,13 @@ def load(
     return config, weights
 
 
-def expected(config: KimiConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the text model, unquantised and without prefix."""
-    c, d = config, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, d)}
-
-    def mlp(at: str, width: int) -> None:
-        shapes[f"{at}.gate_proj.weight"] = shapes[f"{at}.up_proj.weight"] = (width, d)
-        shapes[f"{at}.down_proj.weight"] = (d, width)
-
-    for i in range(c.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        attn = f"{layer}.self_attn"
-        kv_b = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (d,),
-            f"{layer}.post_attention_layernorm.weight": (d,),
-            f"{attn}.q_a_proj.weight": (c.q_lora_rank, d),
-            f"{attn}.q_a_layernorm.weight": (c.q_lora_rank,),
-            f"{attn}.q_b_proj.weight": (c.num_attention_heads * c.qk_head_dim, c.q_lora_rank),
-            f"{attn}.kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, d),
-            f"{attn}.kv_a_layernorm.weight": (c.kv_lora_rank,),
-            f"{attn}.kv_b_proj.weight": (kv_b, c.kv_lora_rank),
-            f"{attn}.o_proj.weight": (d, c.num_attention_heads * c.v_head_dim),
-        }
-        if i < c.first_k_dense_replace:
-            mlp(f"{layer}.mlp", c.intermediate_size)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (c.n_routed_experts, d)
-        shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (c.n_routed_experts,)
-        for e in range(c.n_routed_experts):
-            mlp(f"{layer}.mlp.experts.{e}", c.moe_intermediate_size)
-        if c.n_shared_experts:
-            mlp(f"{layer}.mlp.shared_experts", c.n_shared_experts * c.moe_intermediate_size)
-    shapes["model.norm.weight"] = (d,)
-    shapes["lm_head.weight"] = (c.vocab_size, d)
-    return shapes
-
-
-def is_linear(name: str) -> bool:
-    """Whether an expected tensor is a linear layer's weight, which a checkpoint may store quantised."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or name == "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What a checkpoint holds, found consistent with its configuration."""
-
-    prefix: str  # before every name of `expected`
-    formats: Mapping[str, str]  # of each linear layer, by its name without prefix and ".weight"
-    text_bytes: int
-    vision_tensors: int
-    vision_bytes: int
-
-
-def survey(checkpoint: Checkpoint, config: KimiConfig) -> Survey:
-    """Checks all names, shapes and types; reads no data. CheckpointError names the first few that are wrong."""
-    tensors, where = checkpoint.tensors, checkpoint.path
-    prefix = NESTED_PREFIX if any(name.startswith(NESTED_PREFIX) for name in tensors) else ""
-    formats: dict[str, str] = {}
-    wanted: dict[str, Part] = {}
-    for name, shape in expected(config).items():
-        if not is_linear(name):
-            wanted[prefix + name] = Part(shape, FLOATS)
-            continue
-        linear = name.removesuffix(".weight")
-        form = format_of(tensors, prefix + linear) or scheme.DENSE
-        require_served(form, f"{where}: tensor {prefix + linear}")
-        formats[linear] = form
-        wanted |= {prefix + linear + suffix: part for suffix, part in SERVED[form](shape).items()}
-
-    if missing := [name for name in wanted if name not in tensors]:
-        raise CheckpointError(f"{where} lacks {few(missing, 'tensor')}")
-    vision = [t for name, t in tensors.items() if name.startswith(VISION_PREFIXES)]
-    surplus = [
-        name
-        for name in tensors
-        if name not in wanted and not name.startswith(VISION_PREFIXES) and not name.endswith(SKIPPED_SUFFIX)
-    ]
-    if surplus:
-        raise CheckpointError(f"{where} holds {few(surplus, 'tensor')} that are no part of the model in config.json")
-    for name, part in wanted.items():
-        info = tensors[name]
-        if info.shape != part.shape:
-            raise CheckpointError(
-                f"{where}: tensor {name} has shape {list(info.shape)}, config.json asks for {list(part.shape)}"
-            )
-        if info.dtype not in part.dtypes:
-            allowed = " or ".join(_spell(d) for d in part.dtypes)
-            raise CheckpointError(f"{where}: tensor {name} is {_spell(info.dtype)}, not {allowed}")
-    return Survey(
-        prefix=prefix,
-        formats=formats,
-        text_bytes=sum(tensors[name].nbytes for name in wanted),
-        vision_tensors=len(vision),
-        vision_bytes=sum(t.nbytes for t in vision),
-    )
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def row_step(inputs: int) -> int:
+    """How many rows of a matrix with so many inputs to dequantise at once: STAGE_BYTES of float32, whole FP8 blocks."""
+    return max(STAGE_BYTES // (4 * inputs) // FP8_BLOCK, 1) * FP8_BLOCK
 
 
 Advance = Callable[[int], None]
+Triple = tuple[str, str, str]
 
 
 def _ignore(_: int) -> None: ...
@@ -286,29 +197,100 @@ class _Plan:
                 f"{self._checkpoint.path}: {self._found.prefix}{at}: the routed experts of a layer must share one "
                 f"format, found {' and '.join(sorted(kinds))}"
             )
-        if kinds == {scheme.DENSE}:
-            dense = DenseExperts(gate_up=self._empty(e, 2 * i, d), down=self._empty(e, d, i))
-            for k in range(e):
-                self._fill_dense(pairs[k][0], dense.gate_up[k, :i])
-                self._fill_dense(pairs[k][1], dense.gate_up[k, i:])
-                self._fill_dense(downs[k], dense.down[k])
-            return dense
-        scales = self._scale_dtype(names)
-        packed = Int4Experts(
+        (kind,) = kinds
+        triples = [(*pair, down) for pair, down in zip(pairs, downs)]
+        if kind == scheme.DENSE:
+            return self._dense_experts(triples, e, d, i)
+        if kind == scheme.INT4:
+            return self._int4_experts(triples, e, d, i)
+        if kind == scheme.INT4_COMPACT:
+            return self._int4_compact_experts(triples, e, d, i)
+        if kind == scheme.FP8_BLOCK:
+            return self._fp8_experts(triples, e, d, i)
+        suffixes = {
+            scheme.NVFP4: (".weight", ".weight_scale", ".weight_scale_2"),
+            scheme.NVFP4_PACKED: (".weight_packed", ".weight_scale", ".weight_global_scale"),
+        }
+        return self._nvfp4_experts(triples, e, d, i, suffixes[kind])
+
+    # What follows takes (gate, up, down) names of each expert; e experts of d inputs and width i.
+
+    def _dense_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> DenseExperts:
+        dense = DenseExperts(gate_up=self._empty(e, 2 * i, d), down=self._empty(e, d, i))
+        for (gate, up, down), both, one in zip(names, dense.gate_up, dense.down):
+            self._fill(gate, {".weight": both[:i]})
+            self._fill(up, {".weight": both[i:]})
+            self._fill(down, {".weight": one})
+        return dense
+
+    def _int4_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Int4Experts:
+        scales = self._scale_dtype([name for triple in names for name in triple])
+        x = Int4Experts(
             gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
             gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=scales),
             down_packed=self._empty(e, d, i // 8, dtype=torch.int32),
             down_scale=self._empty(e, d, i // scheme.INT4_GROUP, dtype=scales),
         )
-        for k in range(e):
-            self._fill_int4(pairs[k][0], packed.gate_up_packed[k, :i], packed.gate_up_scale[k, :i])
-            self._fill_int4(pairs[k][1], packed.gate_up_packed[k, i:], packed.gate_up_scale[k, i:])
-            self._fill_int4(downs[k], packed.down_packed[k], packed.down_scale[k])
-        return packed
+        for k, (gate, up, down) in enumerate(names):
+            for name, half in ((gate, slice(0, i)), (up, slice(i, None))):
+                packed, scale = x.gate_up_packed[k, half], x.gate_up_scale[k, half]
+                self._fill(name, {".weight_packed": packed, ".weight_scale": scale})
+            self._fill(down, {".weight_packed": x.down_packed[k], ".weight_scale": x.down_scale[k]})
+        return x
+
+    def _int4_compact_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Int4CompactExperts:
+        x = Int4CompactExperts(
+            gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
+            gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=torch.uint8),
+            gate_up_row=self._empty(e, 2 * i, dtype=torch.bfloat16),
+            down_packed=self._empty(e, d, i // 8, dtype=torch.int32),
+            down_scale=self._empty(e, d, i // scheme.INT4_GROUP, dtype=torch.uint8),
+            down_row=self._empty(e, d, dtype=torch.bfloat16),
+        )
+        suffixes = (".weight_packed", ".weight_scale", ".weight_scale_row")
+        gate_up, down = (x.gate_up_packed, x.gate_up_scale, x.gate_up_row), (x.down_packed, x.down_scale, x.down_row)
+        for k, triple in enumerate(names):
+            self._fill(triple[0], dict(zip(suffixes, (t[k, :i] for t in gate_up))))
+            self._fill(triple[1], dict(zip(suffixes, (t[k, i:] for t in gate_up))))
+            self._fill(triple[2], dict(zip(suffixes, (t[k] for t in down))))
+        return x
+
+    def _fp8_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Fp8Experts:
+        across, along = fp8_blocks(d), fp8_blocks(i)
+        x = Fp8Experts(
+            gate_up=self._empty(e, 2 * i, d, dtype=torch.float8_e4m3fn),
+            gate_up_scale=self._empty(e, 2, along, across, dtype=torch.float32),
+            down=self._empty(e, d, i, dtype=torch.float8_e4m3fn),
+            down_scale=self._empty(e, across, along, dtype=torch.float32),
+        )
+        for k, (gate, up, down) in enumerate(names):
+            self._fill(gate, {".weight": x.gate_up[k, :i], ".weight_scale_inv": x.gate_up_scale[k, 0]})
+            self._fill(up, {".weight": x.gate_up[k, i:], ".weight_scale_inv": x.gate_up_scale[k, 1]})
+            self._fill(down, {".weight": x.down[k], ".weight_scale_inv": x.down_scale[k]})
+        return x
+
+    def _nvfp4_experts(
+        self, names: Sequence[Triple], e: int, d: int, i: int, suffixes: tuple[str, str, str]
+    ) -> NvFp4Experts:
+        """`suffixes` of the packed values, the scales and the global scale."""
+        x = NvFp4Experts(
+            gate_up_packed=self._empty(e, 2 * i, d // 2, dtype=torch.uint8),
+            gate_up_scale=self._empty(e, 2 * i, d // scheme.NVFP4_GROUP, dtype=torch.float8_e4m3fn),
+            gate_up_global=self._empty(e, 2, dtype=torch.float32),
+            down_packed=self._empty(e, d, i // 2, dtype=torch.uint8),
+            down_scale=self._empty(e, d, i // scheme.NVFP4_GROUP, dtype=torch.float8_e4m3fn),
+            down_global=self._empty(e, dtype=torch.float32),
+        )
+        for k, (gate, up, down) in enumerate(names):
+            for half, name, rows in ((0, gate, slice(0, i)), (1, up, slice(i, None))):
+                outs = x.gate_up_packed[k, rows], x.gate_up_scale[k, rows], x.gate_up_global[k, half]
+                self._fill(name, dict(zip(suffixes, outs)))
+            self._fill(down, dict(zip(suffixes, (x.down_packed[k], x.down_scale[k], x.down_global[k]))))
+        return x
 
     def _linear(self, *names: str) -> Linear:
         """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
-        shapes = [self._shape(name) for name in names]
+        shapes = [self._found.shapes[name] for name in names]
         rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
         ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(names))]
         slices = [slice(end - o, end) for end, (o, _) in zip(ends, shapes)]
@@ -318,7 +300,7 @@ class _Plan:
                 scale=self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(names)),
             )
             for name, part in zip(names, slices):
-                self._fill_int4(name, packed.packed[part], packed.scale[part])
+                self._fill(name, {".weight_packed": packed.packed[part], ".weight_scale": packed.scale[part]})
             return packed
         dense = Dense(self._empty(rows, inputs))
         for name, part in zip(names, slices):
@@ -331,7 +313,10 @@ class _Plan:
         w_uk, w_uv = self._empty(heads, n, latent), self._empty(heads, latent, v)
 
         def split(stage: _Stage) -> None:
-            heads_first = self._read_dense(name, stage).view(heads, n + v, latent)
+            whole = read_linear(
+                self._checkpoint, self._found, name, self._dtype, device=self._device, advance=stage.advance
+            )
+            heads_first = whole.view(heads, n + v, latent)
             w_uk.copy_(heads_first[:, :n])
             w_uv.copy_(heads_first[:, n:].transpose(1, 2))
 
@@ -346,37 +331,35 @@ class _Plan:
 
     def _fill_dense(self, name: str, out: torch.Tensor) -> None:
         if self._found.formats[name] == scheme.DENSE:
-            info = self._info(f"{name}.weight")
-            self._job(info, partial(self._copy, info, out))
+            self._fill(name, {".weight": out})
         else:
+            self._job(self._first_part(name), partial(self._dequantize, name, out))
 
-            def dequantize(stage: _Stage) -> None:
-                out.copy_(self._read_dense(name, stage))
+    def _dequantize(self, name: str, out: torch.Tensor, stage: _Stage) -> None:
+        step = row_step(out.shape[1])
+        for start in range(0, out.shape[0], step):
+            rows = slice(start, min(start + step, out.shape[0]))
+            out[rows] = read_linear(
+                self._checkpoint, self._found, name, self._dtype, rows=rows, device=self._device, advance=stage.advance
+            )
 
-            self._job(self._first_part(name), dequantize)
+    def _fill(self, name: str, outs: Mapping[str, torch.Tensor]) -> None:
+        """Copies a linear layer's stored parts to `outs`, by suffix; a part that is not there is only checked."""
+        for suffix, part in self._found.parts(name).items():
+            info = self._info(name + suffix)
+            if part.covers:
+                self._job(info, partial(self._copy, info, outs[suffix], part=part))
+            else:
+                self._job(info, partial(self._copy_whole, info, outs.get(suffix), part))
 
-    def _fill_int4(self, name: str, packed: torch.Tensor, scale: torch.Tensor) -> None:
-        words, scales = self._info(f"{name}.weight_packed"), self._info(f"{name}.weight_scale")
-        shape = self._info(name + SHAPE_SUFFIX)
-        self._job(words, partial(self._copy, words, packed))
-        self._job(scales, partial(self._copy, scales, scale, finite=True))
-        self._job(shape, partial(self._check_shape, name, shape))
+    def _copy_whole(self, info: TensorInfo, out: torch.Tensor | None, part: Part, stage: _Stage) -> None:
+        stored = self._checkpoint.read(info.name)
+        require_sound(self._checkpoint, info, part, stored)
+        if out is not None:
+            out.copy_((stored.reciprocal() if part.reciprocal else stored).reshape(out.shape))
+        stage.advance(info.nbytes)
 
-    def _read_dense(self, name: str, stage: _Stage) -> torch.Tensor:
-        """The whole matrix on the CPU, dequantised if need be."""
-        if self._found.formats[name] == scheme.DENSE:
-            weight = self._checkpoint.read(self._info(f"{name}.weight").name)
-            stage.advance(weight.nbytes)
-            return weight
-        scale_info = self._info(f"{name}.weight_scale")
-        packed = self._checkpoint.read(self._info(f"{name}.weight_packed").name)
-        scale = self._checkpoint.read(scale_info.name)
-        self._require_finite(scale_info, scale)
-        self._check_shape(name, self._info(name + SHAPE_SUFFIX), stage)
-        stage.advance(packed.nbytes + scale.nbytes)
-        return int4.dequantize(packed, scale, self._dtype)
-
-    def _copy(self, info: TensorInfo, out: torch.Tensor, stage: _Stage, *, finite: bool = False) -> None:
+    def _copy(self, info: TensorInfo, out: torch.Tensor, stage: _Stage, *, part: Part | None = None) -> None:
         """Fills `out`, of info's shape, in pieces of whole rows: in place where bytes need no change, else staged."""
         assert out.shape == info.shape, (out.shape, info)
         direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
@@ -386,43 +369,22 @@ class _Plan:
             piece = out[start : start + step]
             source = piece if direct else stage.view(info.dtype, piece.shape, piece.numel())
             self._checkpoint.read_into(info, source, start * row)
-            if finite:
-                self._require_finite(info, source)
+            if part is not None:
+                require_sound(self._checkpoint, info, part, source)
             if not direct:
                 piece.copy_(source)
             stage.advance(source.nbytes)
-
-    def _check_shape(self, name: str, info: TensorInfo, stage: _Stage) -> None:
-        stored = self._checkpoint.read(info.name).tolist()
-        stage.advance(info.nbytes)
-        if stored != list(self._shape(name)):
-            raise CheckpointError(
-                f"{self._checkpoint.path}: tensor {info.name} says {stored}, the packed weight beside it is "
-                f"{list(self._shape(name))}"
-            )
-
-    def _require_finite(self, info: TensorInfo, scale: torch.Tensor) -> None:
-        if not scale.isfinite().all():
-            raise CheckpointError(f"{self._checkpoint.path}: tensor {info.name} holds scales that are not finite")
 
     def _scale_dtype(self, names: Sequence[str]) -> torch.dtype:
         """The type of all these layers' scales; float32, which holds the others exactly, if they differ."""
         dtypes = {self._info(f"{name}.weight_scale").dtype for name in names}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    def _shape(self, name: str) -> tuple[int, int]:
-        """(o, i) of a linear layer."""
-        if self._found.formats[name] == scheme.DENSE:
-            out, inputs = self._info(f"{name}.weight").shape
-            return out, inputs
-        out, words = self._info(f"{name}.weight_packed").shape
-        return out, words * 8
-
     def _first_part(self, name: str) -> TensorInfo:
-        return self._info(f"{name}.weight" if self._found.formats[name] == scheme.DENSE else f"{name}.weight_packed")
+        return self._info(name + next(iter(self._found.parts(name))))
 
     def _info(self, name: str) -> TensorInfo:
-        return self._checkpoint.info(self._found.prefix + name)
+        return self._found.tensors[name]
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)

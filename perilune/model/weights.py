@@ -57,7 +57,41 @@ class Int4Experts:
     down_scale: torch.Tensor  # [E, D, I/32]
 
 
-Experts = DenseExperts | Int4Experts
+@dataclass(slots=True)
+class Int4CompactExperts:
+    """formats/int4_compact.py has the layout."""
+
+    gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
+    gate_up_scale: torch.Tensor  # [E, 2I, D/32] uint8
+    gate_up_row: torch.Tensor  # [E, 2I] bfloat16
+    down_packed: torch.Tensor  # [E, D, I/8] int32
+    down_scale: torch.Tensor  # [E, D, I/32] uint8
+    down_row: torch.Tensor  # [E, D] bfloat16
+
+
+@dataclass(slots=True)
+class Fp8Experts:
+    """formats/fp8_block.py has the layout; gate and up keep blocks of their own, cut at their lower edges."""
+
+    gate_up: torch.Tensor  # [E, 2I, D] float8_e4m3fn
+    gate_up_scale: torch.Tensor  # [E, 2, ceil(I/128), ceil(D/128)] float32
+    down: torch.Tensor  # [E, D, I] float8_e4m3fn
+    down_scale: torch.Tensor  # [E, ceil(D/128), ceil(I/128)] float32
+
+
+@dataclass(slots=True)
+class NvFp4Experts:
+    """formats/nvfp4.py has the layout, whichever of the two the checkpoint had."""
+
+    gate_up_packed: torch.Tensor  # [E, 2I, D/2] uint8
+    gate_up_scale: torch.Tensor  # [E, 2I, D/16] float8_e4m3fn
+    gate_up_global: torch.Tensor  # [E, 2] float32: gate's weight_scale_2, up's
+    down_packed: torch.Tensor  # [E, D, I/2] uint8
+    down_scale: torch.Tensor  # [E, D, I/16] float8_e4m3fn
+    down_global: torch.Tensor  # [E] float32
+
+
+Experts = DenseExperts | Int4Experts | Int4CompactExperts | Fp8Experts | NvFp4Experts
 
 
 @dataclass(slots=True)

@@ -59,6 +59,12 @@ def sums(scale: float = 1.0) -> dict[torch.dtype, Tol]:
     }
 
 
+def dequantized() -> dict[torch.dtype, Tol]:
+    """For the sum over experts whose weights may be dequantised to the activations' type first."""
+    why = "bf16 rounding of each weight, of gate and up, of their product, of each expert's result"
+    return {FLOAT32: sums()[FLOAT32], BFLOAT16: Tol(4e-2, 3e-2, 1.2e-2, why)}
+
+
 def rounded() -> dict[torch.dtype, Tol]:
     """For elementwise formulas and short sums."""
     return {
@@ -102,6 +108,23 @@ class Make:
         packed = self.integers(-(2**31), 2**31, *rest, i // 8, dtype=torch.int32)
         scale = (self.rand(*rest, i // 32) + 0.5) * (0.2 * i**-0.5)
         return packed, scale.to(BFLOAT16)
+
+    def int4_compact(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(packed, scale, row) of random INT4 weights [..., o, i] with compact scales; values about i ** -0.5."""
+        *rest, i = shape
+        packed = self.integers(-(2**31), 2**31, *rest, i // 8, dtype=torch.int32)
+        scale = self.integers(1, 256, *rest, i // 32, dtype=torch.uint8)
+        return packed, scale, ((self.rand(*rest) + 0.5) * (0.3 * i**-0.5)).to(BFLOAT16)
+
+    def e4m3(self, *shape: int, scale: float) -> Tensor:
+        """Random float8_e4m3fn of magnitude about `scale`, subnormal numbers included, no nan."""
+        return (self.randn(*shape, dtype=FLOAT32) * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def nvfp4(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """(packed, scale) of random NVFP4 weights [..., o, i]; values are about 300."""
+        *rest, i = shape
+        packed = self.integers(0, 256, *rest, i // 2, dtype=torch.uint8)
+        return packed, ((self.rand(*rest, i // 16) + 0.5) * 100).to(torch.float8_e4m3fn)
 
 
 def clone(args: dict[str, object]) -> dict[str, object]:

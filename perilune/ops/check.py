@@ -107,6 +107,6 @@ def short(dtype: torch.dtype) -> str:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype.is_floating_point:
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
         a, b = a.contiguous().view(kind), b.contiguous().view(kind)
     return torch.equal(a, b)

@@ -1,9 +1,84 @@
-// experts and experts_int4 on CPU. Pairs (token, choice) are sorted by expert, so that each expert's weights are read
-// once per call; work is cut into (expert, tile of rows) for gate and up, and into tiles of rows for down, where a
-// thread owns its columns of y and adds the experts in ascending order: no atomics, the same bits every time.
+// The experts ops on CPU, one entry for each format of the weights. Pairs (token, choice) are sorted by expert, so that
+// each expert's weights are read once per call; work is cut into (expert, tile of rows) for gate and up, and into tiles
+// of rows for down, where a thread owns its columns of y and adds the experts in ascending order: no atomics, the same
+// bits every time.
 #include "gemm.h"
 
 namespace {
+
+// Rows as in gemm.h. Every dequantised value is rounded once, as the op's reference does it.
+struct Int4Compact {
+  static constexpr int chunk = 4;  // the 32 values that share a scale
+  const uint32_t* packed;
+  const uint8_t* scale;
+  const bf16* row_scale;
+  int64_t K;
+  inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
+    const uint32_t* words = packed + row * (K / 8) + c * 4;
+    const f8 s = splat(scale[row * (K / 32) + c] * (widen(row_scale[row]) / 255.0f));
+    const u8 shift = {0, 4, 8, 12, 16, 20, 24, 28};
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const uint32_t word = words[j];
+      const u8 nibbles = (u8{word, word, word, word, word, word, word, word} >> shift) & 15;
+      out[j] = __builtin_convertvector(bits<i8>(nibbles) - 8, f8) * s;
+    }
+  }
+};
+
+// e4m3 bits as fp32. Exponent and mantissa go to their places in an fp32, which is then too small by 2^120: exact, for
+// subnormal numbers too. Not for nan, which loading refuses.
+INLINE f8 e4m3(u8 byte) {
+  return bits<f8>((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+}
+
+struct Fp8 {
+  static constexpr int chunk = 1;
+  const uint8_t* data;
+  const float* scale;  // [.., ceil(K / 128)]
+  int64_t K;
+  int64_t half;  // rows of gate, after which up's begin a block of their own
+  inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
+    const int64_t block = row < half ? row >> 7 : ((half + 127) >> 7) + ((row - half) >> 7);
+    uint32_t words[2];
+    memcpy(words, data + row * K + c * 8, sizeof words);
+    const uint32_t a = words[0], b = words[1];
+    const u8 shift = {0, 8, 16, 24, 0, 8, 16, 24};
+    out[0] = e4m3(u8{a, a, a, a, b, b, b, b} >> shift) * scale[block * ((K + 127) >> 7) + (c >> 4)];
+  }
+};
+
+// All e4m3 numbers, for scales: one load is cheaper than the conversion of a single one.
+struct E4m3Table {
+  float value[256];
+  E4m3Table() {
+    for (uint32_t b = 0; b < 256; b++) value[b] = e4m3(u8{b})[0];
+  }
+};
+const E4m3Table E4M3;
+
+struct NvFp4 {
+  static constexpr int chunk = 2;  // the 16 values that share a scale
+  const uint8_t* packed;
+  const uint8_t* scale;
+  const float* global;  // gate's, then up's
+  int64_t K;
+  int64_t half;
+  inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
+    const u8 shift = {0, 4, 8, 12, 16, 20, 24, 28};
+    const float s = E4M3.value[scale[row * (K / 16) + c]] * global[row >= half];
+    const f8 magnitude = f8{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f} * s;
+    uint32_t words[2];
+    memcpy(words, packed + row * (K / 2) + c * 8, sizeof words);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      const uint32_t word = words[j];
+      const u8 codes = u8{word, word, word, word, word, word, word, word} >> shift;
+      const u8 sign = (codes & 8) << 28;  // the shuffle looks at the other three bits
+      out[j] = bits<f8>(bits<u8>(__builtin_shuffle(magnitude, bits<i8>(codes))) ^ sign);
+    }
+  }
+};
 
 struct Sorted {
   int64_t* start;  // [E + 1] first position of each expert
@@ -102,6 +177,49 @@ API experts_int4(const float* x, const int32_t* ids, const float* weights, const
       },
       [=](int64_t e) {
         return Int4{down + e * D * (I / 8), down_scale + e * D * (I / 32), I};
+      },
+      x, ids, weights, h, y, T, k, E, D, I, threads);
+}
+
+API experts_int4_compact(const float* x, const int32_t* ids, const float* weights, const uint32_t* gate_up,
+                         const uint8_t* gate_up_scale, const bf16* gate_up_row, const uint32_t* down,
+                         const uint8_t* down_scale, const bf16* down_row, float* h, float* y, int64_t T, int64_t k,
+                         int64_t E, int64_t D, int64_t I, int64_t threads) {
+  return run(
+      [=](int64_t e) {
+        return Int4Compact{gate_up + e * 2 * I * (D / 8), gate_up_scale + e * 2 * I * (D / 32),
+                           gate_up_row + e * 2 * I, D};
+      },
+      [=](int64_t e) {
+        return Int4Compact{down + e * D * (I / 8), down_scale + e * D * (I / 32), down_row + e * D, I};
+      },
+      x, ids, weights, h, y, T, k, E, D, I, threads);
+}
+
+API experts_fp8(const float* x, const int32_t* ids, const float* weights, const uint8_t* gate_up,
+                const float* gate_up_scale, const uint8_t* down, const float* down_scale, float* h, float* y, int64_t T,
+                int64_t k, int64_t E, int64_t D, int64_t I, int64_t threads) {
+  const int64_t across = (D + 127) / 128, along = (I + 127) / 128;
+  return run(
+      [=](int64_t e) {
+        return Fp8{gate_up + e * 2 * I * D, gate_up_scale + e * 2 * along * across, D, I};
+      },
+      [=](int64_t e) {
+        return Fp8{down + e * D * I, down_scale + e * across * along, I, D};
+      },
+      x, ids, weights, h, y, T, k, E, D, I, threads);
+}
+
+API experts_nvfp4(const float* x, const int32_t* ids, const float* weights, const uint8_t* gate_up,
+                  const uint8_t* gate_up_scale, const float* gate_up_global, const uint8_t* down,
+                  const uint8_t* down_scale, const float* down_global, float* h, float* y, int64_t T, int64_t k,
+                  int64_t E, int64_t D, int64_t I, int64_t threads) {
+  return run(
+      [=](int64_t e) {
+        return NvFp4{gate_up + e * I * D, gate_up_scale + e * 2 * I * (D / 16), gate_up_global + e * 2, D, I};
+      },
+      [=](int64_t e) {
+        return NvFp4{down + e * D * (I / 2), down_scale + e * D * (I / 16), down_global + e, I, D};
       },
       x, ids, weights, h, y, T, k, E, D, I, threads);
 }

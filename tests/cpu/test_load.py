@@ -11,13 +11,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.formats import int4
+from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.model import load as loading
 from perilune.model.config import KimiConfig
 from perilune.model.load import expected, load, survey
-from perilune.model.weights import Dense, DenseExperts, Int4, Int4Experts, Mlp, Moe
+from perilune.model.survey import read_linear
+from perilune.model.weights import (
+    Dense,
+    DenseExperts,
+    Fp8Experts,
+    Int4,
+    Int4CompactExperts,
+    Int4Experts,
+    Mlp,
+    Moe,
+    NvFp4Experts,
+)
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -61,11 +72,17 @@ def put(path: Path, tensors, config=CONFIG):
     return path
 
 
-def quantised(tensors, *names):
+def quantised(tensors, *names, module=int4):
     result = dict(tensors)
     for name in names:
-        result |= int4.encode(name, result.pop(f"{name}.weight"))
+        result |= module.encode(name, result.pop(f"{name}.weight"))
     return result
+
+
+def decoded(tensors, name, module):
+    """The float32 values of a linear layer stored in the module's format."""
+    parts = {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+    return module.decode(parts, torch.float32)
 
 
 def read(path, dtype=torch.float32, **options):
@@ -204,7 +221,7 @@ def test_sharded_in_pieces(given, tmp_path, monkeypatch, threads, stage):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("form", ["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack-quantized"])
 def test_cuda_equals_cpu(given, tmp_path, monkeypatch, form):
     """The pinned staging buffers, filled again and again, deliver the same bytes."""
     monkeypatch.setattr(loading, "STAGE_BYTES", 2048)
@@ -212,7 +229,9 @@ def test_cuda_equals_cpu(given, tmp_path, monkeypatch, form):
     _, there = load(tmp_path, dtype=torch.bfloat16, device="cuda", threads=4)
     here = flat(read(tmp_path, torch.bfloat16))
     for ours, theirs in zip(here, flat(there), strict=True):
-        assert theirs.device.type == "cuda" and theirs.dtype == ours.dtype and theirs.cpu().equal(ours)
+        assert theirs.device.type == "cuda" and theirs.dtype == ours.dtype
+        theirs = theirs.cpu()
+        assert theirs.view(torch.uint8).equal(ours.view(torch.uint8)) if ours.itemsize == 1 else theirs.equal(ours)
 
 
 def flat(record):
@@ -294,6 +313,152 @@ def test_level_minus_eight_is_read(given, tmp_path):
     assert (int4.unpack(x.gate_up_packed[2, 32:]) == -8).all()
 
 
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+FORMATS = {
+    "int4": int4,
+    "int4-compact": int4_compact,
+    "fp8-block": fp8_block,
+    "nvfp4": nvfp4,
+    "nvfp4-packed": nvfp4_packed,
+}
+
+
+def names_of(given, part):
+    return [n.removesuffix(".weight") for n in given if part in n]
+
+
+def of_expert(x, e):
+    """(gate and up, down) of one expert as float32, from its record of packed weights."""
+    if isinstance(x, Fp8Experts):
+        both = x.gate_up[e].unflatten(0, (2, -1))
+        return (
+            fp8_block.dequantize(both, x.gate_up_scale[e], torch.float32).flatten(0, 1),
+            fp8_block.dequantize(x.down[e], x.down_scale[e], torch.float32),
+        )
+    if isinstance(x, NvFp4Experts):
+        halves = x.gate_up_packed[e].unflatten(0, (2, -1)), x.gate_up_scale[e].unflatten(0, (2, -1))
+        return (
+            nvfp4.dequantize(*halves, x.gate_up_global[e], torch.float32).flatten(0, 1),
+            nvfp4.dequantize(x.down_packed[e], x.down_scale[e], x.down_global[e], torch.float32),
+        )
+    if isinstance(x, Int4CompactExperts):
+        return (
+            int4_compact.dequantize(x.gate_up_packed[e], x.gate_up_scale[e], x.gate_up_row[e], torch.float32),
+            int4_compact.dequantize(x.down_packed[e], x.down_scale[e], x.down_row[e], torch.float32),
+        )
+    return (
+        int4.dequantize(x.gate_up_packed[e], x.gate_up_scale[e], torch.float32),
+        int4.dequantize(x.down_packed[e], x.down_scale[e], torch.float32),
+    )
+
+
+@pytest.mark.parametrize("stage", [1 << 25, 2048])
+@pytest.mark.parametrize("form", FORMATS)
+def test_experts_stay_packed(given, tmp_path, monkeypatch, form, stage):
+    """Every routed expert's numbers are the checkpoint's, each in its place; gate and up keep scales of their own."""
+    monkeypatch.setattr(loading, "STAGE_BYTES", stage)
+    module, experts = FORMATS[form], names_of(given, ".mlp.experts.")
+    tensors = quantised(given, *experts, module=module)
+    weights = read(put(tmp_path, tensors), torch.bfloat16, threads=3)
+    kinds = {fp8_block: Fp8Experts, nvfp4: NvFp4Experts, nvfp4_packed: NvFp4Experts, int4: Int4Experts}
+    for i in (1, 2):
+        x = weights.layers[i].ffn.experts
+        assert type(x) is kinds.get(module, Int4CompactExperts)
+        for e in range(4):
+            gate, up, down = (decoded(tensors, f"model.layers.{i}.mlp.experts.{e}.{n}", module) for n in EXPERTS)
+            # One rounding more where a record holds the reciprocal of what is stored.
+            rtol = 3e-7 if form == "nvfp4-packed" else 0
+            both, one = of_expert(x, e)
+            torch.testing.assert_close(both, torch.cat([gate, up]), rtol=rtol, atol=0)
+            torch.testing.assert_close(one, down, rtol=rtol, atol=0)
+    if form == "nvfp4":
+        pairs = weights.layers[1].ffn.experts.gate_up_global
+        assert (pairs[:, 0] != pairs[:, 1]).all()
+
+
+@pytest.mark.parametrize("stage", [1 << 25, 2048])
+@pytest.mark.parametrize("form", FORMATS)
+def test_other_linears_are_dequantised(tmp_path, monkeypatch, form, stage):
+    """In pieces, ragged blocks included; fused neighbours may be in different formats."""
+    monkeypatch.setattr(loading, "STAGE_BYTES", stage)
+    module = FORMATS[form]
+    config = CONFIG | {"intermediate_size": 320, "num_hidden_layers": 1}
+    g = torch.Generator().manual_seed(1)
+    shapes = expected(KimiConfig.from_dict(config))
+    given = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    attn, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    names = [f"{attn}.{n}" for n in ("kv_b_proj", "q_a_proj", "o_proj")] + [f"{mlp}.up_proj", f"{mlp}.down_proj"]
+    tensors = quantised(given, *names, module=module)
+    path = put(tmp_path, quantised(tensors, f"{attn}.kv_a_proj_with_mqa", module=nvfp4), config)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = read(path, dtype).layers[0]
+        want = {name: decoded(tensors, name, module).to(dtype) for name in names}
+        kv_b = want[f"{attn}.kv_b_proj"].view(4, 40, 32)
+        assert layer.attention.w_uk.equal(kv_b[:, :16]) and layer.attention.w_uv.equal(kv_b[:, 16:].transpose(1, 2))
+        fp4 = nvfp4.quantize(given[f"{attn}.kv_a_proj_with_mqa.weight"])
+        other = nvfp4.dequantize(*fp4, torch.float32).to(dtype)
+        assert layer.attention.qkv_a.weight.equal(torch.cat([want[f"{attn}.q_a_proj"], other]))
+        gate = given[f"{mlp}.gate_proj.weight"].to(dtype)
+        assert layer.ffn.gate_up.weight.equal(torch.cat([gate, want[f"{mlp}.up_proj"]]))
+        if form != "int4":  # which stays packed where all of a record is
+            assert layer.ffn.down.weight.equal(want[f"{mlp}.down_proj"])
+            assert layer.attention.o.weight.equal(want[f"{attn}.o_proj"])
+    with Checkpoint.open(path) as checkpoint:
+        found = survey(checkpoint, KimiConfig.from_directory(path))
+        whole = read_linear(checkpoint, found, f"{mlp}.up_proj", torch.float32)
+        assert whole.equal(decoded(tensors, f"{mlp}.up_proj", module))
+
+
+def test_modelopt_checkpoint(given, tmp_path):
+    """NVIDIA's export of Kimi K2.5: nested, stale inner declaration, some shards with the older names, scales that are
+    not needed; one-element tensors where others have none."""
+    fp4 = names_of(given, ".mlp.experts.") + names_of(given, ".shared_experts.") + names_of(given, "layers.0.mlp.")
+    tensors = quantised(given, *fp4, module=nvfp4)
+    for name in fp4:
+        tensors[f"{name}.input_scale"] = torch.tensor(float("nan"))  # nobody looks at it
+        tensors[f"{name}.weight_scale_2"] = tensors[f"{name}.weight_scale_2"].reshape(1)
+    for kv in "kv":
+        tensors[f"model.layers.1.self_attn.{kv}_proj.{kv}_scale"] = torch.tensor(1.0)
+    stored = {
+        f"language_model.{k.removeprefix('model.') if k.startswith('model.layers.2.') else k}": v
+        for k, v in tensors.items()
+    }
+    assert "language_model.layers.2.input_layernorm.weight" in stored
+    config = {
+        "model_type": "kimi_k25",
+        "vision_config": {},
+        "text_config": CONFIG | {"model_type": "deepseek_v3", "quantization_config": int4.quantization_config()},
+    }
+    put(tmp_path, stored, config)
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    config, weights = load(tmp_path, dtype=torch.float32, device="cpu")
+    assert config.quantization == "nvfp4"
+    plain = dict(given)
+    for name in fp4:
+        plain[f"{name}.weight"] = decoded(tensors, name, nvfp4)
+    for layer in weights.layers[1:]:
+        both, down = zip(*(of_expert(layer.ffn.experts, e) for e in range(4)))
+        layer.ffn.experts = DenseExperts(torch.stack(both), torch.stack(down))
+    check(weights, plain)
+    twice = stored | {"language_model.model.layers.2.input_layernorm.weight": torch.ones(64)}
+    refused(put(tmp_path, twice), "layers.2.input_layernorm.weight", "two names of the same tensor")
+    wrong = stored | {"language_model.layers.2.input_layernorm.weight": torch.ones(3)}
+    refused(put(tmp_path, wrong), "tensor language_model.layers.2.input_layernorm.weight has shape [3]")
+
+
+def test_layers_may_differ_in_format(given, tmp_path):
+    tensors = quantised(given, *names_of(given, "layers.1.mlp.experts."), module=nvfp4)
+    tensors = quantised(tensors, *names_of(given, "layers.2.mlp.experts."), module=fp8_block)
+    layers = read(put(tmp_path, tensors)).layers
+    assert isinstance(layers[1].ffn.experts, NvFp4Experts) and isinstance(layers[2].ffn.experts, Fp8Experts)
+
+
 def test_without_shared_experts_or_moe(tmp_path):
     for changes in ({"n_shared_experts": None}, {"first_k_dense_replace": 3}, {"first_k_dense_replace": 0}):
         config = CONFIG | changes
@@ -339,13 +504,15 @@ def test_memory_is_the_weights_own(given, tmp_path):
     assert len(pointers) == 3
 
 
-def test_progress_on_stderr(given, tmp_path, capsys):
-    load(put(tmp_path, given), dtype=torch.float32, device="cpu", progress=True)
+@pytest.mark.parametrize("form", ["bf16", "nvfp4", "fp8-block"])
+def test_progress_on_stderr(given, tmp_path, capsys, form):
+    write(tmp_path, given.items(), config=CONFIG, form=form)
+    load(tmp_path, dtype=torch.float32, device="cpu", progress=True)
     out, err = capsys.readouterr()
     assert out == "" and "loading" in err
-    total = sum(t.nbytes for t in given.values())
     seen = []
     with Checkpoint.open(tmp_path) as checkpoint:
+        total = checkpoint.nbytes
         config = KimiConfig.from_directory(tmp_path)
         plan = loading._Plan(config, checkpoint, survey(checkpoint, config), torch.bfloat16, torch.device("cpu"))
         plan.weights()
@@ -401,30 +568,75 @@ def test_int4_inconsistencies(given, tmp_path):
 @pytest.mark.parametrize(
     ("block", "name"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8-block'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'nvfp4'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
-        ({"format": "perilune-int4-compact"}, "'perilune-int4-compact'"),
         ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "fp8"}, "'fp8 without blocks'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt FP8'"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'compressed-tensors float-quantized'"),
     ],
 )
 def test_unserved_quantisation_declared(given, tmp_path, block, name):
     path = put(tmp_path, given, CONFIG | {"quantization_config": block})
-    refused(path, f"quantisation {name} is not served", "INT4 pack-quantized")
-
-
-def test_unserved_quantisation_in_tensors(given, tmp_path):
-    """Formats are told from the tensors too: a configuration may say nothing, or something stale."""
-    fp8 = given | {f"{EXPERT}.weight": given[f"{EXPERT}.weight"].to(torch.float8_e4m3fn)}
-    refused(put(tmp_path, fp8), EXPERT, "'fp8-block' is not served")
-    nvfp4 = given | {f"{EXPERT}.weight": torch.zeros(32, 32, dtype=torch.uint8)}
-    refused(put(tmp_path, nvfp4), EXPERT, "'nvfp4' is not served")
-    compact = quantised(given, EXPERT)
-    compact[f"{EXPERT}.weight_scale"] = torch.ones(32, 2, dtype=torch.uint8)
-    refused(put(tmp_path, compact), EXPERT, "'perilune-int4-compact' is not served")
+    refused(path, f"quantisation {name} is not served", "INT4 pack-quantized", "NVFP4 in groups of 16")
     put(tmp_path, given)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    refused(tmp_path, "'nvfp4' is not served")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    refused(tmp_path, "'modelopt W4A8_AWQ' is not served")
+
+
+NAN, INF = float("nan"), float("inf")
+DAMAGE = [
+    # module, suffix, what is stored instead (None: nothing), words of the error
+    (fp8_block, ".weight_scale_inv", None, "lacks 1 tensor"),
+    (fp8_block, ".weight_scale_inv", torch.tensor([[NAN]]), "holds scales that are not finite"),
+    (fp8_block, ".weight_scale_inv", torch.ones(1, 1).half(), "is float16, not float32"),
+    (fp8_block, ".weight_scale_inv", torch.ones(1, 2), "has shape [1, 2], config.json asks for [1, 1]"),
+    (fp8_block, ".weight", torch.full((32, 64), NAN).to(torch.float8_e4m3fn), "holds nan"),
+    (fp8_block, ".weight", torch.ones(32, 64).to(torch.float8_e5m2), "is float8_e5m2, not float8_e4m3fn"),
+    (fp8_block, ".weight", torch.ones(32, 32).to(torch.float8_e4m3fn), "has shape [32, 32]"),
+    (nvfp4, ".weight_scale", None, "lacks 1 tensor"),
+    (nvfp4, ".weight_scale_2", None, "lacks 1 tensor"),
+    (nvfp4, ".weight_scale", torch.full((32, 4), NAN).to(torch.float8_e4m3fn), "holds scales that are not finite"),
+    (nvfp4, ".weight_scale", torch.ones(32, 4), "is float32, not float8_e4m3fn"),
+    (nvfp4, ".weight_scale", torch.ones(32, 2).to(torch.float8_e4m3fn), "asks for [32, 4]"),
+    (nvfp4, ".weight_scale_2", torch.tensor(INF), "holds scales that are not finite"),
+    (nvfp4, ".weight_scale_2", torch.ones(2), "has shape [2], config.json asks for []"),
+    (nvfp4, ".weight", torch.zeros(32, 16, dtype=torch.uint8), "asks for [32, 32]"),
+    (nvfp4_packed, ".weight_global_scale", None, "lacks 1 tensor"),
+    (nvfp4_packed, ".weight_global_scale", torch.zeros(1), "is 0, and weights are divided by it"),
+    (nvfp4_packed, ".weight_global_scale", torch.tensor([-INF]), "holds scales that are not finite"),
+    (nvfp4_packed, ".weight_global_scale", torch.ones(1).double(), "is float64, not float32"),
+    (int4_compact, ".weight_scale_row", None, "lacks 1 tensor"),
+    (int4_compact, ".weight_shape", None, "lacks 1 tensor"),
+    (int4_compact, ".weight_scale_row", torch.full((32,), INF).bfloat16(), "holds scales that are not finite"),
+    (int4_compact, ".weight_scale_row", torch.ones(32), "is float32, not bfloat16"),
+    (int4_compact, ".weight_scale", torch.zeros(32, 2, dtype=torch.uint8), "holds scales of 0, not 1 to 255"),
+    (int4_compact, ".weight_shape", torch.tensor([64, 32]), "says [64, 32], the packed weight beside it is [32, 64]"),
+]
+
+
+@pytest.mark.parametrize("linear", [EXPERT, "model.layers.0.self_attn.q_a_proj"])
+@pytest.mark.parametrize(("module", "suffix", "instead", "words"), DAMAGE)
+def test_damaged_quantised_tensors(given, tmp_path, linear, module, suffix, instead, words):
+    """The same one line whether a layer is kept packed or dequantised; both are [32, 64]."""
+    experts = names_of(given, ".mlp.experts.") if linear == EXPERT else [linear]
+    tensors = quantised(given, *experts, module=module)
+    del tensors[linear + suffix]
+    if instead is not None:
+        tensors[linear + suffix] = instead
+    refused(put(tmp_path, tensors), linear + suffix, words)
+
+
+def test_widths_a_format_cannot_have(tmp_path):
+    config = CONFIG | {"moe_intermediate_size": 40}
+    tensors = {name: torch.ones(shape) for name, shape in expected(KimiConfig.from_dict(config)).items()}
+    tensors["model.layers.1.mlp.experts.0.down_proj.weight"] = torch.zeros(64, 20, dtype=torch.uint8)
+    refused(put(tmp_path, tensors, config), "experts.0.down_proj", "multiples of 16, not 40")
+
+
+def test_truncated_quantised_checkpoint(given, tmp_path):
+    write(tmp_path, given.items(), config=CONFIG, form="nvfp4")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    refused(tmp_path, f"{len(whole)} bytes expected, {len(whole) - 100} found")
 
 
 def test_directory_errors(given, tmp_path):

@@ -1,0 +1,93 @@
+"""INT4 with compact scales, our own: one byte for every 32 weights instead of two.
+
+weight_packed    [..., o, i/8] int32, as int4.py's
+weight_scale     [..., o, i/32] uint8 in 1..255
+weight_scale_row [..., o] bfloat16, the largest scale of the row
+weight_shape     [2] int64: (o, i)
+W[o, k] = q[o, k] * s with s = weight_scale[o, k // 32] * (weight_scale_row[o] / 255), in float32.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from perilune.core.errors import CheckpointError
+from perilune.formats import int4
+from perilune.formats.parts import Part, finite
+from perilune.formats.scheme import INT4_COMPACT, INT4_GROUP
+
+STEPS = 255
+
+
+def compact(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int4.py's scales [..., o, g] bfloat16 -> weight_scale [..., o, g] uint8, weight_scale_row [..., o] bfloat16.
+
+    A scale too small for a byte becomes 1, one of 0 too: the levels of its group must all be 0, as `int4.quantize`
+    leaves them. ValueError if a scale is negative or not finite.
+    """
+    if not scale.isfinite().all() or (scale < 0).any():
+        raise ValueError("scales are negative or not finite")
+    row = scale.amax(-1).to(torch.bfloat16)
+    unit = row.float().unsqueeze(-1) / STEPS
+    steps = (scale.float() / torch.where(unit == 0, 1.0, unit)).round_()
+    return steps.clamp_(1, STEPS).to(torch.uint8), row
+
+
+def expand(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """weight_scale, weight_scale_row -> the scales [..., o, g] in float32."""
+    return scale.float() * (row.float() / STEPS).unsqueeze(-1)
+
+
+def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., o, i] floats -> packed [..., o, i/8] int32, weight_scale, weight_scale_row.
+
+    int4.py's scales made compact, then levels -7..7 that are nearest for the scales as stored. ValueError if w is not
+    finite.
+    """
+    scale, row = compact(int4.quantize(w)[1])
+    step = expand(scale, row).unsqueeze(-1)
+    groups = w.float().unflatten(-1, (-1, INT4_GROUP))
+    q = (groups / torch.where(step == 0, 1.0, step)).round_().clamp_(-int4.MAX_LEVEL, int4.MAX_LEVEL)
+    return int4.pack(q.flatten(-2)), scale, row
+
+
+def dequantize(packed: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """packed [..., o, i/8], scale [..., o, i/32], row [..., o] -> [..., o, i] in `dtype`: q * s, rounded to `dtype`."""
+    return int4.dequantize(packed, expand(scale, row), dtype)
+
+
+def _steps(scale: torch.Tensor) -> str | None:
+    return None if scale.all() else f"holds scales of 0, not 1 to {STEPS}"
+
+
+def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
+    """What is stored for a linear layer [o, i]. CheckpointError if i is not a multiple of 32."""
+    out, inputs = shape
+    return {
+        **int4.parts(shape),
+        ".weight_scale": Part((out, inputs // INT4_GROUP), (torch.uint8,), fault=_steps),
+        ".weight_scale_row": Part((out,), (torch.bfloat16,), fault=finite),
+    }
+
+
+def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(stored[".weight_packed"], stored[".weight_scale"], stored[".weight_scale_row"], dtype)
+
+
+def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that replace `name`.weight [o, i] in a checkpoint."""
+    int4.require_matrix(name, weight)
+    try:
+        packed, scale, row = quantize(weight)
+    except ValueError as e:
+        raise CheckpointError(f"{name}: {e}") from e
+    yield f"{name}.weight_packed", packed
+    yield f"{name}.weight_scale", scale
+    yield f"{name}.weight_scale_row", row
+    yield f"{name}.weight_shape", torch.tensor(weight.shape)
+
+
+def quantization_config() -> dict[str, Any]:
+    """The block that config.json carries: only the routed experts are quantised."""
+    return {"quant_method": "perilune", "format": INT4_COMPACT, "group_size": INT4_GROUP}
