@@ -1,14 +1,16 @@
-"""Tools a request declares: validation, and the TypeScript declaration K2.5 and later were trained on.
+"""Tools a request declares: validation, and the declarations the models were trained on.
 
-The declaration's bytes matter: the model calls tools measurably worse when they are declared in another form.
-A schema the TypeScript form cannot express turns the whole declaration into compact JSON, as in training.
+K2 up to K2-Thinking reads JSON, K2.5 and later TypeScript. The declaration's bytes matter: a model calls tools
+measurably worse when they are declared in another form. Keys are sorted before anything is written, so that clients
+that order them differently share a prompt's prefix. A schema the TypeScript form cannot express turns the whole
+declaration into JSON, as in training.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from perilune.core.errors import RequestError
 
@@ -25,6 +27,7 @@ class Tool:
     raw: Mapping[str, Any]
 
 
+DeclarationForm = Literal["json", "typescript"]
 Declared = Sequence[Tool | Mapping[str, Any]] | None  # a request's tools, as they came or already parsed
 
 
@@ -54,14 +57,17 @@ def show(value: Any) -> str:
     )
 
 
-def declaration(tools: Sequence[Tool]) -> str:
-    """What the `tool_declare` message says: TypeScript, or compact JSON if a schema cannot be written so."""
+def declaration(tools: Sequence[Tool], form: DeclarationForm = "typescript") -> str:
+    """What the `tool_declare` message says: TypeScript, or compact JSON if wanted or if a schema needs it."""
     entries = [_sorted(tool.raw) for tool in tools]
-    try:
-        functions = [_function(entry["function"]) for entry in entries]
-    except _Inexpressible:
-        return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
-    return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n"
+    if form == "typescript":
+        try:
+            functions = [_function(entry["function"]) for entry in entries]
+        except _Inexpressible:
+            pass
+        else:
+            return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n"
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
 def _parse_tool(entry: Any, where: str) -> Tool:

@@ -186,6 +186,27 @@ def test_what_typescript_cannot_say_is_declared_as_compact_sorted_json(schema: A
     assert '{"function":{"name":"f","parameters":{"properties":{"z":' in text
 
 
+def test_the_json_form_is_compact_sorted_at_every_level_and_not_escaped() -> None:
+    raw = {
+        "type": "function",
+        "function": {
+            "strict": True,
+            "name": "f",
+            "description": "上海",
+            "parameters": {
+                "type": "object",
+                "required": ["b", "a"],
+                "properties": {"b": {}, "a": {"z": 1, "enum": [2, 1]}},
+            },
+        },
+    }
+    assert declaration(parse_tools([raw, tool(name="g")]), "json") == (
+        '[{"function":{"description":"上海","name":"f","parameters":{"properties":{"a":{"enum":[2,1],"z":1},"b":{}},'
+        '"required":["b","a"],"type":"object"},"strict":true},"type":"function"},'
+        '{"function":{"name":"g","parameters":null},"type":"function"}]'
+    )
+
+
 def test_parsed_tools() -> None:
     assert parse_tools(None) == ()
     parsed = parse_tools([WEATHER])
