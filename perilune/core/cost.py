@@ -98,3 +98,11 @@ def sample(rows: int, V: int) -> Cost:
 
 def logprobs(rows: int, V: int, n: int) -> Cost:
     return Cost(4 * rows * V, 4 * rows * V + 12 * rows * n)
+
+
+def penalize(rows: int, V: int) -> Cost:
+    return Cost(6 * rows * V, 12 * rows * V)
+
+
+def mask_logits(rows: int, V: int) -> Cost:
+    return Cost(rows * V, 8 * rows * V + rows * V // 8)

@@ -84,6 +84,13 @@ class Request:
         """The prompt tokens that follow the next `count` positions to plan."""
         return tuple(self.tokens[self.planned + 1 : min(self.planned + count + 1, self.prompt_len)])
 
+    def history(self, count: int) -> tuple[int, ...]:
+        """All tokens, for a sample after the next `count` positions that looks back at them; empty for any other, and
+        while one of the tokens is still being sampled."""
+        if not self.params.penalized or self.pending or self.planned + count != self.horizon:
+            return ()
+        return tuple(self.tokens)
+
     def launch(self, count: int) -> bool:
         """Counts `count` more positions as planned; true when the last of them samples a token."""
         self.planned += count

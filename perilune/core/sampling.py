@@ -2,13 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perilune.core.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
+MAX_BIASED = 1024  # tokens in a logit_bias
+MAX_CANDIDATES = 128  # completions of one prompt in one request
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,13 @@ class SamplingParams:
     top_k           keep the k most likely tokens; 0 keeps all
     top_p           keep the smallest set whose probability reaches top_p
     min_p           drop tokens less likely than min_p times the most likely one
+    presence_penalty    subtracted from the logit of every token generated so far, -2 to 2
+    frequency_penalty   subtracted once for each time the token was generated, -2 to 2
+    repetition_penalty  divides the positive logits of the tokens of prompt and output, multiplies the negative ones;
+                        0.01 to 10, 1 changes nothing
+    logit_bias      (id, bias) pairs, or a mapping: added to these tokens' logits, -100 to 100
+    min_tokens      output tokens before which neither stop_token_ids nor the model's own end tokens can be chosen;
+                    a stop string still ends the text sooner
     seed            makes the request reproducible whatever else is in the batch; None draws one
     max_tokens      None: until the context is full
     stop            strings that end the text (never part of it); a single string is accepted
@@ -27,13 +39,19 @@ class SamplingParams:
     logprobs        None: none; n: the chosen token's log-probability and the n most likely ones
     prompt_logprobs the same for each prompt token but the first
 
-    Raises RequestError naming the field. A field's order of application: temperature, top-k, top-p, min-p.
+    Raises RequestError naming the field. Order of application: repetition, frequency and presence penalty, bias,
+    min_tokens, temperature, top-k, top-p, min-p. Log-probabilities are those of the model: before all of these.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -46,19 +64,28 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0 (use temperature 0 for greedy)", param="top_p")
         _check("min_p", self.min_p, 0.0, 1.0)
         _check("top_k", self.top_k, 0, None, whole=True)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        _check("min_tokens", self.min_tokens, 0, None, whole=True)
         _check("seed", self.seed, -(2**63), 2**63 - 1, whole=True)
         _check("max_tokens", self.max_tokens, 1, None, whole=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}", param="min_tokens"
+            )
         _check("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
         _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, whole=True)
         if len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
             raise RequestError(f"stop must be up to {MAX_STOPS} non-empty strings", param="stop")
-        if not all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids):
+        if not all(_is_id(t) for t in self.stop_token_ids):
             raise RequestError("stop_token_ids must be token ids", param="stop_token_ids")
 
     def ending_with(self, end_tokens: Iterable[int]) -> "SamplingParams":
@@ -67,9 +94,86 @@ class SamplingParams:
             return self
         return dataclasses.replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *end_tokens})))
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises RequestError if logit_bias names a token that a vocabulary of `vocab_size` does not have."""
+        beyond = max((token for token, _ in self.logit_bias), default=0)
+        if beyond >= vocab_size:
+            raise RequestError(
+                f"logit_bias names token {beyond}; this model's ids end at {vocab_size - 1}", param="logit_bias"
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the choice of a token depends on which came before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def candidates(n: int, best_of: int | None = None) -> int:
+    """How many completions to generate for one prompt of which the `n` best of `best_of` are wanted.
+
+    Raises RequestError naming the field. Candidate i runs with `sibling(params, i)`.
+    """
+    _check("n", n, 1, MAX_CANDIDATES, whole=True)
+    if best_of is None:
+        return n
+    _check("best_of", best_of, 1, MAX_CANDIDATES, whole=True)
+    if best_of < n:
+        raise RequestError(f"best_of is {best_of}, less than n, which is {n}", param="best_of")
+    return best_of
+
+
+def sibling(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of candidate number `index` of one prompt.
+
+    Number 0 runs as the request alone would. Another one's seed is the finaliser of splitmix64 over
+    seed + index * 0x9E3779B97F4A7C15 modulo 2^64, without its lowest bit: as reproducible as the request's. Without a
+    seed each candidate draws its own.
+    """
+    if index == 0 or params.seed is None:
+        return params
+    z = (params.seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return dataclasses.replace(params, seed=(z ^ (z >> 31)) >> 1)
+
+
+def best(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
+    """The `n` candidates with the highest mean log-probability per token, best first, ties to the lower number.
+
+    `logprobs[i]` are those of candidate i's tokens, its end token included; a candidate without tokens comes last.
+    """
+    means = [sum(values) / len(values) if values else -math.inf for values in logprobs]
+    return sorted(range(len(means)), key=lambda i: -means[i])[:n]
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a logit_bias; JSON knows only strings as keys, so decimal strings are accepted as ids."""
+    pairs: list[tuple[int, float]] = []
+    try:
+        for key, value in given.items() if isinstance(given, Mapping) else given or ():
+            pairs.append((int(key) if isinstance(key, str) and key.isdecimal() else key, value))
+    except (TypeError, ValueError):
+        raise RequestError("logit_bias must map token ids to numbers", param="logit_bias") from None
+    if len(pairs) > MAX_BIASED:
+        raise RequestError(f"logit_bias has {len(pairs)} tokens, more than {MAX_BIASED}", param="logit_bias")
+    for token, value in pairs:
+        if not _is_id(token):
+            raise RequestError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise RequestError(
+                f"logit_bias of token {token} must be between -100 and 100, not {value!r}", param="logit_bias"
+            )
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise RequestError("logit_bias names a token twice", param="logit_bias")
+    return tuple((token, float(value)) for token, value in pairs)
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def _check(name: str, value: float | None, low: float, high: float | None, *, whole: bool = False) -> None:

@@ -1,8 +1,11 @@
 """From logits to the step's outputs: the sampled tokens, their log-probabilities, and errors instead of NaNs."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.core.plan import Output, TokenLogprob, Work
@@ -28,47 +31,84 @@ def uniform(seed: int, draw: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
-def choose(logits: Tensor, work: tuple[Work, ...]) -> tuple[Tensor, Tensor]:
-    """Tokens [S] int64 and finite [S] bool, on the device, for the rows of `logits` [S, V] float32."""
-    device, params = logits.device, [w.params for w in work]
-    finite = torch.isfinite(logits).all(-1)
-    if all(p.greedy for p in params):
-        return logits.argmax(-1), finite
-    tokens = sample(
-        logits,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([uniform(w.seed, w.draw) for w in work], dtype=torch.float64, device=device),
-    )
-    return tokens, finite
+def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` as a tensor there, without waiting for the device: one copy, from pinned memory if it is a GPU.
+
+    The pinned memory is torch's to reuse, which it does not before the copy is over.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, work: tuple[Work, ...]) -> dict[int, TokenLogprob]:
-    """By rid, for the works that asked. One call for all: the number of alternatives is the largest asked for."""
+def finite(logits: Tensor) -> Tensor:
+    """[S] bool, on the device: the rows that hold neither nan nor infinity. Ask before anything is masked."""
+    return torch.isfinite(logits).all(-1)
+
+
+def choose(logits: Tensor, work: tuple[Work, ...]) -> Tensor:
+    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen.
+
+    The host does not wait for the device, and every request's numbers travel in one copy.
+    """
+    if all(w.params.greedy for w in work):
+        return logits.argmax(-1)
+    numbers = [
+        (p.temperature, min(p.top_k, 2**31 - 1), p.top_p, p.min_p, uniform(w.seed, w.draw))
+        for w in work
+        for p in (w.params,)
+    ]
+    temperature, top_k, top_p, min_p, u = on_device(np.array(numbers, np.float64).T.copy(), logits.device)
+    return sample(logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), u)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """`x` in host memory; from a GPU only once the stream has come this far."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, work: tuple[Work, ...]
+) -> Callable[[], dict[int, TokenLogprob]] | None:
+    """By rid, for the works that asked; to be called when the device is done. None if nobody asked.
+
+    One call for all: the number of alternatives is the largest asked for.
+    """
     rows = [i for i, w in enumerate(work) if w.params.logprobs is not None]
     if not rows:
-        return {}
+        return None
     most = max(work[i].params.logprobs or 0 for i in rows)
-    found = _records(logits[rows], tokens[rows], most)
-    return {
-        work[i].rid: TokenLogprob(r.token, r.logprob, r.top[: work[i].params.logprobs]) for i, r in zip(rows, found)
-    }
+    if len(rows) < len(work):
+        index = on_device(np.array(rows), logits.device)
+        logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+    table = _table(logits, tokens, most)
+
+    def records() -> dict[int, TokenLogprob]:
+        return {
+            work[i].rid: TokenLogprob(r.token, r.logprob, r.top[: work[i].params.logprobs])
+            for i, r in zip(rows, _records(table, most))
+        }
+
+    return records
 
 
-def prompt_logprobs(work: Work, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Output:
-    """Log-probabilities of `work.prompt_targets`, from the work's hidden rows [count, D]."""
+def prompt_logprobs(work: Work, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Callable[[], Output]:
+    """Log-probabilities of `work.prompt_targets`, from the work's hidden rows [count, D]; as `token_logprobs`."""
     wanted = len(work.prompt_targets)
-    targets = torch.tensor(work.prompt_targets, device=hidden.device)
+    targets = on_device(np.array(work.prompt_targets), hidden.device)
     most = work.params.prompt_logprobs or 0
-    found: list[TokenLogprob] = []
+    tables: list[tuple[Tensor, Tensor]] = []
     for rows in _pieces(hidden, wanted, head):
         logits = head(hidden[rows])
-        if not bool(torch.isfinite(logits).all()):
+        tables.append((_table(logits, targets[rows], most), to_host(torch.isfinite(logits).all())))
+
+    def output() -> Output:
+        if not all(bool(good) for _, good in tables):
             return Output(work.rid, error=NOT_FINITE)
-        found += _records(logits, targets[rows], most)
-    return Output(work.rid, prompt_logprobs=tuple(found))
+        return Output(work.rid, prompt_logprobs=tuple(r for table, _ in tables for r in _records(table, most)))
+
+    return output
 
 
 NOT_FINITE = "the model produced NaN or infinite logits for this request; its cache was discarded"
@@ -83,8 +123,14 @@ def _pieces(hidden: Tensor, wanted: int, head: Callable[[Tensor], Tensor]) -> It
         yield slice(begin, min(begin + size, wanted))
 
 
-def _records(logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprob]:
-    chosen, ids, values = (t.tolist() for t in logprobs(logits, tokens, most))
+def _table(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """[rows, 2 + 2 most] on its way to the host. float64 holds ids and float32 values alike: one copy for all."""
+    lp, top_ids, top_lp = logprobs(logits, tokens, most)
+    return to_host(torch.cat([x.double() for x in (tokens.unsqueeze(1), lp.unsqueeze(1), top_ids, top_lp)], 1))
+
+
+def _records(table: Tensor, most: int) -> list[TokenLogprob]:
     return [
-        TokenLogprob(token, value, tuple(zip(i, v))) for token, value, i, v in zip(tokens.tolist(), chosen, ids, values)
+        TokenLogprob(int(token), value, tuple(zip(map(int, top[:most]), top[most:])))
+        for token, value, *top in table.tolist()
     ]

@@ -23,7 +23,7 @@ from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, exact
 from perilune.ops.registry import Op
 
 ONE = 2.0**52
-FIRST_LOOK = 128  # heaviest tokens looked at before a row is sorted whole
+PIECE = 64  # rows at a time, in torch: it takes ten times the memory of their logits
 
 
 @dataclass(frozen=True)
@@ -142,44 +142,32 @@ def cpp(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p
 def by_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
-    ids = logits.argmax(-1)
-    drawn = (temperature > 0).nonzero().squeeze(-1)
-    if len(drawn) == 0:
-        return ids
-    w = (probabilities(logits[drawn], temperature[drawn]).double() * ONE).nan_to_num_(0.0).long()
-    least = (min_p[drawn].double() * w.amax(-1).double()).unsqueeze(-1)
-    weights = w.masked_fill(w.double() < least, 0)
-    filtered = ((top_k[drawn] > 0) | (top_p[drawn] < 1)).nonzero().squeeze(-1)
-    if len(filtered):
-        rows = drawn[filtered]
-        weights[filtered] = torch.where(_heaviest(w[filtered], top_k[rows], top_p[rows]), weights[filtered], 0)
-    running = weights.cumsum(-1)
-    goal = (u[drawn] * running[:, -1].double()).long().clamp_max_(running[:, -1] - 1).unsqueeze(-1)
-    chosen = torch.searchsorted(running, goal, right=True).squeeze(-1)
-    return ids.index_copy_(0, drawn, chosen.clamp_max_(logits.shape[1] - 1))
+    """Every row takes the same path, whatever it asks for: the host never waits to see the values."""
+    rows = zip(*(x.split(PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
+    return torch.cat([_piece(*piece) for piece in rows])
 
 
-def _heaviest(w: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[R, V] bool: the tokens that top-k and then top-p keep."""
-    V = w.shape[1]
+def _piece(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
+    V = logits.shape[1]
+    greedy = temperature == 0
+    p = probabilities(logits, torch.where(greedy, 1.0, temperature)).nan_to_num(0.0)
+    w = (p.double() * ONE).long()
+    # Sorting the probabilities is sorting the weights, at half the bytes.
+    heavy = (p.sort(-1, descending=True)[0].double() * ONE).long()
+    running = heavy.cumsum(-1)
     k = torch.where(top_k > 0, top_k.long().clamp_max(V), V).unsqueeze(-1)
-    looked = min(V, max(FIRST_LOOK, int(top_k.max())))
-    while True:
-        heavy = w.topk(looked, sorted=True)[0]
-        running = heavy.cumsum(-1)
-        # The mass of the k heaviest: all of it for rows without top-k.
-        mass = torch.where(k < V, running.gather(-1, (k - 1).clamp_max(looked - 1)), w.sum(-1, keepdim=True))
-        goal = top_p.double().unsqueeze(-1) * mass.double()
-        reached = running.double() >= goal
-        n = torch.where(reached.any(-1, keepdim=True), reached.long().argmax(-1, keepdim=True) + 1, looked)
-        n = torch.where(top_p.unsqueeze(-1) < 1, n, V).minimum(k)
-        enough = (n <= looked) & (reached.any(-1, keepdim=True) | (k <= looked))
-        if looked == V or bool(enough.all()):
-            break
-        looked = V
+    goal = top_p.double().unsqueeze(-1) * running.gather(-1, k - 1).double()
+    n = (running.double() < goal).sum(-1, keepdim=True) + 1
+    n = torch.where(top_p.unsqueeze(-1) < 1, n, V).minimum(k)
     threshold = heavy.gather(-1, n - 1)
     above, equal = w > threshold, w == threshold
-    return above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+    kept = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+    kept &= w.double() >= min_p.double().unsqueeze(-1) * heavy[:, :1].double()
+    running = torch.where(kept, w, 0).cumsum(-1)
+    total = running[:, -1]
+    goal = torch.minimum((u * total.double()).long(), total - 1).unsqueeze(-1)
+    chosen = torch.searchsorted(running, goal, right=True).squeeze(-1).clamp_max_(V - 1)
+    return torch.where(greedy, logits.argmax(-1), chosen)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
