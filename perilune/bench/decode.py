@@ -22,7 +22,7 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model.kimi_k2 import KimiK2
-from perilune.model.weights import Int4Experts, Moe
+from perilune.model.weights import DenseExperts, Fp8Experts, Int4CompactExperts, Int4Experts, Moe, NvFp4Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,18 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[
     return first, statistics.median(spans)
 
 
+_FORMATS = {
+    DenseExperts: "dense",
+    Int4Experts: "int4-g32",
+    Int4CompactExperts: "int4-compact",
+    Fp8Experts: "fp8-block",
+    NvFp4Experts: "nvfp4",
+}
+
+
 def _expert_format(model: KimiK2) -> str:
     kinds = {type(layer.ffn.experts) for layer in model.weights.layers if isinstance(layer.ffn, Moe)}
-    return "int4" if kinds == {Int4Experts} else "dense"
+    return "+".join(sorted(_FORMATS[kind] for kind in kinds)) or "none"
 
 
 def _bytes(tree: object) -> int:

@@ -1,13 +1,16 @@
 """`perilune bench`: how fast, and how far from the ceiling."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from perilune.bench import decode as decode_bench
-from perilune.bench import ledger
-from perilune.cli import bench_aa, bench_rivals
+from perilune.bench import ledger, microscope
+from perilune.bench.shapes import SHAPES
+from perilune.cli import bench_aa, bench_loading, bench_rivals
 from perilune.core.config import EngineConfig, build
 from perilune.model.hub import resolve_model
 
@@ -18,53 +21,112 @@ def command() -> None:
 
 
 command.add_command(bench_aa.command, "aa")
+command.add_command(bench_loading.command, "loading")
 command.add_command(bench_rivals.command, "rivals")
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        found = [int(n) for n in text.split(",")]
+    except ValueError as e:
+        raise click.BadParameter("must be whole numbers separated by commas", param_hint=option) from e
+    if min(found) < 1:
+        raise click.BadParameter("must be at least 1", param_hint=option)
+    return found
+
+
+def finish(rows: list[dict[str, Any]], directory: Path | None) -> None:
+    if directory is not None:
+        click.echo(f"written to {ledger.append(rows, directory)}", err=True)
+    for row in rows:
+        click.echo(json.dumps(row))
+
+
+def say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def ledger_option(bench: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--ledger", "directory", type=click.Path(path_type=Path), default=None,
+        help=f"Also append the rows to DIRECTORY/{bench}.jsonl (the project's is {ledger.DEFAULT}).",
+    )  # fmt: skip
+
+
+shape_option = click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of MODEL: exactly this model's shapes with random weights, on a GPU, time per layer.",
+)
+layers_option = click.option("--layers", default=9, show_default=True, help="With --shape: layers of the larger slice.")
 
 
 @command.command()
 @click.argument("model", default="kimi-nano")
+@shape_option
+@layers_option
 @click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
-@click.option("--context", default=128, show_default=True, help="Prompt tokens of each request.")
+@click.option("--context", default="128", show_default=True, help="Tokens each request has in its cache, likewise.")
+@click.option("--draft", default=0, show_default=True, help="Draft tokens per step (0 until speculation is built).")
+@click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 @click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
-@click.option(
-    "--ledger", "directory", type=click.Path(path_type=Path), default=None,
-    help=f"Also append the rows to DIRECTORY/decode.jsonl (the project's is {ledger.DEFAULT}).",
-)  # fmt: skip
+@ledger_option("decode")
 def decode(
     model: str,
+    shape: str | None,
+    layers: int,
     batch: str,
-    context: int,
+    context: str,
+    draft: int,
+    kernels: bool,
     tokens: int,
     device: str,
     dtype: str,
     threads: int | None,
     directory: Path | None,
 ) -> None:
-    """Decode speed of the real engine on MODEL's real weights, random prompts, greedy."""
-    try:
-        batches = [int(b) for b in batch.split(",")]
-    except ValueError as e:
-        raise click.BadParameter("must be whole numbers separated by commas", param_hint="--batch") from e
-    if min(batches) < 1 or context < 1 or tokens < 2:
-        raise click.BadParameter("batch and context must be at least 1, tokens at least 2")
-    config = build(
-        EngineConfig,
-        {
-            "device": device,
-            "dtype": dtype,
-            "threads": threads,
-            "max_num_seqs": max(batches),
-            "max_model_len": context + tokens + 1,
-            "prefix_cache": False,  # every prompt must be computed
-        },
-    )
-    rows = decode_bench.measure(
-        resolve_model(model), config, batches, context, tokens, lambda line: click.echo(line, err=True)
-    )
-    if directory is not None:
-        click.echo(f"written to {ledger.append(rows, directory)}", err=True)
-    for row in rows:
-        click.echo(json.dumps(row))
+    """Decode speed of the real engine: on MODEL's real weights, or per layer on a SHAPE too large for one GPU.
+
+    Prompts are random and decoding is greedy. With --shape the time of one MoE layer is the difference between two
+    slices of the model, so that what the ends cost cancels.
+    """
+    batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
+    if tokens < 2:
+        raise click.BadParameter("must be at least 2", param_hint="--tokens")
+    if draft:
+        raise click.BadParameter("speculation is not built yet: use 0", param_hint="--draft")
+    if shape is not None:
+        bench = microscope.Bench(shape, layers)
+        finish([bench.decode(b, c, say, kernels=kernels) for c in contexts for b in batches], directory)
+        return
+    rows = []
+    for length in contexts:
+        config = build(
+            EngineConfig,
+            {
+                "device": device,
+                "dtype": dtype,
+                "threads": threads,
+                "max_num_seqs": max(batches),
+                "max_model_len": length + tokens + 1,
+                "prefix_cache": False,  # every prompt must be computed
+            },
+        )
+        rows += decode_bench.measure(resolve_model(model), config, batches, length, tokens, say)
+    finish(rows, directory)
+
+
+@command.command()
+@shape_option
+@layers_option
+@click.option("--tokens", default="1000,4000,10000", show_default=True, help="Prompt lengths, separated by commas.")
+@ledger_option("prefill")
+def prefill(shape: str | None, layers: int, tokens: str, directory: Path | None) -> None:
+    """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU)."""
+    lengths = numbers(tokens, "--tokens")
+    bench = microscope.Bench(shape or next(iter(SHAPES)), layers)
+    finish([bench.prefill(n, say) for n in lengths], directory)

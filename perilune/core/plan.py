@@ -18,6 +18,9 @@ class Work:
     last-token buffer. `blocks` is the block table covering positions 0 .. start + count - 1.
     `sample` is true when the last position's logits choose the token at position start + count; `draw` is that
     token's index in the output (0-based), which with the seed determines the random number used.
+    `history` is every token of the request, prompt and the `draw` outputs: given when its parameters look back and the
+    host knows them all (so at each start and resumption); otherwise row `slot` of the token counts is up to date.
+    `left` is how many tokens the request may still come to have, the one sampled here included.
     `prompt_logprobs` asks for the log-probability of the prompt tokens at positions start+1 .. start+count.
     """
 
@@ -31,6 +34,8 @@ class Work:
     params: SamplingParams
     seed: int
     prompt_targets: tuple[int, ...] = ()  # ids whose log-probability is wanted, one per position
+    history: tuple[int, ...] = ()
+    left: int = 0
 
     @property
     def count(self) -> int:

@@ -4,13 +4,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from perilune.core.plan import Output, StepPlan, StepResult
+from perilune.core.plan import Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine import sampler
 from perilune.engine.batch import build
+from perilune.engine.grammar import Grammars
+from perilune.engine.graphs import DecodeGraphs
+from perilune.engine.penalties import Adjuster
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops import registry
@@ -31,8 +36,10 @@ class Runner:
         pages: Pages,
         *,
         max_num_seqs: int,
+        max_model_len: int,
         absorb_limit: int,
         overrides: Mapping[str, str],
+        grammars: Grammars,
         worker: ThreadPoolExecutor,
     ):
         self.model = model
@@ -40,10 +47,15 @@ class Runner:
         self.absorb_limit = absorb_limit
         self.overrides = dict(overrides)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=pages.data.device)
+        self.adjuster = Adjuster(max_num_seqs)
+        self.grammars = grammars
+        self.graphs = (
+            DecodeGraphs(model, pages, self.last_tokens, max_model_len) if pages.data.device.type == "cuda" else None
+        )
         self.busy_seconds = 0.0
         self._worker = worker
 
-    def launch(self, plan: StepPlan) -> Future[StepResult]:
+    def launch(self, plan: StepPlan) -> "Future[Readout]":
         return self._worker.submit(self._timed, plan)
 
     def call(self, work: Callable[..., T], *args: Any) -> T:
@@ -53,35 +65,90 @@ class Runner:
     def close(self) -> None:
         self._worker.shutdown()
 
-    def _timed(self, plan: StepPlan) -> StepResult:
+    def _timed(self, plan: StepPlan) -> "Readout":
         begin = time.perf_counter()
         result = self.run(plan)
         self.busy_seconds += time.perf_counter() - begin
         return result
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> "Readout":
+        """Queues the step on the device; nothing here waits for it."""
         with registry.using(self.overrides):
+            logits = self.graphs.logits(plan) if self.graphs is not None and self.graphs.takes(plan) else None
+            if logits is not None:
+                assert self.graphs is not None
+                return self._sample(plan.step, logits, plan.work, self.graphs.slots, [])
             batch = build(plan, self.last_tokens, self.pages.block_size, self.absorb_limit)
             hidden = self.model.hidden(batch.step, self.pages.data)
-            outputs = {
-                w.rid: sampler.prompt_logprobs(w, hidden[start : start + w.count], self.model.logits)
+            scores = [
+                sampler.prompt_logprobs(w, hidden[start : start + w.count], self.model.logits)
                 for w, start in zip(batch.work, batch.starts)
                 if w.prompt_targets
-            }
-            if batch.sampled:
-                logits = self.model.logits(hidden[batch.rows])
-                tokens, finite = sampler.choose(logits, batch.sampled)
-                self.last_tokens[batch.slots] = tokens
-                records = sampler.token_logprobs(logits, tokens, batch.sampled)
-                for w, token, good in zip(batch.sampled, tokens.tolist(), finite.tolist()):
-                    output = outputs.get(w.rid, Output(w.rid))
-                    outputs[w.rid] = (
-                        dataclasses.replace(output, token=token, logprob=records.get(w.rid))
-                        if good
-                        else Output(w.rid, error=sampler.NOT_FINITE)
-                    )
-        return StepResult(plan.step, tuple(outputs.values()))
+            ]
+            if not batch.sampled:
+                return Readout(plan.step, (), None, None, scores, _marker(hidden.device))
+            return self._sample(plan.step, self.model.logits(hidden[batch.rows]), batch.sampled, batch.slots, scores)
+
+    def _sample(
+        self, step: int, logits: Tensor, work: tuple[Work, ...], slots: Tensor, scores: list[Callable[[], Output]]
+    ) -> "Readout":
+        """Draws a token for each row of `logits` [S, V], which belong to `work` in order."""
+        finite = sampler.finite(logits)
+        adjusted = self.grammars.mask(self.adjuster.adjust(logits, work), work)
+        refused = self.grammars.refusals(work)
+        tokens = self.grammars.settle(sampler.choose(adjusted, work), work)
+        self.adjuster.count(tokens)
+        self.last_tokens[slots] = tokens
+        records = sampler.token_logprobs(logits, tokens, work)
+        drawn = sampler.to_host(torch.where(finite, tokens, FAILED))
+        return Readout(step, work, drawn, records, scores, _marker(logits.device), refused)
+
+
+FAILED = -1  # drawn from logits that are not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What a queued step will bring, on its way to the host.
+
+    drawn    [S] int64: the token of each of `work`, FAILED where its logits were not finite
+    done     the point in the device's work after which the rest may be read; None if it is there already
+    refused  why requests could draw nothing, by rid
+    """
+
+    step: int
+    work: tuple[Work, ...]
+    drawn: Tensor | None
+    records: Callable[[], dict[int, TokenLogprob]] | None
+    scores: list[Callable[[], Output]]
+    done: torch.cuda.Event | None
+    refused: Mapping[int, str] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        outputs = {output.rid: output for output in (score() for score in self.scores)}
+        records = {} if self.records is None else self.records()
+        drawn = () if self.drawn is None else self.drawn.tolist()
+        for w, token in zip(self.work, drawn):
+            if token == FAILED:
+                outputs[w.rid] = Output(w.rid, error=sampler.NOT_FINITE)
+            elif w.rid in self.refused:
+                outputs[w.rid] = Output(w.rid, error=self.refused[w.rid])
+            else:
+                output = outputs.get(w.rid, Output(w.rid))
+                outputs[w.rid] = dataclasses.replace(output, token=token, logprob=records.get(w.rid))
+        return StepResult(self.step, tuple(outputs.values()))
+
+
+def _marker(device: torch.device) -> torch.cuda.Event | None:
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def compute_thread(threads: int | None) -> ThreadPoolExecutor:

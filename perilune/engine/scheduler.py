@@ -15,6 +15,7 @@ overwrites them only after the step in flight has run.
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perilune.core.errors import RequestError
@@ -113,6 +114,23 @@ class Scheduler:
         self._arrivals += 1
         self._live[request.rid] = request
         self._waiting.append(request)
+
+    def adopt(self, tokens: Sequence[int]) -> list[int]:
+        """Registers blocks for the full blocks of `tokens`, whose KV the caller puts (or has put) there, and returns
+        them: a prompt that begins with `tokens` finds them cached. Stops early where no block is free."""
+        digests: list[bytes] = []
+        extend_digests(digests, tokens, self._block_size, len(tokens) // self._block_size)
+        held = self._tree.match(digests)
+        self._tree.acquire(held)
+        for digest in digests[len(held) :]:
+            if not self._tree.available:
+                break
+            block = self._tree.allocate()
+            kept = self._tree.insert(held[-1] if held else None, digest, block)
+            assert kept == block, "a digest beyond the longest match is known"
+            held.append(block)
+        self._tree.release(held)
+        return held
 
     def cancel(self, rid: int) -> None:
         """Ends a request without a Delta; unknown ids are ignored."""
@@ -261,6 +279,7 @@ class Scheduler:
         start, draw = request.planned, request.horizon - request.prompt_len
         tokens = request.next_tokens(count)
         targets = request.targets(count) if request.params.prompt_logprobs is not None else ()
+        history, left = request.history(count), request.limit - request.horizon
         work = Work(
             rid=request.rid,
             slot=request.slot,
@@ -272,6 +291,8 @@ class Scheduler:
             params=request.params,
             seed=request.seed,
             prompt_targets=targets,
+            history=history,
+            left=left,
         )
         return _Flight(request, request.life, work)
 

@@ -12,17 +12,34 @@ import torch
 from torch import Tensor
 
 from perilune.model.config import KimiConfig
-from perilune.model.weights import Attention, Dense, DenseExperts, Linear, Mlp, Moe, Weights
+from perilune.model.weights import (
+    Attention,
+    Dense,
+    DenseExperts,
+    Experts,
+    Fp8Experts,
+    Int4Experts,
+    Linear,
+    Mlp,
+    Moe,
+    NvFp4Experts,
+    Weights,
+)
 from perilune.ops.add_rmsnorm import add_rmsnorm
 from perilune.ops.embed import embed
 from perilune.ops.experts import experts
+from perilune.ops.experts_fp8 import experts_fp8
 from perilune.ops.experts_int4 import experts_int4
-from perilune.ops.head_matmul import head_matmul
+from perilune.ops.experts_int4_compact import experts_int4_compact
+from perilune.ops.experts_nvfp4 import experts_nvfp4
 from perilune.ops.int4_linear import int4_linear
 from perilune.ops.kv_write import kv_write
 from perilune.ops.linear import linear
-from perilune.ops.mla_absorbed import mla_absorbed
+from perilune.ops.mla_decode import mla_decode
 from perilune.ops.mla_plain import mla_plain
+from perilune.ops.mla_query import mla_query
+from perilune.ops.moe_int4 import moe_int4
+from perilune.ops.norm_linear import norm_linear
 from perilune.ops.rmsnorm import rmsnorm
 from perilune.ops.rope import rope
 from perilune.ops.router import router
@@ -91,33 +108,34 @@ class KimiK2:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
-        return _apply(self.weights.lm_head, hidden).float()
+        head = self.weights.lm_head
+        return linear(hidden, head.weight, wide=True) if isinstance(head, Dense) else _apply(head, hidden).float()
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         c = self.config
-        q_rank, latent, n = c.q_lora_rank, c.kv_lora_rank, c.qk_nope_head_dim
-        qkv = _apply(w.qkv_a, x)
-        q_a, c_raw, k_pe = qkv.split([q_rank, latent, c.qk_rope_head_dim], dim=-1)
-        kv_write(
-            pages,
-            rmsnorm(c_raw, w.kv_a_norm, self.qk_norm_eps),
-            rope(k_pe.unsqueeze(1), cos, sin).squeeze(1),
-            step.slots,
-        )
-        q = _apply(w.q_b, rmsnorm(q_a, w.q_a_norm, self.qk_norm_eps))
+        latent, n = c.kv_lora_rank, c.qk_nope_head_dim
+        q_a, ckv = _apply(w.qkv_a, x).split([c.q_lora_rank, latent + c.qk_rope_head_dim], dim=-1)
+        q = _norm_apply(w.q_b, q_a, w.q_a_norm, self.qk_norm_eps)
         q = q.view(x.shape[0], c.num_attention_heads, n + c.qk_rope_head_dim)
-        q_nope, q_pe = q[..., :n], rope(q[..., n:], cos, sin)
         out = []
         if (span := step.absorbed) is not None:
             rows = span.rows
-            o_latent = mla_absorbed(
-                head_matmul(q_nope[rows], w.w_uk), q_pe[rows], pages, span.tables, span.query_start, span.context,
-                self.scale,
+            q_full = mla_query(
+                q[rows], ckv[rows], w.kv_a_norm, cos[rows], sin[rows], w.w_uk, pages, step.slots[rows], self.qk_norm_eps
+            )
+            out.append(
+                mla_decode(q_full, pages, span.tables, span.query_start, span.context, self.scale, w.w_uv)
             )  # fmt: skip
-            out.append(head_matmul(o_latent, w.w_uv))
         if (span := step.plain) is not None:
             rows = span.rows
-            q_rows = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
+            c_raw, k_pe = ckv[rows].split([latent, c.qk_rope_head_dim], dim=-1)
+            kv_write(
+                pages,
+                rmsnorm(c_raw, w.kv_a_norm, self.qk_norm_eps),
+                rope(k_pe.unsqueeze(1), cos[rows], sin[rows]).squeeze(1),
+                step.slots[rows],
+            )
+            q_rows = torch.cat([q[rows, :, :n], rope(q[rows, :, n:], cos[rows], sin[rows])], dim=-1)
             out.append(
                 mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, self.scale)
             )
@@ -125,24 +143,54 @@ class KimiK2:
         return _apply(w.o, heads.flatten(1))
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+        """[T, D], or [T, P, D] float32, P parts whose sum it is."""
         if isinstance(w, Mlp):
             return _mlp(w, x)
         c = self.config
         ids, shares = router(
             x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
         )
-        e = w.experts
-        if isinstance(e, DenseExperts):
-            routed = experts(x, ids, shares, e.gate_up, e.down)
-        else:
-            routed = experts_int4(
-                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale
+        e, shared = w.experts, w.shared
+        if isinstance(e, Int4Experts) and (dense := _dense(shared)) is not None:
+            return moe_int4(
+                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale, *dense
             )  # fmt: skip
-        return routed if w.shared is None else routed + _mlp(w.shared, x)
+        routed = _experts(e, x, ids, shares)
+        return routed if shared is None else routed + _mlp(shared, x)
+
+
+def _dense(shared: Mlp | None) -> tuple[Tensor, Tensor] | tuple[None, None] | None:
+    """The shared expert's two matrices, or two Nones if there is none; None if it is not dense."""
+    if shared is None:
+        return None, None
+    if isinstance(shared.gate_up, Dense) and isinstance(shared.down, Dense):
+        return shared.gate_up.weight, shared.down.weight
+    return None
+
+
+def _experts(e: Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    if isinstance(e, DenseExperts):
+        return experts(x, ids, shares, e.gate_up, e.down)
+    if isinstance(e, Int4Experts):
+        return experts_int4(x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale)
+    if isinstance(e, Fp8Experts):
+        return experts_fp8(x, ids, shares, e.gate_up, e.gate_up_scale, e.down, e.down_scale)
+    if isinstance(e, NvFp4Experts):
+        return experts_nvfp4(
+            x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_global, e.down_packed, e.down_scale,
+            e.down_global,
+        )  # fmt: skip
+    return experts_int4_compact(
+        x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_row, e.down_packed, e.down_scale, e.down_row
+    )
 
 
 def _apply(w: Linear, x: Tensor) -> Tensor:
     return linear(x, w.weight) if isinstance(w, Dense) else int4_linear(x, w.packed, w.scale)
+
+
+def _norm_apply(w: Linear, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    return norm_linear(x, norm, w.weight, eps) if isinstance(w, Dense) else _apply(w, rmsnorm(x, norm, eps))
 
 
 def _mlp(w: Mlp, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """residual += x, then y = rmsnorm(residual).
 
-residual [T, D] is updated in place and rounded to its type before the norm; x [T, D]; w [D]; y [T, D] as x.
-Squares are summed in fp32, y is rounded once. The C++ is in rmsnorm.cpp.
+residual [T, D] is updated in place and rounded to its type before the norm; x [T, D] of the same type, or float32
+[T, P, D], P parts whose sum (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32, y is
+rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of processors.
 """
 
 import functools
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops import compile
-from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.registry import Op
 
 
@@ -21,6 +22,7 @@ from perilune.ops.registry import Op
 class Case(Sized):
     T: int
     D: int
+    parts: int = 0  # 0: x has no parts
 
 
 CASES = [
@@ -31,12 +33,16 @@ CASES = [
     Case(0, 7168),
     Case(3, 514),
     Case(1, 8),
+    Case(1, NANO.hidden, 5),
+    Case(3, 520, 2),
+    *(Case(t, K2.hidden, 9, big=True) for t in (1, 16, 64)),
 ]
 TOL = {"y": rounded(), "residual": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    return {"residual": g.randn(c.T, c.D), "x": g.randn(c.T, c.D), "w": g.randn(c.D), "eps": 1e-5}
+    x = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D)
+    return {"residual": g.randn(c.T, c.D), "x": x, "w": g.randn(c.D), "eps": 1e-5}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -44,12 +50,13 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
-    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    whole = x.float() if x.dim() == 2 else x.sum(1)
+    residual.copy_((residual.float() + whole).to(residual.dtype))
     f = residual.float()
-    return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(x.dtype)
+    return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(residual.dtype)
 
 
-op = Op("add_rmsnorm", CASES, TOL, inputs, cost, reference)
+op = Op("add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=(0, 1))
 
 
 @functools.cache
@@ -67,7 +74,7 @@ def _kernel() -> Any:
     ),
 )
 def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
-    x = x.contiguous()
+    x = (x if x.dim() == 2 else x[:, 0] if x.shape[1] == 1 else x.sum(1)).contiguous()
     y = torch.empty(x.shape)
     T, D = x.shape
     threads = torch.get_num_threads()
@@ -75,13 +82,55 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return y
 
 
+MOST_CUDA = 8 * 4096  # width: 8 processors, 256 threads of 16 values each
+
+
+@functools.cache
+def _cluster() -> Any:
+    return compile.function("add_rmsnorm.cu", "add_rmsnorm", "ppllpplllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "add_rmsnorm.cu",
+        device,
+        (a.residual.dtype == BFLOAT16, "bfloat16"),
+        (0 < a.residual.shape[0] <= 512, "1 to 512 rows"),
+        (a.residual.shape[1] % 4 == 0 and a.residual.shape[1] <= MOST_CUDA, f"a width in 4s up to {MOST_CUDA}"),
+    ),
+)
+def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
+    (T, D), x = residual.shape, x.contiguous()
+    y = torch.empty_like(residual)
+    failed = _cluster()(
+        residual.data_ptr(),
+        x.data_ptr(),
+        1 if x.dim() == 2 else x.shape[1],
+        x.dim() == 3,
+        w.data_ptr(),
+        y.data_ptr(),
+        T,
+        D,
+        8 if D >= 4096 else 1,
+        eps,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=}"
+    return y
+
+
 @op.impl("torch")
 def two_calls(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
-    residual += x
-    return torch.nn.functional.rms_norm(residual, (x.shape[-1],), w, eps)
+    if x.dim() == 3:
+        x = x[:, 0] if x.shape[1] == 1 else x.sum(1)
+    residual.copy_(residual + x)
+    return torch.nn.functional.rms_norm(residual, (residual.shape[-1],), w, eps)
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
-    assert residual.shape == x.shape and residual.is_contiguous(), f"{residual.shape=} {x.shape=} {residual.stride()=}"
-    assert w.shape[0] == x.shape[1] and residual.dtype == x.dtype == w.dtype, f"{w.shape=} {x.dtype=} {w.dtype=}"
+    T, D = residual.shape
+    fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
+    assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
+    assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
     return op(residual, x, w, eps)

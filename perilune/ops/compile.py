@@ -21,20 +21,27 @@ import torch
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall")
+# The long form: with -arch=sm_90a some nvcc also run a plain sm_90 pass, which knows no wgmma and no setmaxnreg.
+CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared", "-lineinfo")
+HOPPER = (9, 0)
 KEPT = 64  # built libraries kept in the cache; the least recently built ones go first
 
 _lock = threading.Lock()
 _loaded: dict[str, "ctypes.CDLL | str"] = {}
 
 
-def library(stem: str) -> "ctypes.CDLL | str":
-    """The loaded library of `ops/<stem>.cpp`, or the reason (one line) why it cannot be had on this machine."""
-    found = _loaded.get(stem)
+def library(source: str) -> "ctypes.CDLL | str":
+    """The loaded library of `ops/<source>`, or the reason (one line) why it cannot be had on this machine.
+
+    `source` is the name of a .cu file, or a stem, which means the .cpp file.
+    """
+    found = _loaded.get(source)
     if found is None:
         with _lock:
-            found = _loaded.get(stem)
+            found = _loaded.get(source)
             if found is None:
-                found = _loaded[stem] = _build(SOURCES / f"{stem}.cpp")
+                path = SOURCES / source
+                found = _loaded[source] = _build(path) if path.suffix else _build(path.with_suffix(".cpp"))
     return found
 
 
@@ -49,8 +56,21 @@ def on_cpu(stem: str, device: torch.device, *needs: tuple[bool, str]) -> bool | 
     return found if isinstance(found, str) else True
 
 
+def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    """`when` of an implementation in the CUDA file `ops/<source>`: True, or the first reason against it."""
+    if device.type != "cuda":
+        return "for CUDA"
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        return "for Hopper GPUs (sm_90)"
+    for met, text in needs:
+        if not met:
+            return f"needs {text}"
+    found = library(source)
+    return found if isinstance(found, str) else True
+
+
 def function(stem: str, name: str, signature: str) -> ctypes._CFuncPtr:
-    """C function `name` of a library that `on_cpu` said yes to, returning int.
+    """C function `name` of a library that `on_cpu` or `on_hopper` said yes to, returning int.
 
     One letter per argument: p pointer, l int64, f float.
     """
@@ -63,17 +83,18 @@ def function(stem: str, name: str, signature: str) -> ctypes._CFuncPtr:
 
 
 def _build(source: Path) -> "ctypes.CDLL | str":
-    compiler = shutil.which("g++")
+    on_gpu = source.suffix == ".cu"
+    name = "nvcc" if on_gpu else "g++"
+    compiler = _nvcc() if on_gpu else shutil.which(name)
     if compiler is None:
-        return "no C++ compiler (install g++)"
-    openmp = _torch_openmp()
-    if openmp is None:
+        return f"no {'CUDA' if on_gpu else 'C++'} compiler (install {name})"
+    openmp = None if on_gpu else _torch_openmp()
+    if openmp is None and not on_gpu:
         return "torch's OpenMP library was not found in this process"
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-        name = f"{source.stem}-{_digest(source, compiler, version, openmp)}.so"
         directory = _cache_directory()
-        target = directory / name
+        target = directory / f"{source.stem}-{_digest(source, compiler, version, openmp or '')}.so"
         if not target.exists():
             _compile(compiler, source, openmp, target)
             _prune(directory)
@@ -85,22 +106,33 @@ def _build(source: Path) -> "ctypes.CDLL | str":
         return f"{source.name} cannot be built or loaded: {e}"
 
 
-def _compile(compiler: str, source: Path, openmp: str, target: Path) -> None:
-    # Two steps: with -fopenmp at link time the compiler's own libgomp would be named, and two OpenMP runtimes in a
-    # process keep two sets of spinning threads. Linking the library torch has loaded shares torch's threads.
+def _nvcc() -> str | None:
+    """nvcc of the PATH, else where CUDA's installer puts it."""
+    usual = "/usr/local/cuda/bin/nvcc"
+    return shutil.which("nvcc") or (usual if os.access(usual, os.X_OK) else None)
+
+
+def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         made, linked = f"{scratch}/out.o", f"{scratch}/out.so"
-        for command in (
-            [compiler, *FLAGS, "-c", str(source), "-o", made],
-            [compiler, "-shared", made, openmp, "-o", linked],
-        ):
+        if openmp is None:
+            commands = [[compiler, *CUDA_FLAGS, str(source), "-o", linked]]
+        else:
+            # Two steps: with -fopenmp at link time the compiler's own libgomp would be named, and two OpenMP runtimes
+            # in a process keep two sets of spinning threads. Linking the library torch has loaded shares its threads.
+            commands = [
+                [compiler, *FLAGS, "-c", str(source), "-o", made],
+                [compiler, "-shared", made, openmp, "-o", linked],
+            ]
+        for command in commands:
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         os.replace(linked, target)
 
 
 def _digest(source: Path, compiler: str, version: str, openmp: str) -> str:
-    parts = [source.read_text(), *(h.read_text() for h in sorted(source.parent.glob("*.h")))]
-    parts += [compiler, version, openmp, *FLAGS, _processor()]
+    headers, flags = ("*.cuh", CUDA_FLAGS) if source.suffix == ".cu" else ("*.h", (openmp, *FLAGS, _processor()))
+    parts = [source.read_text(), *(h.read_text() for h in sorted(source.parent.glob(headers)))]
+    parts += [compiler, version, *flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

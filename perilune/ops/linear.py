@@ -1,8 +1,9 @@
-"""y = x w^T.  x [T, i], rows may be strided; w [o, i]; y [T, o] as x. Sums in fp32, rounded once.
+"""y = x w^T.  x [T, i], rows may be strided; w [o, i]; y [T, o] as x, or float32 if `wide`. Sums in fp32, rounded once.
 
 "cpp" wins on CPU below about 16 rows (one row of 384 against 4096 outputs: 68 us, torch 147, two cores), and for
 bfloat16, which torch multiplies slowly on processors without bfloat16 instructions, at any size. Its sums do not
-depend on the number of rows.
+depend on the number of rows. "cuda" (linear.cu) streams the weights of a decode step: up to 16 rows, and a row's result
+does not depend on the others.
 """
 
 import functools
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops import compile
-from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, sums
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.registry import Op
 
 FEW_ROWS = 16
+SHARED_BYTES = 200 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Case(Sized):
     i: int
     o: int
     strided: bool = False
+    wide: bool = False
 
 
 CASES = [
@@ -36,7 +39,9 @@ CASES = [
     ),
     *(Case(t, NANO.hidden, NANO.q_rank + NANO.latent + NANO.rope) for t in (1, 4, 16, 512)),
     Case(1, NANO.hidden, NANO.vocab),
-    Case(16, NANO.hidden, NANO.vocab),
+    Case(16, NANO.hidden, NANO.vocab, wide=True),
+    *(Case(t, i, o, big=True) for i, o in ((K2.q_rank, 12288), (512, 384), (256, 384)) for t in (2, 16)),
+    Case(3, K2.hidden, 4096, wide=True, big=True),
     Case(0, 64, 8),
     Case(3, 40, 17),
     Case(5, 24, 1, strided=True),
@@ -47,15 +52,16 @@ TOL = {"y": sums()}
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     x = g.randn(c.T, c.i + 8)[:, : c.i] if c.strided else g.randn(c.T, c.i)
-    return {"x": x, "w": g.randn(c.o, c.i, scale=c.i**-0.5)}
+    return {"x": x, "w": g.randn(c.o, c.i, scale=c.i**-0.5), "wide": c.wide}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.linear(c.T, c.i, c.o, dtype.itemsize)
 
 
-def reference(x: Tensor, w: Tensor) -> Tensor:
-    return (x.float() @ w.float().T).to(x.dtype)
+def reference(x: Tensor, w: Tensor, wide: bool) -> Tensor:
+    y = x.float() @ w.float().T
+    return y if wide else y.to(x.dtype)
 
 
 op = Op("linear", CASES, TOL, inputs, cost, reference, decides=(0, 1))
@@ -75,21 +81,75 @@ def _kernel(dtype: torch.dtype) -> Any:
         (a.x.shape[1] % 8 == 0, "an input width that is a multiple of 8"),
     ),
 )
-def cpp(x: Tensor, w: Tensor) -> Tensor:
+def cpp(x: Tensor, w: Tensor, wide: bool) -> Tensor:
     f, w = x.float(), w.contiguous()
     if f.stride(1) != 1:
         f = f.contiguous()
     (T, i), o = x.shape, w.shape[0]
     y = torch.empty(T, o)
     _kernel(w.dtype)(f.data_ptr(), f.stride(0), w.data_ptr(), y.data_ptr(), T, i, o, torch.get_num_threads())
-    return y if x.dtype == FLOAT32 else y.to(x.dtype)
+    return y if wide or x.dtype == FLOAT32 else y.to(x.dtype)
+
+
+def streamable(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
+    """What linear.cu needs."""
+    (T, i), o = x.shape, w.shape[0]
+    return (
+        (x.dtype == BFLOAT16, "bfloat16"),
+        (0 < T <= FEW_ROWS and T * (i + 32) * 2 <= SHARED_BYTES, f"up to {FEW_ROWS} rows that fit shared memory"),
+        (i % 32 == 0 and o % 8 == 0, "an input width that is a multiple of 32 and an output width of 8"),
+    )
+
+
+@functools.cache
+def _stream() -> Any:
+    return compile.function("linear.cu", "linear", "plppfpllllllp")
+
+
+@functools.cache
+def k_split(T: int, i: int, o: int, processors: int) -> int:
+    """Warps of linear.cu that share a tile of 8 outputs: as few as leave every warp of the GPU something to read."""
+    tiles, chunks = -(-o // 8), i // 32
+    splits = [s for s in (1, 2, 4, 8) if chunks % s == 0]
+    return next((s for s in splits if tiles * s >= 2 * processors * 8 and chunks // s <= 64), splits[-1])
+
+
+def run_streamed(x: Tensor, w: Tensor, norm: Tensor | None, eps: float, wide: bool) -> Tensor:
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    (T, i), o = x.shape, w.shape[0]
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    y = torch.empty(T, o, dtype=FLOAT32 if wide else BFLOAT16, device=x.device)
+    failed = _stream()(
+        x.data_ptr(),
+        x.stride(0),
+        w.data_ptr(),
+        None if norm is None else norm.data_ptr(),
+        eps,
+        y.data_ptr(),
+        T,
+        i,
+        o,
+        wide,
+        k_split(T, i, o, processors),
+        processors,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {w.shape=}"
+    return y
+
+
+@op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
+def cuda(x: Tensor, w: Tensor, wide: bool) -> Tensor:
+    return run_streamed(x, w, None, 0.0, wide)
 
 
 @op.impl("torch")
-def library(x: Tensor, w: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, w)
+def library(x: Tensor, w: Tensor, wide: bool) -> Tensor:
+    y = torch.nn.functional.linear(x, w)
+    return y.float() if wide else y
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
+def linear(x: Tensor, w: Tensor, wide: bool = False) -> Tensor:
     assert x.shape[1] == w.shape[1] and x.dtype == w.dtype, f"{x.shape=} {x.dtype=} {w.shape=} {w.dtype=}"
-    return op(x, w)
+    return op(x, w, wide)

@@ -3,7 +3,8 @@
 s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group groups with the largest sum of their two
 best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;
 weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
-x [T, D]; gate [E, D] and bias [E] float32 -> ids [T, top_k] int32, weights [T, top_k] float32.
+x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
+-> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 16 rows.
 """
 
 import functools
@@ -29,12 +30,17 @@ class Case(Sized):
     kept: int = 1
     norm: bool = True
     ties: bool = False
+    narrow: bool = False  # a bfloat16 gate
     scale: float = 1.0  # of the logits
 
 
 CASES = [
     *(Case(t, K2.hidden, K2.experts, K2.top_k, big=t > 1) for t in (1, 8, 64, 512)),
     *(Case(t, NANO.hidden, NANO.experts, NANO.top_k) for t in (1, 16, 512)),
+    *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (1, 3, 8, 16)),
+    *(Case(t, NANO.hidden, NANO.experts, NANO.top_k, narrow=True) for t in (1, 16)),
+    Case(3, 512, 48, 8, ties=True, narrow=True),
+    Case(2, 512, 40, 3, narrow=True, norm=False),
     Case(0, 64, 16, 4),
     Case(3, 8, 5, 5),
     Case(9, 64, 32, 4, groups=8, kept=3),
@@ -63,7 +69,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
 
 def _args(c: Case, g: Make, x: Tensor, gate: Tensor, bias: Tensor) -> dict[str, Any]:
     settings = {"top_k": c.k, "n_group": c.groups, "topk_group": c.kept, "scale": 2.827, "norm": c.norm}
-    return {"x": x.to(g.dtype), "gate": gate, "bias": bias, **settings}
+    return {"x": x.to(g.dtype), "gate": gate.to(BFLOAT16 if c.narrow else FLOAT32), "bias": bias, **settings}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -73,7 +79,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(x.float() @ gate.T)
+    s = torch.sigmoid(x.float() @ gate.float().T)
     choice = s + bias
     if topk_group < n_group:
         grouped = choice.unflatten(-1, (n_group, -1))
@@ -88,7 +94,7 @@ def reference(
     return ids.to(torch.int32), weights * scale
 
 
-op = Op("router", CASES, TOL, inputs, cost, reference)
+op = Op("router", CASES, TOL, inputs, cost, reference, decides=(0, 1))
 
 
 @functools.cache
@@ -105,7 +111,7 @@ def _kernel() -> Any:
 def cpp(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
-    x, gate, bias = x.float().contiguous(), gate.contiguous(), bias.contiguous()
+    x, gate, bias = x.float().contiguous(), gate.float().contiguous(), bias.contiguous()
     (T, D), E = x.shape, gate.shape[0]
     ids = torch.empty(T, top_k, dtype=torch.int32)
     weights = torch.empty(T, top_k)
@@ -130,12 +136,80 @@ def cpp(
     return ids, weights
 
 
+def _parts(D: int) -> int:
+    """Processors that share a tile of the gate: two if each still has whole loads for every warp."""
+    return 2 if D % 512 == 0 else 1
+
+
+def _workers(width: int) -> int:
+    return next(n for n in (8, 4, 2, 1) if width % (32 * n) == 0)
+
+
+@functools.cache
+def _counter(device: torch.device) -> Tensor:
+    """The kernel leaves it at zero."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _launch() -> Any:
+    return compile.function("router.cu", "router", "p" * 7 + "l" * 7 + "fp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "router.cu",
+        device,
+        (a.x.dtype == BFLOAT16, "bfloat16"),
+        (
+            0 < a.x.shape[0] <= 16 and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 200 << 10,
+            "up to 16 rows that fit shared memory",
+        ),
+        (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
+        (
+            a.x.shape[1] % 32 == 0 and a.gate.shape[0] % 8 == 0 and a.gate.shape[0] <= 512,
+            "widths in 32s, experts in 8s",
+        ),
+        (a.n_group == a.topk_group and a.top_k <= 32, "no groups"),
+    ),
+)
+def cuda(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    x, (T, D), E = x.contiguous(), x.shape, gate.shape[0]
+    parts = _parts(D)
+    ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(T, top_k, device=x.device)
+    scores = torch.empty(parts, T, E, device=x.device)
+    failed = _launch()(
+        x.data_ptr(),
+        gate.data_ptr(),
+        bias.data_ptr(),
+        scores.data_ptr(),
+        _counter(x.device).data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        T,
+        D,
+        E,
+        top_k,
+        norm,
+        parts,
+        _workers(D // parts),
+        scale,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
+    return ids, weights
+
+
 def router(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
     E = gate.shape[0]
     assert gate.shape[1] == x.shape[1] and bias.shape == (E,), f"{x.shape=} {gate.shape=} {bias.shape=}"
-    assert gate.dtype == bias.dtype == FLOAT32, f"{gate.dtype=} {bias.dtype=}"
+    assert gate.dtype in (FLOAT32, BFLOAT16) and bias.dtype == FLOAT32, f"{gate.dtype=} {bias.dtype=}"
     assert 0 < topk_group <= n_group and E % n_group == 0 and 0 < top_k <= E // n_group * topk_group, (
         f"{E=} {n_group=} {topk_group=} {top_k=}"
     )

@@ -1,0 +1,323 @@
+"""Time per layer of the engine's own decode step, on the exact shapes of a large model with random weights.
+
+A whole Kimi K2 does not fit one GPU; a slice of its layers does. The engine is built twice on the same weights, with n
+and with n - 4 layers, and decodes from a context already in its cache. The difference of the two decode graphs' replay
+times, divided by four, is one MoE layer: what the ends of the model cost cancels. Weights, activations and KV are
+random and zero-mean, so routing is near uniform; the distinct experts a step really touches are counted and reported.
+"""
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.bench import ledger
+from perilune.bench.shapes import shape
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError
+from perilune.core.messages import Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine.engine import Engine
+from perilune.model import kimi_k2
+from perilune.model.config import KimiConfig
+from perilune.model.synthetic import random_weights
+from perilune.model.weights import Moe, Weights
+from perilune.ops.timing import measure_roof
+
+STEP = 4  # layers between the two engines
+CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
+CEILING_TFLOP_S = 790.0
+BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
+REPLAYS = 60
+STEPS = 24
+TRACED = 12  # replays under the profiler
+
+Report = Callable[[str], None]
+
+
+class Bench:
+    """Weights of `layers` layers, generated once; engines on all of them or on fewer."""
+
+    def __init__(self, name: str, layers: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "measuring a model's full shapes needs a CUDA device: bench decode without --shape runs on CPU"
+            )
+        if layers <= STEP + 1:
+            raise ConfigError(f"layers must be above {STEP + 1}: the difference to {STEP} fewer is what is measured")
+        self.name, self.layers = name, layers
+        self.device = torch.device("cuda")
+        self._weights = random_weights(shape(name, layers), dtype=torch.bfloat16, device=self.device)
+        roof = measure_roof(self.device, torch.bfloat16)
+        self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
+
+    def engine(self, layers: int, **config: Any) -> Engine:
+        cut = dataclasses.replace(self._weights, layers=self._weights.layers[:layers])
+
+        def source(path: Path, **_: Any) -> tuple[KimiConfig, Weights]:
+            return shape(self.name, layers), cut
+
+        engine = Engine(Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, **config}), source=source)
+        engine.runner.call(engine.runner.pages.data.normal_)
+        return engine
+
+    def layer_bytes(self, distinct: float, batch: int, context: int) -> float:
+        """What one MoE layer must read for one decode step."""
+        layer = self._weights.layers[-1]
+        assert isinstance(layer.ffn, Moe)
+        experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
+        c = shape(self.name, self.layers)
+        kv = batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
+        return sum(t.nbytes for t in _tensors(layer)) - experts * (1 - distinct / c.n_routed_experts) + kv
+
+    def decode(self, batch: int, context: int, report: Report, *, kernels: bool = False) -> dict[str, Any]:
+        """One row of the ledger."""
+        graph_ms, step_ms, distinct = {}, 0.0, 0.0
+        for layers in (self.layers, self.layers - STEP):
+            engine = self.engine(
+                layers,
+                max_num_seqs=batch,
+                max_model_len=context + STEPS + 64,
+                kv_blocks=batch * (-(-(context + STEPS + 64) // 64) + 1),
+                block_size=64,
+            )
+            try:
+                _start(engine, batch, context)
+                seconds = []
+                for _ in range(STEPS):
+                    engine.runner.call(_scatter, engine)
+                    seconds.append(_timed(engine.step))
+                if layers == self.layers:
+                    step_ms = statistics.median(seconds) * 1e3
+                    distinct = _distinct(engine)
+                    engine.step()  # back on the graph
+                engine.runner.call(_scatter, engine)
+                graph_ms[layers] = engine.runner.call(_replay_ms, engine.runner.graphs.latest())
+                if kernels and layers == self.layers:
+                    for line in _kernels(engine.runner.graphs.latest()):
+                        report(line)
+            finally:
+                engine.close()
+        us = (graph_ms[self.layers] - graph_ms[self.layers - STEP]) / STEP * 1e3
+        floor = self.layer_bytes(distinct, batch, context) / CEILING_TB_S / 1e6
+        c = shape(self.name, self.layers)
+        uniform = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** batch)
+        row = {
+            "bench": "decode",
+            "shape": self.name,
+            "layers": self.layers,
+            "tp": 1,
+            "ep": 1,
+            "batch": batch,
+            "context": context,
+            "draft": 0,
+            "expert_format": "int4-g32",
+            "rest_dtype": "bf16",
+            "kv_dtype": "bf16",
+            "us_per_layer": round(us, 1),
+            "floor_us_per_layer": round(floor, 1),
+            "fraction": round(floor / us, 4),
+            "outside_us": round(graph_ms[self.layers] * 1e3 - us * (self.layers - 1), 1),
+            "step_ms": round(step_ms, 4),
+            "tokens_per_s": round(batch / step_ms * 1e3, 1),
+            "acceptance_length": 1.0,
+            "acceptance": "measured",
+            "draft_ms": 0.0,
+            "distinct_experts": round(distinct, 2),
+            "balanced": distinct >= BALANCED * uniform,
+            "ceiling_tb_s": CEILING_TB_S,
+            "measured_read_tb_s": round(self.read_tb_s, 3),
+            "method": f"(graph of {self.layers} layers - graph of {self.layers - STEP}) / {STEP}, medians of {REPLAYS} "
+            f"replays; step: median of {STEPS} engine steps with {self.layers} layers; random zero-mean weights and KV",
+            **ledger.circumstances(),
+        }
+        report(
+            f"batch {batch:>3}, context {context:>6}: {us:8.1f} us per layer, floor {floor:7.1f} "
+            f"({100 * floor / us:.0f} %), {distinct:.1f} distinct experts, outside the layers "
+            f"{row['outside_us']} us, step {step_ms:.3f} ms"
+            + ("" if row["balanced"] else "  NOT BALANCED: does not count")
+        )
+        return row
+
+    def prefill(self, tokens: int, report: Report) -> dict[str, Any]:
+        """One row of the ledger: a prompt of `tokens` in one step."""
+        ms = {}
+        for layers in (self.layers, self.layers - STEP):
+            engine = self.engine(
+                layers,
+                max_num_seqs=1,
+                max_model_len=tokens + 64,
+                max_step_tokens=tokens,
+                kv_blocks=-(-(tokens + 64) // 64) + 1,
+                block_size=64,
+                prefix_cache=False,
+            )
+            try:
+                ms[layers] = statistics.median([_prompt_ms(engine, tokens, seed) for seed in range(5)][1:])
+            finally:
+                engine.close()
+        per_layer = (ms[self.layers] - ms[self.layers - STEP]) / STEP
+        c = shape(self.name, self.layers)
+        floor = _prefill_flops(c, tokens) / CEILING_TFLOP_S / 1e9
+        row = {
+            "bench": "prefill",
+            "shape": self.name,
+            "layers": self.layers,
+            "tp": 1,
+            "ep": 1,
+            "tokens": tokens,
+            "expert_format": "int4-g32",
+            "rest_dtype": "bf16",
+            "kv_dtype": "bf16",
+            "ms_per_layer": round(per_layer, 3),
+            "floor_ms_per_layer": round(floor, 3),
+            "fraction": round(floor / per_layer, 4),
+            "tflops": round(_prefill_flops(c, tokens) / per_layer / 1e9, 1),
+            "step_ms": round(ms[self.layers], 3),
+            "tokens_per_s": round(tokens / ms[self.layers] * 1e3, 1),
+            "ceiling_tflops": CEILING_TFLOP_S,
+            "measured_tflops": round(self.product_tflop_s, 1),
+            "method": f"(step of {self.layers} layers - step of {self.layers - STEP}) / {STEP}, medians of 4 prompts",
+            **ledger.circumstances(),
+        }
+        report(
+            f"prefill {tokens}: {per_layer:.2f} ms per layer, floor {floor:.2f} ({100 * floor / per_layer:.0f} %), "
+            f"{row['tflops']} TFLOP/s"
+        )
+        return row
+
+
+def _start(engine: Engine, batch: int, context: int) -> None:
+    """`batch` requests in the middle of decoding at `context`: all but the end of their prompts is in the cache."""
+    rng = random.Random(7)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 48, ignore_eos=True)
+    for rid in range(batch):
+        prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
+        engine.scheduler.adopt(prompt[:-1])
+        engine.submit(Submit(rid, prompt, params))
+    waiting = set(range(batch))
+    while waiting:
+        waiting -= {d.rid for d in engine.step() if d.tokens}
+    for _ in range(6):
+        engine.step()
+
+
+def _scatter(engine: Engine) -> None:
+    """Another random token for every request: greedy requests of a random model soon all say the same."""
+    with torch.inference_mode():
+        engine.runner.last_tokens.random_(0, engine.info.vocab_size)
+
+
+def _distinct(engine: Engine) -> float:
+    """Mean distinct experts per MoE layer of the next step, which runs without its graph."""
+    seen: list[Tensor] = []
+    real = kimi_k2.router
+
+    def recording(*args: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = real(*args)
+        seen.append(ids)
+        return ids, weights
+
+    engine.step()
+    engine.runner.call(_scatter, engine)
+    engine.runner.graphs.broken = "counting experts"
+    kimi_k2.router = recording  # type: ignore[assignment]
+    try:
+        engine.step()
+        engine.runner.call(torch.cuda.synchronize)
+    finally:
+        kimi_k2.router = real
+        engine.runner.graphs.broken = None
+    return statistics.mean(len(ids.unique()) for ids in seen)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    times = []
+    for _ in range(REPLAYS + 5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+def _kernels(graph: torch.cuda.CUDAGraph) -> list[str]:
+    """What each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after it.
+
+    A kernel's own span would count the wait for its predecessor, under which it has already loaded weights. Runs on the
+    main thread, because the profiler does; the compute thread is idle.
+    """
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(TRACED):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.end, e.name) for e in events)
+    count, rest = divmod(len(spans), TRACED)
+    names = [name for _, name in spans[:count]]
+    if rest or not count or names != [name for _, name in spans[count : 2 * count]]:
+        return [f"(no breakdown: {len(spans)} kernels in {TRACED} replays, not the same in each)"]
+    ends = [end for end, _ in spans]
+    gaps = [
+        statistics.median(ends[turn * count + i] - ends[turn * count + i - 1] for turn in range(1, TRACED))
+        for i in range(count)
+    ]
+    routers = [i for i, name in enumerate(names) if "router" in name]
+    if len(routers) < 2:
+        return ["(no breakdown: no router kernels in the trace)"]
+    length = routers[-1] - routers[-2]
+    first, last = routers[0] + 3, routers[-1] + 3 - length
+    parts = (
+        ("before the MoE layers", 0, first),
+        ("the last MoE layer", last, last + length),
+        ("after", last + length, count),
+    )
+    lines = []
+    for title, begin, end in parts:
+        lines.append(f"{title}: {sum(gaps[begin:end]):.1f} us, {end - begin} kernels")
+        lines += [f"  {gaps[i]:8.2f}  {names[i][:100]}" for i in range(begin, end)]
+    return lines
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def _prompt_ms(engine: Engine, tokens: int, seed: int) -> float:
+    rng = random.Random(seed)
+    prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
+    engine.submit(Submit(seed, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+    engine.runner.call(torch.cuda.synchronize)
+    begin = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _prefill_flops(c: KimiConfig, tokens: int) -> float:
+    """Of one MoE layer: its matrix products, and causal attention in the plain form."""
+    d, h = c.hidden_size, c.num_attention_heads
+    qkv = d * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) + c.q_lora_rank * h * c.qk_head_dim
+    kv_b = c.kv_lora_rank * h * (c.qk_nope_head_dim + c.v_head_dim)
+    experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
+    per_token = qkv + kv_b + d * h * c.v_head_dim + d * c.n_routed_experts + experts
+    return 2.0 * tokens * per_token + float(tokens) * tokens * h * (c.qk_head_dim + c.v_head_dim)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if hasattr(tree, "__dataclass_fields__"):
+        return [t for name in tree.__dataclass_fields__ for t in _tensors(getattr(tree, name))]
+    return []

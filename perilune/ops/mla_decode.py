@@ -1,0 +1,239 @@
+"""MLA attention over the latent cache for few tokens a request, W_UV included: `mla_absorbed`, then `head_matmul`.
+
+o[t, h] = (softmax(scale * q_full[t, h] . (c, k_pe)) c) w_uv[h], over the positions up to the token's own.
+q_full [T, H, R + r] contiguous, as `mla_query` makes it; cache [N, block_size, R + r] contiguous, of any float type;
+tables [B, M] int32; query_start [B + 1] int32: request b owns rows query_start[b] .. query_start[b + 1] - 1, and they
+are the last positions of its context[b] (int32), already in the cache; w_uv [H, R, v]; o [T, H, v] as q_full.
+A request with context 0 is padding, as are rows from query_start[B] on: they get zeros, and nothing is read for them.
+Positions outside a request's context are never used: what lies there, nan included, cannot matter.
+Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cuda" also rounds probabilities, and the
+outputs of the ranges it splits a long context into.
+
+"cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
+context is split depends on the contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile, paged
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
+from perilune.ops.head_matmul import head_matmul
+from perilune.ops.mla_absorbed import mla_absorbed
+from perilune.ops.registry import Op
+
+ROWS = 64  # (token, head) pairs of one tile, as in the kernel
+GROUP = 16  # positions copied together; blocks of the cache hold whole groups
+LEAST = 64  # positions worth a CTA of their own
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    counts: tuple[int, ...]  # queries of each request
+    contexts: tuple[int, ...]
+    H: int = NANO.heads
+    R: int = K2.latent
+    r: int = K2.rope
+    v: int = K2.value
+    block_size: int = 16
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    scale: float = 1.0  # of the scores
+    rows: int = 0  # beyond those of the requests
+
+
+LENGTHS = (1, 5, 16, 17, 63, 64, 65, 127, 500, 1024, 1999, 4096, 10240, 30000, 777, 128)
+CASES = [
+    *(
+        Case((n,) * b, (c,) * b, K2.heads, block_size=64, big=True)
+        for b, n, c in (
+            *((1, 1, c) for c in (1, 1024, 10240, 102400, 131072)),
+            *((b, 1, 1024) for b in (4, 16, 64)),
+            *((1, n, 1024) for n in (2, 3, 4, 8)),
+            (1, 4, 10240),
+            (16, 4, 4096),
+            (64, 8, 600),
+            (200, 1, 300),
+        )
+    ),
+    *(Case((1,) * 16, LENGTHS, heads, block_size=size, big=True) for heads in (64, 16, 4) for size in (16, 32, 64)),
+    *(Case((1, 2, 3, 4, 5, 6, 7, 8) * 2, tuple(c + 8 for c in LENGTHS), h, big=True) for h in (64, 32, 16, 4)),
+    *(Case((n,), (c,), 16, block_size=64, big=True) for n in (1, 4) for c in (1024, 10240, 102400)),
+    Case((1, 4, 1, 1, 2), (0, 5000, 0, 70, 0), 64, big=True, rows=3),
+    Case((2, 1), (1500, 130), 64, scale=200.0, big=True),
+    Case((1,), (256,)),
+    Case((4,), (300,), block_size=64),
+    Case((1,) * 5, (1, 16, 17, 64, 100)),
+    Case((3, 1, 0, 5), (3, 16, 9, 17), 3),
+    Case((1, 1, 2), (0, 40, 0), rows=2),
+    Case((1, 2), (200, 300), scale=200.0),
+    Case((), (), 2, 8, 8, 8),
+    Case((4, 2, 1), (64, 65, 63), 5, 40, 16, 24, 8),
+    Case((1, 2), (20, 30), 4, 64, 16, 16, narrow=True),
+]
+TOL = {
+    "o": {
+        FLOAT32: Tol(1e-4, 2e-4, 1e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+        BFLOAT16: sums()[BFLOAT16],
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    pages = paged.cache(g, [max(length, 1) for length in c.contexts], c.block_size, c.R + c.r)
+    context = g.tensor(list(c.contexts), torch.int32)
+    pages["tables"][context == 0] = pages["tables"][:, -1:][context == 0]  # a block of nans
+    return {
+        "q_full": g.randn(sum(c.counts) + c.rows, c.H, c.R + c.r),
+        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "tables": pages["tables"],
+        "query_start": paged.query_start(g, c.counts),
+        "context": context,
+        "scale": c.scale * (c.R + c.r) ** -0.5,
+        "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5),
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    size = dtype.itemsize
+    real = [(n, length) for n, length in zip(c.counts, c.contexts) if length]
+    attention = costs.mla_absorbed([n for n, _ in real], [length for _, length in real], c.H, c.R, c.r, size)
+    return attention + costs.head_matmul(sum(n for n, _ in real), c.H, c.R, c.v, size)
+
+
+def reference(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, _), R, flat = q_full.shape, w_uv.shape[1], cache.view(-1, cache.shape[2])
+    out = torch.zeros(T, H, w_uv.shape[2], dtype=q_full.dtype, device=q_full.device)
+    starts, lengths = query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if length == 0 or count == 0:
+            continue
+        positions = torch.arange(length, device=cache.device)
+        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        for i in range(count):
+            seen = latent[: length - count + i + 1]
+            weights = torch.softmax(scale * (q_full[first + i].float() @ seen.T), -1)
+            out[first + i] = torch.einsum("hr,hrv->hv", weights @ seen[:, :R], w_uv.float()).to(out.dtype)
+    return out
+
+
+op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("mla_decode.cu", "mla_decode", "ppllplppppppp" + "l" * 5 + "fp")
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "mla_decode.cu",
+        device,
+        (a.q_full.dtype == a.cache.dtype == BFLOAT16, "bfloat16 activations and cache"),
+        (a.cache.shape[2] == K2.latent + K2.rope, "Kimi's latent width"),
+        (a.cache.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
+    ),
+)
+def cuda(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    # As many CTAs as the GPU runs at once, and one for each tile there may be.
+    ctas = max(_processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
+    partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
+    weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
+    found = torch.empty(T, 4, dtype=torch.int32, device=device)
+    out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=device)
+    failed = _kernel()(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        block_size,
+        tables.data_ptr(),
+        M,
+        query_start.data_ptr(),
+        context.data_ptr(),
+        w_uv.data_ptr(),
+        partials.data_ptr(),
+        weights.data_ptr(),
+        found.data_ptr(),
+        out.data_ptr(),
+        B,
+        T,
+        H,
+        ctas,
+        LEAST,
+        scale,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"mla_decode does not start: CUDA error {failed}"
+    return out
+
+
+@op.impl("composed")
+def composed(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, _), R = q_full.shape, w_uv.shape[1]
+    counts, real = query_start.diff(), context > 0
+    kept = torch.repeat_interleave(real, counts.long()).nonzero().squeeze(1)
+    q = q_full
+    if len(kept) < T:
+        q, tables, context = q_full[kept], tables[real], context[real]
+        query_start = torch.nn.functional.pad(counts[real].cumsum(0, dtype=torch.int32), (1, 0))
+    o_latent = mla_absorbed(q[..., :R], q[..., R:], cache, tables, query_start, context, scale)
+    o = head_matmul(o_latent, w_uv)
+    if len(kept) == T:
+        return o
+    return torch.zeros(T, H, w_uv.shape[2], dtype=o.dtype, device=o.device).index_copy_(0, kept, o)
+
+
+def mla_decode(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (_, H, width), (heads, R, _), B = q_full.shape, w_uv.shape, tables.shape[0]
+    assert H == heads and width == cache.shape[2] > R, f"{q_full.shape=} {cache.shape=} {w_uv.shape=}"
+    assert q_full.is_contiguous() and cache.is_contiguous(), f"{q_full.stride()=} {cache.stride()=}"
+    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    assert q_full.dtype == w_uv.dtype, f"{q_full.dtype=} {w_uv.dtype=}"
+    return op(q_full, cache, tables, query_start, context, scale, w_uv)

@@ -1,0 +1,144 @@
+// Everything between the attention projections and absorbed attention, in one launch; the contract is in mla_query.py.
+//
+// CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each hold COLUMNS columns of one head's W_UK, streamed to shared memory before
+// the wait, and multiply TOKENS tokens (y) by them: a warp owns 16 columns. They also rotate their share of q_pe.
+// The CTAs after them write the cache, a warp per token. No pointer is __restrict__: the compiler may move a load through
+// such a one above the wait.
+#include "mla.cuh"
+
+using namespace mla;
+
+namespace {
+
+__device__ __forceinline__ uint32_t rotate(uint32_t pair, float c, float s) {
+  float2 v = widen(pair);
+  return narrow(v.x * c - v.y * s, v.y * c + v.x * s);
+}
+
+__device__ void write_cache(int token, const bf16* ckv, int64_t stride, const uint4 (&norm)[2], const float* cos,
+                            const float* sin, bf16* cache, int64_t slots, const int64_t* slot, float eps) {
+  int lane = threadIdx.x % 32;
+  int64_t to = slot[token];
+  if (to < 0 || to >= slots) return;
+  const bf16* from = ckv + token * stride;
+  uint4 x[2];
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[i] = *reinterpret_cast<const uint4*>(from + i * 256 + lane * 8);
+    for (uint32_t word : {x[i].x, x[i].y, x[i].z, x[i].w}) {
+      float2 v = widen(word);
+      squares += v.x * v.x + v.y * v.y;
+    }
+  }
+  uint32_t pe = *reinterpret_cast<const uint32_t*>(from + LATENT + lane * 2);
+  pe = rotate(pe, cos[token * (ROPE / 2) + lane], sin[token * (ROPE / 2) + lane]);
+  float scale = rsqrtf(warp_sum(squares) / LATENT + eps);
+  bf16* row = cache + to * WIDTH;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    auto scaled = [scale](uint32_t word, uint32_t weight) {
+      float2 v = widen(word), w = widen(weight);
+      return narrow(v.x * scale * w.x, v.y * scale * w.y);
+    };
+    uint4 y = {scaled(x[i].x, norm[i].x), scaled(x[i].y, norm[i].y), scaled(x[i].z, norm[i].z),
+               scaled(x[i].w, norm[i].w)};
+    *reinterpret_cast<uint4*>(row + i * 256 + lane * 8) = y;
+  }
+  *reinterpret_cast<uint32_t*>(row + LATENT + lane * 2) = pe;
+}
+
+template <int COLUMNS>
+__global__ void __launch_bounds__(COLUMNS * 2)
+    query(const bf16* q, const bf16* ckv, int64_t ckv_stride, const bf16* kv_norm, const float* cos, const float* sin,
+          const bf16* w_uk, bf16* cache, int64_t slots, const int64_t* slot, bf16* out, int T, int H, float eps) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr int THREADS = COLUMNS * 2, PARTS = LATENT / COLUMNS, STEPS = NOPE / 16, FROM = NOPE + ROPE;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int products = H * PARTS, first = blockIdx.y * TOKENS, last = min(T, first + TOKENS);
+  let_successor_start();
+  if (blockIdx.x >= products) {
+    uint4 norm[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) norm[i] = *reinterpret_cast<const uint4*>(kv_norm + i * 256 + lane * 8);
+    wait_for_predecessor();
+    int token = first + (blockIdx.x - products) * (THREADS / 32) + warp;
+    if (token < last) write_cache(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
+    return;
+  }
+  int head = blockIdx.x / PARTS, column = blockIdx.x % PARTS * COLUMNS;
+  HeadWeights<NOPE, COLUMNS> weights{shared};
+  weights.load(w_uk + static_cast<int64_t>(head) * NOPE * LATENT + column, LATENT, threadIdx.x, THREADS);
+  copies_commit();
+  wait_for_predecessor();
+
+  auto token_of = [&](int group) { return min(first + group * 8 + lane / 4, T - 1); };
+  auto read = [&](uint4 (&x)[NOPE / 32], int group) {
+    const bf16* row = q + (static_cast<int64_t>(token_of(group)) * H + head) * FROM + lane % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < NOPE / 32; ++i) x[i] = *reinterpret_cast<const uint4*>(row + i * 32);
+  };
+  uint4 x[NOPE / 32], next[NOPE / 32];
+  read(x, 0);
+  for (int i = threadIdx.x + blockIdx.x % PARTS * THREADS; i < (last - first) * (ROPE / 2); i += PARTS * THREADS) {
+    int token = first + i / (ROPE / 2), pair = i % (ROPE / 2);
+    int64_t row = static_cast<int64_t>(token) * H + head;
+    uint32_t pe = *reinterpret_cast<const uint32_t*>(q + row * FROM + NOPE + pair * 2);
+    pe = rotate(pe, cos[token * (ROPE / 2) + pair], sin[token * (ROPE / 2) + pair]);
+    *reinterpret_cast<uint32_t*>(out + row * WIDTH + LATENT + pair * 2) = pe;
+  }
+  copies_wait<0>();
+  __syncthreads();
+  uint32_t a[STEPS][4];
+#pragma unroll
+  for (int k = 0; k < STEPS; ++k) weights.fragment(a[k], k, warp * 16);
+  float d[TOKENS / 8][4] = {};
+#pragma unroll
+  for (int group = 0; group < TOKENS / 8; ++group) {
+    if (first + group * 8 >= last) break;
+    read(next, group + 1);
+#pragma unroll
+    for (int k = 0; k < STEPS; k += 2) {
+      mma(d[group], a[k], x[k / 2].x, x[k / 2].y, bf16());
+      mma(d[group], a[k + 1], x[k / 2].z, x[k / 2].w, bf16());
+    }
+#pragma unroll
+    for (int i = 0; i < NOPE / 32; ++i) x[i] = next[i];
+  }
+  // Transposed through shared memory, so that whole rows of columns are written: [TOKENS][COLUMNS], pieces swapped.
+  __syncthreads();
+  auto place = [&](int row, int piece) { return shared + (row * (COLUMNS / 8) + (piece ^ (row & 7))) * 16; };
+#pragma unroll
+  for (int group = 0; group < TOKENS / 8; ++group) {
+    uint32_t to = shared_address(place(group * 8 + lane % 8, warp * 2 + lane / 8 % 2));
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
+                 "r"(narrow(d[group][0], d[group][1])), "r"(narrow(d[group][2], d[group][3]))
+                 : "memory");
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < (last - first) * (COLUMNS / 8); i += THREADS) {
+    int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
+    *reinterpret_cast<uint4*>(out + (static_cast<int64_t>(first + row) * H + head) * WIDTH + column + piece * 8) =
+        *reinterpret_cast<const uint4*>(place(row, piece));
+  }
+}
+
+}  // namespace
+
+API int mla_query(const void* q, const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos,
+                  const void* sin, const void* w_uk, void* cache, int64_t slots, const void* slot, void* out, int64_t T,
+                  int64_t H, float eps, void* stream) {
+  auto start = [&](auto kernel, int columns) {
+    int warps = columns / 16, tokens = T < TOKENS ? T : TOKENS;
+    dim3 grid(H * (LATENT / columns) + (tokens + warps - 1) / warps, (T + TOKENS - 1) / TOKENS);
+    return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2, stream, 1, static_cast<const bf16*>(q),
+                  static_cast<const bf16*>(ckv), ckv_stride, static_cast<const bf16*>(kv_norm),
+                  static_cast<const float*>(cos), static_cast<const float*>(sin), static_cast<const bf16*>(w_uk),
+                  static_cast<bf16*>(cache), slots, static_cast<const int64_t*>(slot), static_cast<bf16*>(out), T, H,
+                  eps);
+  };
+  if (T == 0) return 0;
+  if (H >= 48) return start(query<256>, 256);
+  if (H >= 24) return start(query<128>, 128);
+  return start(query<64>, 64);
+}

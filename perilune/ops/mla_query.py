@@ -1,0 +1,207 @@
+"""What stands between the attention projections and absorbed attention, for few tokens: new cache rows and q_full.
+
+    cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
+    q_full[t, h]    = (q[t, h, :n] w_uk[h], rope(q[t, h, n:]))
+
+q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as
+in `rope`); w_uk [H, n, R]; cache [N, block_size, R + r] contiguous, of any float type; slots [T] int64 = block *
+block_size + offset, distinct; q_full [T, H, R + r] as q. Sums in fp32, each part of the result rounded once. A slot
+below 0 marks a padding row: nothing is written for it, and its q_full is computed like any other.
+
+"cuda" is one launch for Kimi's widths and streams W_UK while the kernel before it ends; a token's result does not
+depend on the batch. "composed" is the four ops in turn.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
+from perilune.ops.head_matmul import head_matmul
+from perilune.ops.kv_write import kv_write
+from perilune.ops.registry import Op
+from perilune.ops.rmsnorm import rmsnorm
+from perilune.ops.rope import rope
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    H: int = NANO.heads
+    n: int = K2.nope
+    R: int = K2.latent
+    r: int = K2.rope
+    block_size: int = 64
+    padding: int = 0  # rows at the end without a slot
+    strided: bool = False
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+
+
+CASES = [
+    *(Case(t, heads, strided=True, big=True) for heads in (K2.heads, 16) for t in (1, 4, 8, 64, 512)),
+    Case(40, 32, padding=3, big=True),
+    *(Case(t) for t in (1, 2, 5, 16)),
+    Case(33, strided=True),
+    Case(8, padding=3, strided=True),
+    Case(3, padding=3),
+    Case(0),
+    Case(3, 2, 16, 24, 8, 4, strided=True),
+    Case(5, 3, 8, 16, 4, 16, padding=1, narrow=True),
+]
+TOL = {"q_full": sums(), "cache": rounded()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    width = c.R + c.r
+    blocks = c.T // c.block_size + 2
+    before = 8 if c.strided else 0
+    cache = g.nan(blocks, c.block_size, width)
+    slots = g.permutation(blocks * c.block_size)[: c.T]
+    slots[c.T - c.padding :] = -1
+    angles = g.rand(c.T, c.r // 2) * 6.0
+    return {
+        "q": g.randn(c.T, c.H, c.n + c.r),
+        "ckv": g.randn(c.T, before + width, scale=3.0)[:, before:],
+        "kv_norm": g.randn(c.R),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
+        "cache": cache.to(BFLOAT16) if c.narrow else cache,
+        "slots": slots,
+        "eps": 1e-5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    size, width = dtype.itemsize, c.R + c.r
+    new = costs.Cost(4 * c.T * c.R + 3 * c.T * c.r, size * (2 * c.T * width + c.R))
+    return new + costs.head_matmul(c.T, c.H, c.n, c.R, size) + costs.rope(c.T, c.H, c.r, size)
+
+
+def reference(
+    q: Tensor,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (_, n, R), width = w_uk.shape, cache.shape[2]
+
+    def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * c - odd * s, odd * c + even * s), -1).flatten(-2)
+
+    f, new = q.float(), ckv.float()
+    c = new[:, :R] * (new[:, :R].square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
+    rows = torch.cat([c, rotated(new[:, R:], cos, sin)], -1).to(q.dtype).to(cache.dtype)
+    cache.view(-1, width)[slots[slots >= 0]] = rows[slots >= 0]
+    latent = torch.einsum("thn,hnr->thr", f[..., :n], w_uk.float())
+    return torch.cat([latent, rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
+
+
+op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("mla_query.cu", "mla_query", "pplppppplppllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "mla_query.cu",
+        device,
+        (a.q.dtype == a.cache.dtype == BFLOAT16, "bfloat16 activations and cache"),
+        (
+            a.q.shape[2] == K2.nope + K2.rope and a.cache.shape[2] == K2.latent + K2.rope,
+            "Kimi's head and latent widths",
+        ),
+    ),
+)
+def cuda(
+    q: Tensor,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (T, H, _), (N, block_size, width) = q.shape, cache.shape
+    assert w_uk.shape == (H, K2.nope, K2.latent) and w_uk.is_contiguous(), f"{w_uk.shape=} {w_uk.stride()=}"
+    if ckv.stride(1) != 1 or ckv.stride(0) % 8 or ckv.data_ptr() % 16:
+        ckv = ckv.contiguous()
+    out = torch.empty(T, H, width, dtype=q.dtype, device=q.device)
+    failed = _kernel()(
+        q.contiguous().data_ptr(),
+        ckv.data_ptr(),
+        ckv.stride(0),
+        kv_norm.data_ptr(),
+        cos.contiguous().data_ptr(),
+        sin.contiguous().data_ptr(),
+        w_uk.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        slots.contiguous().data_ptr(),
+        out.data_ptr(),
+        T,
+        H,
+        eps,
+        torch.cuda.current_stream(q.device).cuda_stream,
+    )
+    assert not failed, f"mla_query does not start: CUDA error {failed}"
+    return out
+
+
+@op.impl("composed")
+def composed(
+    q: Tensor,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    _, n, R = w_uk.shape
+    c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1)
+    kept = (slots >= 0).nonzero().squeeze(1)
+    if len(kept) < len(slots):
+        c, k_pe, slots = c[kept], k_pe[kept], slots[kept]
+    kv_write(cache, c, k_pe, slots)
+    return torch.cat([head_matmul(q[..., :n], w_uk), rope(q[..., n:], cos, sin)], -1)
+
+
+def mla_query(
+    q: Tensor,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (T, H, _), (heads, n, R), width = q.shape, w_uk.shape, cache.shape[2]
+    r = width - R
+    assert heads == H and q.shape[2] == n + r and ckv.shape == (T, width), f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
+    assert cache.is_contiguous() and kv_norm.shape == (R,), f"{cache.shape=} {cache.stride()=} {kv_norm.shape=}"
+    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
+    assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
+    assert q.dtype == ckv.dtype == kv_norm.dtype == w_uk.dtype, f"{q.dtype=} {ckv.dtype=} {w_uk.dtype=}"
+    return op(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)

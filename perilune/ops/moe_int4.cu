@@ -1,0 +1,551 @@
+// The MoE block for a few tokens: a stream of expert weights at the rate of the memory. Contract in moe_int4.py.
+//
+// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
+// of the tensor core's A, whose columns of B are up to 8 tokens. (gate_up: 8 gate rows and their 8 up rows, so that one
+// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k of INT4 or 64 k of bf16; the last of a row may be half full. KS warps
+// split the k of a tile, RT tiles make a unit, and the partial sums of a unit meet in shared memory. Every warp keeps
+// its own ring of slots filled by asynchronous copies, across units, so that the memory never waits for a barrier.
+//
+// INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
+// per row, applied to their fp32 result: exact. A nibble needs no conversion: masked out of its word it is, read as bf16,
+// the number q * 2^-133, and 16 q * 2^-133 if it sits four bits higher (all integers below 256 are evenly spaced there).
+// The activations of the latter are held divided by 16, all of them times 2^80: exact from 2^-200 to 2^47. The sums of a
+// group start at -8 times the sum of its activations, which takes the offset of q out.
+//
+// Work: the routed pairs are grouped by expert into segments of at most 8 pairs, every CTA takes a contiguous range of
+// (segment, unit), and units of the shared expert so that bytes balance. Each CTA counts the ids itself.
+#include "hopper.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int COLUMNS = 8;   // of B: the most pairs of a segment
+constexpr int LINE = 128;    // bytes of a row in a slot; a half of it is a piece
+constexpr int SLOT = 16 * LINE;
+constexpr int MAX_EXPERTS = 1024;
+constexpr int MAX_SEGMENTS = 24;   // that one CTA may touch
+constexpr int MAX_WARP_SLOTS = 16; // slots of a routed tile for one warp
+constexpr uint32_t LOW = 0x000f000f, HIGH = 0x00f000f0;
+constexpr float RAISED = 0x1p80f;   // staged activations
+constexpr float UNIT = 0x1p-133f;  // the nibble 1
+constexpr float RESULT = 0x1p53f;  // 1 / (RAISED * UNIT)
+
+struct Matrix {
+  const uint8_t* data;
+  const uint8_t* scale;  // bf16, 4 of a slot's 128 k adjacent; null for bf16 weights
+  int64_t expert;        // rows of an expert
+  int64_t second;        // rows between a tile's row 0 and its row 8
+  int pieces;            // of a row
+  int tiles;             // of an expert; 0 if there is no such matrix
+};
+
+struct Args {
+  Matrix routed, shared;
+  const bf16* in;         // gate_up: x [T, K]; down: h [T k, K]
+  const bf16* in_shared;  // [T, 32 shared.pieces]
+  const int* ids;         // [T, k]
+  const float* weights;   // [T, k]; down only
+  void* out;              // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
+  bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
+  int T, k, E, K, P;
+  int columns;        // pairs of a segment
+  int scale_buffers;  // of a warp, in turn
+};
+
+struct Segment {
+  int expert, count;
+  uint16_t pair[COLUMNS];
+};
+
+struct Range {
+  int first, end;
+};
+
+__device__ __forceinline__ void copy8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+__device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+template <bool GATE_UP, int WARPS, int KS, int N>
+struct Kernel {
+  static constexpr int THREADS = WARPS * 32;
+  static constexpr int RT = WARPS / KS;
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
+  
+  // What a CTA knows of the routing.
+  struct Plan {
+    Segment segments[MAX_SEGMENTS];
+    Range units;  // of all (segment, unit)
+    int warp_total[WARPS];
+  };
+
+  // Groups pairs by expert, cuts them into segments, and describes those that this CTA's units touch.
+  static __device__ void plan(const Args& a, Plan& p, uint32_t* counts) {
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, pairs = a.T * a.k;
+    for (int n = tid; n < pairs; n += THREADS) {
+      const int e = a.ids[n];
+      if (static_cast<unsigned>(e) < static_cast<unsigned>(a.E)) atomicAdd(&counts[e], 1);
+    }
+    __syncthreads();
+    // Segments before each expert.
+    const int share = divide_up(a.E, THREADS), begin = min(tid * share, a.E), end = min(begin + share, a.E);
+    int own = 0;
+    for (int e = begin; e < end; e++) own += divide_up(counts[e], a.columns);
+    int before = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      int v = __shfl_up_sync(~0u, before, d);
+      if (lane >= d) before += v;
+    }
+    if (lane == 31) p.warp_total[warp] = before;
+    before -= own;
+    __syncthreads();
+    int total = 0;
+    for (int w = 0; w < WARPS; w++) {
+      const int v = p.warp_total[w];
+      if (w < warp) before += v;
+      total += v;
+    }
+
+    const int per_expert = divide_up(a.routed.tiles, RT), all = total * per_expert;
+    const Range units = routed_units(a, all);
+    const int first = units.first / per_expert;
+    const int last = units.first < units.end ? (units.end - 1) / per_expert : first - 1;
+    for (int e = begin; e < end; e++) {
+      const int mine = divide_up(counts[e], a.columns);
+      for (int s = max(before, first); s < min(before + mine, last + 1); s++) {
+        // `count` holds the segment's number within the expert until its pairs are found.
+        p.segments[s - first].expert = e;
+        p.segments[s - first].count = s - before;
+      }
+      before += mine;
+    }
+    if (tid == 0) p.units = units;
+    __syncthreads();
+    for (int s = warp; s <= last - first; s += WARPS) {
+      Segment& segment = p.segments[s];
+      const int e = segment.expert, skip = segment.count * a.columns;
+      int seen = 0;
+      for (int n = 0; n < pairs; n += 32) {
+        const bool hit = n + lane < pairs && a.ids[n + lane] == e;
+        const unsigned found = __ballot_sync(~0u, hit);
+        const int at = seen + __popc(found & ((1u << lane) - 1)) - skip;
+        if (hit && at >= 0 && at < a.columns) segment.pair[at] = n + lane;
+        seen += __popc(found);
+      }
+      __syncwarp();
+      if (lane == 0) segment.count = min(seen - skip, a.columns);
+    }
+    __syncthreads();
+  }
+
+  // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
+  static __device__ Range routed_units(const Args& a, int all) {
+    const int64_t G = gridDim.x, c = blockIdx.x, shared = divide_up(a.shared.tiles, RT);
+    const int64_t wide = a.shared.pieces * 8, narrow = a.routed.pieces * 9;  // eighths of a row's pieces, scales counted
+    const int64_t bytes = shared * wide + all * narrow;
+    // The equal part must hold a CTA's shared units, and may not be mostly theirs: MAX_SEGMENTS counts on it.
+    if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
+      return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
+    }
+    auto bound = [&](int64_t n) {
+      int64_t left = n * bytes / G - wide * (n * shared / G);
+      return static_cast<int>(min(max((left + narrow / 2) / narrow, int64_t(0)), int64_t(all)));
+    };
+    return {bound(c), bound(c + 1)};
+  }
+
+  // The activations of a segment's columns, in the order in which the nibbles of a word come, and what the sums of every
+  // group of 32 k start at.
+  static __device__ void stage(const Args& a, const Segment& segment, uint8_t* xs, int pitch, float* starts) {
+    const int pieces = a.K / 8;
+    for (int c = 0; c < segment.count; c++) {
+      const bf16* row = a.in + static_cast<int64_t>(source(a, segment.pair[c])) * a.K;
+#pragma unroll 4
+      for (int first = 0; first < pieces; first += THREADS) {
+        const int n = first + threadIdx.x;
+        float sum = 0;
+        if (n < pieces) {
+          uint4 v = *reinterpret_cast<const uint4*>(row + n * 8);
+          float2 x01 = widen(v.x), x23 = widen(v.y), x45 = widen(v.z), x67 = widen(v.w);
+          constexpr float high = RAISED / 16;
+          v.x = narrow(x01.x * RAISED, x45.x * RAISED);
+          v.y = narrow(x23.x * RAISED, x67.x * RAISED);
+          v.z = narrow(x01.y * high, x45.y * high);
+          v.w = narrow(x23.y * high, x67.y * high);
+          *reinterpret_cast<uint4*>(xs + c * pitch + n * 16) = v;
+          sum = ((x01.x + x01.y) + (x23.x + x23.y)) + ((x45.x + x45.y) + (x67.x + x67.y));
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (n < pieces && n % 4 == 0) starts[n / 4 * COLUMNS + c] = sum * (-8 * UNIT * RAISED);
+      }
+    }
+    __syncthreads();
+  }
+
+  static __device__ __forceinline__ int source(const Args& a, int pair) { return GATE_UP ? pair / a.k : pair; }
+
+  static __device__ bool same_rows(const Args& a, const Segment& p, const Segment& q) {
+    if (p.count != q.count) return false;
+    for (int c = 0; c < p.count; c++) {
+      if (source(a, p.pair[c]) != source(a, q.pair[c])) return false;
+    }
+    return true;
+  }
+
+  static __device__ void run(const Args& a) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ Plan p;
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int ks = warp % KS, rt = warp / KS, pitch = a.K * 2 + 64;
+    const int groups = a.K / 32, scale_line = 16 * divide_up(divide_up(a.routed.pieces, 2), KS), scale_bytes = 16 * scale_line;
+    const int scale_ring = a.scale_buffers * scale_bytes;
+    float* sums = reinterpret_cast<float*>(memory + WARPS * N * SLOT);
+    float* starts = sums + WARPS * 128;
+    uint8_t* scales = reinterpret_cast<uint8_t*>(starts + groups * COLUMNS) + warp * scale_ring;
+    uint8_t* xs = reinterpret_cast<uint8_t*>(starts + groups * COLUMNS) + WARPS * scale_ring;
+    uint32_t* counts = reinterpret_cast<uint32_t*>(xs);  // until the first activations are staged
+    uint8_t* ring = memory + warp * N * SLOT;
+
+    // Slots of a row are dealt to KS warps.
+    auto share = [&](const Matrix& m, int n) { return n * divide_up(m.pieces, 2) / KS; };
+    const int first_routed = share(a.routed, ks), slots_routed = share(a.routed, ks + 1) - first_routed;
+    const int first_shared = share(a.shared, ks), slots_shared = share(a.shared, ks + 1) - first_shared;
+    const int shared_all = divide_up(a.shared.tiles, RT), per_expert = divide_up(a.routed.tiles, RT);
+    const Range shared_units{static_cast<int>(static_cast<int64_t>(blockIdx.x) * shared_all / gridDim.x),
+                             static_cast<int>(static_cast<int64_t>(blockIdx.x + 1) * shared_all / gridDim.x)};
+    const int own_shared = shared_units.end - shared_units.first;
+
+    // The copying side of the ring.
+    int next_unit = 0, known = own_shared, left = 0, segment_of = 0, unit_of = 0;
+    int into = 0, scales_into = 0, filled = 0;  // bytes into the warp's rings, pieces of a row before the next slot
+    // Lanes copy rows line, line + 4, + 8, + 12 of a tile, 16 bytes each. Chunks of a row change places so that neither
+    // the eight rows of a matrix nor two rows of 64 bytes meet a bank twice.
+    const int line = lane / 8, chunk = lane % 8;
+    auto swizzle = [](int row) { return row % 2 * 4 + row % 8 / 2; };
+    const int place = line * LINE, even = (chunk ^ swizzle(line)) * 16, odd = (chunk ^ swizzle(line + 4)) * 16;
+    const uint8_t *upper = nullptr, *lower = nullptr;
+    int four = 0, width = 0;  // bytes of four rows; pieces of one
+    auto open = [&] {
+      const bool is_shared = next_unit < own_shared;
+      const Matrix& m = is_shared ? a.shared : a.routed;
+      const int tile = (is_shared ? shared_units.first + next_unit : unit_of) * RT + rt;
+      const int expert = is_shared ? 0 : p.segments[segment_of].expert;
+      const int slots = is_shared ? slots_shared : slots_routed, first = is_shared ? first_shared : first_routed;
+      next_unit++;
+      if (!is_shared && ++unit_of == per_expert) {
+        unit_of = 0;
+        segment_of++;
+      }
+      if (tile >= m.tiles || slots == 0) return;
+      left = slots;
+      width = m.pieces;
+      filled = first * 2;
+      four = m.pieces * (4 * LINE / 2);
+      const int64_t bytes = static_cast<int64_t>(m.pieces) * (LINE / 2), row = expert * m.expert + tile * ROWS;
+      upper = m.data + (row + line) * bytes + first * LINE + chunk * 16;
+      lower = upper + m.second * bytes;
+      if (is_shared) return;
+      // 8 bytes for a piece of a row.
+      const uint8_t* from = m.scale + ((row + line) * m.pieces + first * 2 + chunk) * 8;
+      uint8_t* to = scales + scales_into + line * scale_line + chunk * 8;
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const uint8_t* source = from + (n / 2 * m.second + n % 2 * 4) * m.pieces * 8;
+        for (int c = chunk; c < min(slots * 2, width - filled); c += 8) {
+          copy8(to + n * 4 * scale_line + (c - chunk) * 8, source + (c - chunk) * 8);
+        }
+      }
+      scales_into = scales_into + scale_bytes == scale_ring ? 0 : scales_into + scale_bytes;
+    };
+    auto ready = [&] {
+      while (left == 0 && next_unit < known) open();
+      return left > 0;
+    };
+    auto issue = [&] {
+      if (ready()) {
+        if (chunk < 4 || filled + 1 < width) {
+          uint8_t* to = ring + place + into;
+          copy16(to + even, upper);
+          copy16(to + odd + 4 * LINE, upper + four);
+          copy16(to + even + 8 * LINE, lower);
+          copy16(to + odd + 12 * LINE, lower + four);
+        }
+        upper += LINE;
+        lower += LINE;
+        filled += 2;
+        left--;
+      }
+      copies_commit();
+      into = into + SLOT == N * SLOT ? 0 : into + SLOT;
+    };
+
+    int issued = 0;
+    while (issued < N - 1 && ready()) {
+      issue();
+      issued++;
+    }
+    for (int e = tid; e < a.E; e += THREADS) counts[e] = 0;
+    let_successor_start();
+    __syncthreads();
+    wait_for_predecessor();
+    plan(a, p, counts);
+    const Range units = p.units;
+    known += units.end - units.first;
+    unit_of = units.first % per_expert;
+    while (issued < N - 1) {
+      issue();
+      issued++;
+    }
+
+    // The consuming side.
+    int from = 0;
+    auto arrive = [&] {
+      copies_wait<N - 2>();
+      __syncwarp();
+      issue();
+      const int slot = from;
+      from = from + SLOT == N * SLOT ? 0 : from + SLOT;
+      return slot;
+    };
+    // Sums of a unit over its warps; result(column, tile of the unit, row, value or gate, up).
+    auto finish = [&](const float (&acc)[4], int columns, auto result) {
+      __syncthreads();
+      float* mine = sums + warp * 128;
+      *reinterpret_cast<float2*>(mine + g * 8 + 2 * t) = make_float2(acc[0], acc[1]);
+      *reinterpret_cast<float2*>(mine + (g + 8) * 8 + 2 * t) = make_float2(acc[2], acc[3]);
+      __syncthreads();
+      for (int n = tid; n < columns * RT * ROWS; n += THREADS) {
+        const int row = n % ROWS, tile = n / ROWS % RT, column = n / (ROWS * RT);
+        const float* at = sums + tile * KS * 128 + row * 8 + column;
+        float v = 0, up = 0;
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+          v += at[s * 128];
+          if (GATE_UP) up += at[s * 128 + 64];
+        }
+        result(column, tile, row, v, up);
+      }
+    };
+
+    const int pieces_place = g * LINE + ((t ^ swizzle(g)) * 16);
+    for (int u = shared_units.first; u < shared_units.end; u++) {
+      float acc[2][2][4] = {};
+      const bool many = a.T > COLUMNS;
+      const int count = u * RT + rt < a.shared.tiles ? slots_shared : 0, last = a.shared.pieces - first_shared * 2;
+      const bf16* x = a.in_shared + first_shared * 64 + t * 8;
+      const bf16* rows[2] = {x + static_cast<int64_t>(min(g, a.T - 1)) * a.shared.pieces * 32,
+                             x + static_cast<int64_t>(min(g + 8, a.T - 1)) * a.shared.pieces * 32};
+      uint4 now[2][2] = {}, next[2][2] = {};  // [columns 0-7, 8-15][piece of a slot]
+      auto fetch = [&](int n) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            if ((c == 0 || many) && n < count && n * 2 + h < last) {
+              next[c][h] = *reinterpret_cast<const uint4*>(rows[c] + n * 64 + h * 32);
+            }
+          }
+        }
+      };
+      fetch(0);
+      for (int n = 0; n < count; n++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) now[c][h] = next[c][h];
+        }
+        fetch(n + 1);
+        const uint8_t* slot = ring + arrive();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if (h == 1 && n * 2 + 1 >= last) break;
+          const uint8_t* at = slot + (pieces_place ^ (h * 64));
+          const uint4 top = *reinterpret_cast<const uint4*>(at), bottom = *reinterpret_cast<const uint4*>(at + SLOT / 2);
+          const uint32_t one[4] = {top.x, bottom.x, top.y, bottom.y}, two[4] = {top.z, bottom.z, top.w, bottom.w};
+          mma(acc[0][0], one, now[0][h].x, now[0][h].y, bf16());
+          mma(acc[0][1], two, now[0][h].z, now[0][h].w, bf16());
+          if (many) {
+            mma(acc[1][0], one, now[1][h].x, now[1][h].y, bf16());
+            mma(acc[1][1], two, now[1][h].z, now[1][h].w, bf16());
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == 1 && !many) break;
+        float total[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) total[n] = acc[half][0][n] + acc[half][1][n];
+        finish(total, min(a.T - half * COLUMNS, COLUMNS), [&](int column, int tile, int row, float v, float up) {
+          const int token = half * COLUMNS + column, at = u * RT + tile;
+          if (at >= a.shared.tiles) return;
+          if (GATE_UP) {
+            a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * ROWS + at * ROWS + row] =
+                __float2bfloat16(v / (1 + __expf(-v)) * up);
+          } else {
+            static_cast<float*>(a.out)[(static_cast<int64_t>(token) * a.P + a.P - 1) * a.shared.tiles * ROWS +
+                                       at * ROWS + row] = v;
+          }
+        });
+      }
+    }
+
+    const uint32_t matrices = shared_address(ring) + (lane % 8 + lane / 8 % 2 * 8) * LINE + ((lane / 16 ^ swizzle(lane)) * 16);
+    int scales_from = 0, staged = -1, s = 0, unit = units.first % per_expert;
+    for (int u = units.first; u < units.end; u++, unit++) {
+      if (unit == per_expert) {
+        unit = 0;
+        s++;
+      }
+      const Segment& segment = p.segments[s];
+      if (staged != s) {
+        if (staged < 0 || !same_rows(a, segment, p.segments[staged])) {
+          stage(a, segment, xs, pitch, starts);
+        }
+        staged = s;
+      }
+      float acc[4] = {};
+      const int count = unit * RT + rt < a.routed.tiles ? slots_routed : 0;
+      const int last = a.routed.pieces - first_routed * 2;
+      const uint8_t* x = xs + min(g, segment.count - 1) * pitch + first_routed * 512 + t * 16;
+      const float* start = starts + first_routed * 8 * COLUMNS + 2 * t;
+      const uint8_t* scale = scales + scales_from + g * scale_line;
+      for (int n = 0; n < count; n++) {
+        const uint32_t slot = matrices + arrive();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if (h == 1 && n * 2 + 1 >= last) break;
+          const uint2 above = *reinterpret_cast<const uint2*>(scale + h * 8);
+          const uint2 below = *reinterpret_cast<const uint2*>(scale + 8 * scale_line + h * 8);
+#pragma unroll
+          for (int pair = 0; pair < 2; pair++) {
+            uint32_t w[4];
+            load_matrices(w, slot ^ (h * 64 + pair * 32));
+            const uint32_t upper_scales = pair ? above.y : above.x, lower_scales = pair ? below.y : below.x;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const int group = h * 4 + pair * 2 + half;
+              const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
+              const float2 c = *reinterpret_cast<const float2*>(start + group * COLUMNS);
+              const uint32_t v = w[half * 2], z = w[half * 2 + 1], v8 = v >> 8, z8 = z >> 8;
+              const uint32_t low[4] = {v & LOW, z & LOW, v8 & LOW, z8 & LOW};
+              const uint32_t high[4] = {v & HIGH, z & HIGH, v8 & HIGH, z8 & HIGH};
+              float d[4] = {c.x, c.y, c.x, c.y};
+              mma(d, low, b.x, b.y, bf16());
+              mma(d, high, b.z, b.w, bf16());
+              const float f = half ? high_half(upper_scales) : low_half(upper_scales);
+              const float k = half ? high_half(lower_scales) : low_half(lower_scales);
+              acc[0] += f * d[0];
+              acc[1] += f * d[1];
+              acc[2] += k * d[2];
+              acc[3] += k * d[3];
+            }
+          }
+        }
+        scale += 16;
+        x += 512;
+        start += 8 * COLUMNS;
+      }
+      if (count) scales_from = scales_from + scale_bytes == scale_ring ? 0 : scales_from + scale_bytes;
+      finish(acc, segment.count, [&](int column, int tile, int row, float v, float up) {
+        const int pair = segment.pair[column], at = unit * RT + tile;
+        if (at >= a.routed.tiles) return;
+        v *= RESULT;
+        if (GATE_UP) {
+          static_cast<bf16*>(a.out)[static_cast<int64_t>(pair) * a.routed.tiles * ROWS + at * ROWS + row] =
+              __float2bfloat16(v / (1 + __expf(-v)) * (up * RESULT));
+        } else {
+          const int64_t line = static_cast<int64_t>(pair / a.k) * a.P + pair % a.k;
+          static_cast<float*>(a.out)[line * a.routed.tiles * ROWS + at * ROWS + row] = v * a.weights[pair];
+        }
+      });
+    }
+  }
+};
+
+template <bool GATE_UP, int WARPS, int KS, int N>
+__global__ __launch_bounds__(WARPS * 32, WARPS == 8 ? 2 : 1) void moe_int4_kernel(const __grid_constant__ Args a) {
+  Kernel<GATE_UP, WARPS, KS, N>::run(a);
+}
+
+template <bool GATE_UP, int WARPS, int KS, int N>
+int start(Args a, int sms, void* stream) {
+  constexpr int FIXED = 2048;  // more than the kernel's own shared memory and what the driver takes
+  constexpr int MOST = WARPS == 8 ? 114 * 1024 - FIXED : 227 * 1024 - FIXED;
+  const int ctas = WARPS == 8 ? 2 * sms : sms, pairs = a.T * a.k, slots = (a.routed.pieces + 1) / 2;
+  const int segments = min(pairs, a.E + pairs / a.columns);
+  if (a.E > MAX_EXPERTS || 2 * segments / ctas + 3 > MAX_SEGMENTS) return -1;
+  const int least = max(1, slots / KS), most = (slots + KS - 1) / KS;
+  a.scale_buffers = (N - 1 + least - 1) / least + 1;
+  const int staged = max(a.columns * (a.K * 2 + 64), a.E * 4);
+  const int shared = WARPS * (N * SLOT + 512 + a.scale_buffers * most * 256) + a.K / 32 * COLUMNS * 4 + staged;
+  if constexpr (N > 2) {
+    if (shared > MOST) return start<GATE_UP, WARPS, KS, N - 1>(a, sms, stream);
+  }
+  return launch(moe_int4_kernel<GATE_UP, WARPS, KS, N>, dim3(ctas), dim3(WARPS * 32), shared, stream, 1, a);
+}
+
+Matrix matrix(const void* data, const void* scale, int64_t expert, int64_t second, int64_t pieces, int64_t tiles) {
+  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), expert, second,
+          static_cast<int>(pieces), static_cast<int>(tiles)};
+}
+
+}  // namespace
+
+// h [T k, I] and h_shared [T, S] from x [T, D]; S = 0: no shared expert. Returns -1 for sizes it cannot take.
+API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* shared,
+                         void* h, void* h_shared, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S,
+                         int64_t sms, void* stream) {
+  Args a{matrix(packed, scale, 2 * I, I, D / 128, I / 8),
+         matrix(shared, nullptr, 0, S, D / 32, S / 8),
+         static_cast<const bf16*>(x),
+         static_cast<const bf16*>(x),
+         static_cast<const int*>(ids),
+         nullptr,
+         h,
+         static_cast<bf16*>(h_shared),
+         static_cast<int>(T),
+         static_cast<int>(k),
+         static_cast<int>(E),
+         static_cast<int>(D),
+         0,
+         static_cast<int>(T <= 4 ? T : T <= 96 ? 4 : COLUMNS),
+         0};
+  if (T <= 2) return start<true, 8, 8, 4>(a, sms, stream);
+  return start<true, 16, 8, 3>(a, sms, stream);
+}
+
+// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
+API int moe_int4_down(const void* h, const void* h_shared, const void* ids, const void* weights, const void* packed,
+                      const void* scale, const void* shared, void* y, int64_t T, int64_t k, int64_t E, int64_t D,
+                      int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
+  Args a{matrix(packed, scale, D, 8, I / 128, D / 16),
+         matrix(shared, nullptr, 0, 8, S / 32, S ? D / 16 : 0),
+         static_cast<const bf16*>(h),
+         static_cast<const bf16*>(h_shared),
+         static_cast<const int*>(ids),
+         static_cast<const float*>(weights),
+         y,
+         nullptr,
+         static_cast<int>(T),
+         static_cast<int>(k),
+         static_cast<int>(E),
+         static_cast<int>(I),
+         static_cast<int>(P),
+         static_cast<int>(T < COLUMNS ? T : COLUMNS),
+         0};
+  return start<false, 8, 4, 4>(a, sms, stream);
+}

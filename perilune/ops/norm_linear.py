@@ -1,0 +1,71 @@
+"""y = rmsnorm(x) w^T: a linear layer that normalises its input itself.
+
+x [T, i], rows may be strided; norm [i]; w [o, i]; y [T, o] as x. The normalised x is rounded to x's type, as the
+two ops would; sums in fp32, rounded once. "cuda" (linear.cu) saves a launch and its latency; "composed" is the two ops.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile
+from perilune.ops.case import K2, NANO, Make, Sized, sums
+from perilune.ops.linear import linear, run_streamed, streamable
+from perilune.ops.registry import Op
+from perilune.ops.rmsnorm import reference as norm_reference
+from perilune.ops.rmsnorm import rmsnorm
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    i: int
+    o: int
+
+
+CASES = [
+    *(Case(t, K2.q_rank, K2.heads * (K2.nope + K2.rope), big=True) for t in (1, 3, 8, 16, 64)),
+    *(Case(t, NANO.q_rank, NANO.heads * (NANO.nope + NANO.rope)) for t in (1, 5, 16)),
+    Case(0, 64, 8),
+    Case(3, 40, 17),
+]
+TOL = {"y": sums()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    return {
+        "x": g.randn(c.T, c.i + 8, scale=3.0)[:, : c.i],
+        "norm": g.randn(c.i),
+        "w": g.randn(c.o, c.i, scale=c.i**-0.5),
+        "eps": 1e-5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.linear(c.T, c.i, c.o, dtype.itemsize)
+
+
+def reference(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
+    return (norm_reference(x, norm, eps).float() @ w.float().T).to(x.dtype)
+
+
+op = Op("norm_linear", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+
+
+@op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
+def cuda(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
+    return run_streamed(x, w, norm, eps, False)
+
+
+@op.impl("composed")
+def composed(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
+    return linear(rmsnorm(x, norm, eps), w)
+
+
+def norm_linear(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
+    assert x.shape[1] == w.shape[1] == norm.shape[0], f"{x.shape=} {norm.shape=} {w.shape=}"
+    assert x.dtype == norm.dtype == w.dtype, f"{x.dtype=} {norm.dtype=} {w.dtype=}"
+    return op(x, norm, w, eps)

@@ -1,0 +1,176 @@
+// Router scores and the choice of experts in one launch. Contract in router.py.
+//
+// CTAs of 8 warps each multiply 8 rows of the gate over one SPLIT-th of the width (the streaming of linear.cu); the
+// last CTA to finish adds the parts in order, and a warp per token picks the experts.
+#include "hopper.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int WARPS = 8;
+constexpr int TILE = 8;
+constexpr int CHUNK = 32;
+constexpr int PAD = 32;
+constexpr int MOST_EXPERTS = 512;
+
+struct Args {
+  const bf16* x;     // [T, D]
+  const bf16* gate;  // [E, D]
+  const float* bias;
+  float* scores;  // [split, T, E], scratch
+  uint32_t* done;  // zero before and after
+  int* ids;
+  float* weights;
+  int T, D, E, top_k, norm, workers;
+  float scale;
+};
+
+// A warp picks the experts of one token. All loads of scores are in flight at once: one after the other they took 10 us.
+template <int EACH>
+__device__ void pick(const Args& a, int token, int parts, int lane) {
+  float score[EACH];
+  uint32_t key[EACH];  // choices as integers of the same order; 0 is below all
+#pragma unroll
+  for (int n = 0; n < EACH; n++) {
+    int e = min(n * 32 + lane, a.E - 1);
+    score[n] = __ldcg(a.scores + static_cast<int64_t>(token) * a.E + e);
+    key[n] = __float_as_uint(a.bias[e]);
+  }
+  for (int p = 1; p < parts; p++) {
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      int e = min(n * 32 + lane, a.E - 1);
+      score[n] += __ldcg(a.scores + (static_cast<int64_t>(p) * a.T + token) * a.E + e);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < EACH; n++) {
+    score[n] = 1.0f / (1.0f + expf(-score[n]));
+    uint32_t bits = __float_as_uint(score[n] + __uint_as_float(key[n]));
+    key[n] = n * 32 + lane < a.E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
+  }
+  float kept = 0, sum = 0;
+  int mine = 0;
+  for (int k = 0; k < a.top_k; k++) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) best = max(best, key[n]);
+    best = __reduce_max_sync(~0u, best);
+    int id = 1 << 30;
+#pragma unroll
+    for (int n = EACH - 1; n >= 0; n--) {
+      if (key[n] == best) id = n * 32 + lane;
+    }
+    id = __reduce_min_sync(~0u, id);
+    float value = 0;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      if (n * 32 + lane == id) value = score[n], key[n] = 0;
+    }
+    value = __shfl_sync(~0u, value, id % 32);
+    sum += value;
+    if (lane == k) mine = id, kept = value;
+  }
+  if (lane < a.top_k) {
+    a.ids[token * a.top_k + lane] = mine;
+    a.weights[token * a.top_k + lane] = (a.norm ? kept / (sum + 1e-20f) : kept) * a.scale;
+  }
+}
+
+template <int U, bool MANY>
+__global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
+  constexpr int ROWS = MANY ? 16 : 8;
+  extern __shared__ __align__(16) uint8_t memory[];
+  bf16* xs = reinterpret_cast<bf16*>(memory);
+  __shared__ float sums[WARPS][ROWS * TILE];
+  __shared__ bool last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int parts = gridDim.y, width = a.D / parts, k0 = blockIdx.y * width, chunks = width / CHUNK / a.workers;
+  const int pitch = width + PAD, own = warp * chunks * CHUNK;
+  const bf16* w = a.gate + static_cast<int64_t>(blockIdx.x * TILE + g) * a.D + k0 + own + 8 * t;
+  const bool works = warp < a.workers;
+  uint4 ring[U];
+  if (works) {
+#pragma unroll
+    for (int u = 0; u < U; u++) ring[u] = load16(w + u * CHUNK);
+  }
+  let_successor_start();
+  wait_for_predecessor();
+  for (int n = threadIdx.x; n < a.T * (width / 8); n += WARPS * 32) {
+    int token = n / (width / 8), k = (n - token * (width / 8)) * 8;
+    copy16(xs + token * pitch + k, a.x + static_cast<int64_t>(token) * a.D + k0 + k);
+  }
+  copies_commit();
+  copies_wait<0>();
+  __syncthreads();
+
+  const bf16* low = xs + min(g, a.T - 1) * pitch + own + 8 * t;
+  const bf16* high = MANY ? xs + min(g + 8, a.T - 1) * pitch + own + 8 * t : nullptr;
+  float acc[2][4] = {};
+  for (int c = 0; works && c < chunks; c += U) {
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      uint4 v = ring[u];
+      if (c + U < chunks) ring[u] = load16(w + (c + U + u) * CHUNK);
+      uint4 x = *reinterpret_cast<const uint4*>(low + (c + u) * CHUNK);
+      uint4 z = MANY ? *reinterpret_cast<const uint4*>(high + (c + u) * CHUNK) : make_uint4(0, 0, 0, 0);
+      uint32_t first[4] = {x.x, z.x, x.y, z.y}, second[4] = {x.z, z.z, x.w, z.w};
+      mma(acc[0], first, v.x, v.y, bf16());
+      mma(acc[1], second, v.z, v.w, bf16());
+    }
+  }
+  *reinterpret_cast<float2*>(&sums[warp][g * TILE + 2 * t]) = make_float2(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
+  if (MANY) {
+    *reinterpret_cast<float2*>(&sums[warp][(g + 8) * TILE + 2 * t]) =
+        make_float2(acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < a.T * TILE; n += WARPS * 32) {
+    float v = 0;
+#pragma unroll
+    for (int s = 0; s < WARPS; s++) v += sums[s][n];
+    int token = n / TILE;
+    __stcg(a.scores + (static_cast<int64_t>(blockIdx.y) * a.T + token) * a.E + blockIdx.x * TILE + n % TILE, v);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(a.done, 1) == gridDim.x * gridDim.y - 1;
+    if (last) *a.done = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int token = warp; token < a.T; token += WARPS) {
+    if (a.E <= 384) {
+      pick<12>(a, token, parts, lane);
+    } else {
+      pick<MOST_EXPERTS / 32>(a, token, parts, lane);
+    }
+  }
+}
+
+template <int U>
+int start(const Args& a, int parts, void* stream) {
+  const size_t shared = static_cast<size_t>(a.T) * (a.D / parts + PAD) * sizeof(bf16);
+  auto kernel = a.T > 8 ? router_kernel<U, true> : router_kernel<U, false>;
+  return launch(kernel, dim3(a.E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
+}
+
+}  // namespace
+
+// E a multiple of 8 and at most 512, top_k at most 32, D / parts a multiple of 32 x workers (at most 8), T at most 16.
+API int router(const void* x, const void* gate, const void* bias, void* scores, void* done, void* ids, void* weights,
+               int64_t T, int64_t D, int64_t E, int64_t top_k, int64_t norm, int64_t parts, int64_t workers,
+               float scale, void* stream) {
+  Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(gate), static_cast<const float*>(bias),
+         static_cast<float*>(scores), static_cast<uint32_t*>(done), static_cast<int*>(ids),
+         static_cast<float*>(weights), static_cast<int>(T), static_cast<int>(D), static_cast<int>(E),
+         static_cast<int>(top_k), static_cast<int>(norm), static_cast<int>(workers), scale};
+  const int chunks = D / parts / CHUNK / workers;
+  if (chunks % 7 == 0) return start<7>(a, parts, stream);
+  if (chunks % 4 == 0) return start<4>(a, parts, stream);
+  if (chunks % 3 == 0) return start<3>(a, parts, stream);
+  return start<1>(a, parts, stream);
+}
