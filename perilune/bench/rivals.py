@@ -2,6 +2,7 @@
 
 The checkpoint is dequantised, exactly, to a plain float32 deepseek_v3 directory, which transformers loads as float32
 and as bfloat16; the better of the two counts. Rounds are interleaved, so that a machine that slows down slows everyone.
+llama.cpp takes part if it has been built (runs/llama-cpp.sh), as processes of its own that wait while others run.
 """
 
 import gc
@@ -11,6 +12,7 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +28,51 @@ from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
-from perilune.formats import int4, scheme
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import Writer
 from perilune.model.config import KimiConfig
-from perilune.model.load import expected, survey
+from perilune.model.survey import expected, read_linear, survey
 
 MAX_PARAMETERS = 4_000_000_000  # beyond this the float32 copy and three models in memory make no sense on a CPU
 NORM_EPS = 1e-6  # of the q and kv norms in transformers, whatever the config says
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LLAMA_FILES = ("f32", "q8_0", "q4_0")
+
+
+class Llama:
+    """llama.cpp with one GGUF file, in a process of its own."""
+
+    def __init__(self, directory: Path, kind: str, threads: int) -> None:
+        """`directory` is what runs/llama-cpp.sh made. Raises ConfigError if it lacks something."""
+        python, file = directory / "venv" / "bin" / "python", directory / f"{kind}.gguf"
+        for needed in (python, file):
+            if not needed.exists():
+                raise ConfigError(f"{needed} does not exist: run runs/llama-cpp.sh {directory}")
+        script = Path(__file__).with_name("rival_llama.py")
+        self._process = subprocess.Popen(
+            [python, script, "serve", file, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def time(self, prompt: Sequence[int], output: int) -> tuple[float, list[int]]:
+        """(tokens/s after the first token, the tokens), greedy."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"prompt": list(prompt), "output": output}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConfigError(
+                f"llama.cpp ended with code {self._process.wait()}: build it again with runs/llama-cpp.sh"
+            )
+        answer = json.loads(line)
+        return answer["tokens_per_s"], answer["tokens"]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
 
 
 def require_transformers() -> None:
@@ -57,13 +95,10 @@ def export(model_dir: Path, out: Path) -> KimiConfig:
         with Writer(out) as writer:
             for name in expected(config):
                 stem = name.removesuffix(".weight")
-                if found.formats.get(stem) == scheme.INT4:
-                    packed, scale = (
-                        checkpoint.read(found.prefix + stem + s) for s in (".weight_packed", ".weight_scale")
-                    )
-                    writer.add(name, int4.dequantize(packed, scale, torch.float32))
+                if stem in found.formats:
+                    writer.add(name, read_linear(checkpoint, found, stem, torch.float32))
                 else:
-                    writer.add(name, checkpoint.read(found.prefix + name).float())
+                    writer.add(name, checkpoint.read(found.tensors[name].name).float())
     (out / "config.json").write_text(json.dumps(_plain_config(config)))
     return config
 
@@ -76,6 +111,7 @@ def measure(
     output_tokens: int,
     batch: int,
     rounds: int,
+    llama_cpp: Path | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """One row: tokens/s of transformers and of the engine alone, and of the engine with `batch` users."""
@@ -89,16 +125,19 @@ def measure(
         prefix_cache=False,  # every prompt must be computed
         qk_norm_eps=NORM_EPS,
     )
+    llamas = {f"llama.cpp {kind}": Llama(llama_cpp, kind, threads) for kind in LLAMA_FILES} if llama_cpp else {}
     engine = Engine(model_dir, config)
     try:
         with tempfile.TemporaryDirectory(prefix="perilune-rivals-") as temporary:
             shape = export(model_dir, Path(temporary) / "model")
             rivals = {name: _load(Path(temporary) / "model", dtype) for name, dtype in DTYPES.items()}
         prompts = _prompts(batch, prompt_tokens, shape.vocab_size)
-        speeds: dict[str, list[float]] = {name: [] for name in (*rivals, "alone", "batch")}
+        speeds: dict[str, list[float]] = {name: [] for name in (*rivals, *llamas, "alone", "batch")}
         tokens: dict[str, list[int]] = {}
         for number in range(rounds + 1):  # the first round warms everything up
-            turns: Iterator[tuple[str, tuple[float, list[int]]]] = _round(engine, rivals, prompts, output_tokens)
+            turns: Iterator[tuple[str, tuple[float, list[int]]]] = _round(
+                engine, rivals, llamas, prompts, output_tokens
+            )
             for name, (speed, ids) in turns:
                 tokens[name] = ids
                 if number:
@@ -112,6 +151,8 @@ def measure(
         info, dtype = engine.info, engine.config.dtype
     finally:
         engine.close()
+        for llama in llamas.values():
+            llama.close()
         gc.collect()
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     best = max(rivals, key=lambda name: medians[name])
@@ -135,6 +176,9 @@ def measure(
         "transformers_dtype": best,
         **{f"transformers_{name}_tokens_per_s": round(medians[name], 1) for name in rivals},
         "transformers_ratio": round(medians["alone"] / medians[best], 2),
+        **{f"{name.replace('.', '_').replace(' ', '_')}_tokens_per_s": round(medians[name], 1) for name in llamas},
+        "llama_cpp_ratio": round(medians["alone"] / max(medians[name] for name in llamas), 2) if llamas else None,
+        "llama_cpp_same_tokens": _common(tokens["alone"], tokens["llama.cpp f32"]) if llamas else None,
         # Greedy on the same prompt: how long the engine and float32 transformers say the same.
         "same_tokens": _common(tokens["alone"], tokens["float32"]),
         "method": f"median of {rounds} interleaved rounds; decode only, from the first token of all requests on",
@@ -143,10 +187,12 @@ def measure(
 
 
 def _round(
-    engine: Engine, rivals: dict[str, Any], prompts: Sequence[Sequence[int]], output: int
+    engine: Engine, rivals: dict[str, Any], llamas: dict[str, Llama], prompts: Sequence[Sequence[int]], output: int
 ) -> Iterator[tuple[str, tuple[float, list[int]]]]:
     for name, model in rivals.items():
         yield name, time_transformers(model, prompts[0], output)
+    for name, llama in llamas.items():
+        yield name, llama.time(prompts[0], output)
     yield "alone", time_engine(engine, prompts[:1], output)
     yield "batch", time_engine(engine, prompts, output)
 

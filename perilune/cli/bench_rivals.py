@@ -25,6 +25,11 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
     "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds; medians count."
 )
 @click.option(
+    "--llama-cpp",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Time llama.cpp too: the directory that runs/llama-cpp.sh made.",
+)
+@click.option(
     "--ledger",
     "directory",
     type=click.Path(path_type=Path),
@@ -54,6 +59,11 @@ def table(row: dict[str, Any]) -> list[str]:
         f"ceiling             {row['ceiling_tokens_per_s']:>9,.1f} tok/s alone, "
         f"{row['batch_ceiling_tokens_per_s']:,.1f} with {row['batch']} ({row['read_gb_per_s']} GB/s read)",
         *(f"transformers {kind:<8}{row[f'transformers_{kind}_tokens_per_s']:>8,.1f} tok/s" for kind in rivals.DTYPES),
+        *(
+            f"llama.cpp {kind:<11}{row[f'llama_cpp_{kind}_tokens_per_s']:>8,.1f} tok/s"
+            for kind in rivals.LLAMA_FILES
+            if row["llama_cpp_ratio"] is not None
+        ),
         f"perilune {row['dtype']:<11}{row['tokens_per_s']:>9,.1f} tok/s, {100 * row['fraction']:.1f} % of the ceiling; "
         f"{row['transformers_ratio']} times transformers (mark: {MARK:g})",
         f"perilune, {row['batch']:>3} users {row['batch_tokens_per_s']:>9,.1f} tok/s, "
