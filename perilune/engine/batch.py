@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.plan import PENDING, StepPlan, Work
+from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 
 
@@ -49,18 +50,18 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         table = np.asarray(w.blocks[first:], np.int64)
         slots[begin:end] = table[here // block_size - first] * block_size + here % block_size
 
-    ids = torch.from_numpy(tokens).to(device)
+    ids = on_device(tokens, device)
     pending = np.flatnonzero(tokens == PENDING)
     if len(pending):
         owner = np.searchsorted(ends, pending, side="right")
-        sources = torch.tensor([work[i].slot for i in owner], device=device)
-        ids[torch.from_numpy(pending).to(device)] = last_tokens[sources]
+        sources = on_device(np.fromiter((work[i].slot for i in owner), np.int64, len(owner)), device)
+        ids[on_device(pending, device)] = last_tokens[sources]
 
     split = int(ends[len(few) - 1]) if few else 0
     step = Step(
         tokens=ids,
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
+        positions=on_device(positions, device),
+        slots=on_device(slots, device),
         absorbed=_span(few, slice(0, split), device),
         plain=_span(many, slice(split, total), device),
     )
@@ -70,8 +71,8 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         work=work,
         starts=tuple(starts.tolist()),
         sampled=tuple(work[i] for i in sampling),
-        rows=torch.from_numpy(ends[sampling] - 1).to(device),
-        slots=torch.tensor([work[i].slot for i in sampling], dtype=torch.int64, device=device),
+        rows=on_device(ends[sampling] - 1, device),
+        slots=on_device(np.array([work[i].slot for i in sampling], np.int64), device),
     )
 
 
@@ -87,7 +88,7 @@ def _span(work: list[Work], rows: slice, device: torch.device) -> Span | None:
     context = np.fromiter((w.end for w in work), np.int32, len(work))
     return Span(
         rows,
-        torch.from_numpy(tables).to(device),
-        torch.from_numpy(query_start).to(device),
-        torch.from_numpy(context).to(device),
+        on_device(tables, device),
+        on_device(query_start, device),
+        on_device(context, device),
     )

@@ -17,6 +17,7 @@ from perilune.model.weights import (
     Dense,
     DenseExperts,
     Experts,
+    Fp8,
     Fp8Experts,
     Int4Experts,
     Linear,
@@ -35,6 +36,7 @@ from perilune.ops.experts_nvfp4 import experts_nvfp4
 from perilune.ops.int4_linear import int4_linear
 from perilune.ops.kv_write import kv_write
 from perilune.ops.linear import linear
+from perilune.ops.linear_fp8 import linear_fp8
 from perilune.ops.mla_decode import mla_decode
 from perilune.ops.mla_plain import mla_plain
 from perilune.ops.mla_query import mla_query
@@ -108,8 +110,7 @@ class KimiK2:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
-        head = self.weights.lm_head
-        return linear(hidden, head.weight, wide=True) if isinstance(head, Dense) else _apply(head, hidden).float()
+        return _apply(self.weights.lm_head, hidden, wide=True)
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         c = self.config
@@ -151,10 +152,14 @@ class KimiK2:
             x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
         )
         e, shared = w.experts, w.shared
-        if isinstance(e, Int4Experts) and (dense := _dense(shared)) is not None:
-            return moe_int4(
-                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale, *dense
-            )  # fmt: skip
+        if isinstance(e, Int4Experts):
+            dense = _dense(shared)
+            parts = moe_int4(
+                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale, *(dense or (None, None))
+            )
+            if dense is None and shared is not None:
+                parts = torch.cat([parts, _mlp(shared, x).float().unsqueeze(1)], 1)
+            return parts
         routed = _experts(e, x, ids, shares)
         return routed if shared is None else routed + _mlp(shared, x)
 
@@ -185,12 +190,22 @@ def _experts(e: Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     )
 
 
-def _apply(w: Linear, x: Tensor) -> Tensor:
-    return linear(x, w.weight) if isinstance(w, Dense) else int4_linear(x, w.packed, w.scale)
+def _apply(w: Linear, x: Tensor, wide: bool = False) -> Tensor:
+    """x w^T as x, or in float32 if `wide`."""
+    if isinstance(w, Dense):
+        return linear(x, w.weight, wide)
+    if isinstance(w, Fp8):
+        return linear_fp8(x, None, w.weight, w.scale, wide=wide)
+    y = int4_linear(x, w.packed, w.scale)
+    return y.float() if wide else y
 
 
 def _norm_apply(w: Linear, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    return norm_linear(x, norm, w.weight, eps) if isinstance(w, Dense) else _apply(w, rmsnorm(x, norm, eps))
+    if isinstance(w, Dense):
+        return norm_linear(x, norm, w.weight, eps)
+    if isinstance(w, Fp8):
+        return linear_fp8(x, norm, w.weight, w.scale, eps)
+    return _apply(w, rmsnorm(x, norm, eps))
 
 
 def _mlp(w: Mlp, x: Tensor) -> Tensor:

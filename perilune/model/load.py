@@ -66,16 +66,23 @@ def load(
     device: torch.device | str,
     threads: int | None = None,
     progress: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> tuple[KimiConfig, Weights]:
     """The configuration and weights of the checkpoint in `path`.
 
     dtype     of every floating-point weight but the router (float32) and quantisation scales (as stored)
     threads   reading at once; default: one per CPU, at most 8
     progress  show a bar on stderr
+    part      (rank, ranks): hold only the routed experts with ids from E * rank // ranks to E * (rank + 1) // ranks,
+              and everything else whole. Of other ranks' experts no byte is read.
 
     Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device.
+    An interrupt ends it when the pieces that are being read are complete, with no thread left.
     """
     config = KimiConfig.from_directory(path)
+    rank, ranks = part
+    if not 0 <= rank < ranks <= config.n_routed_experts:
+        raise ConfigError(f"part={part}: rank must be below ranks, and these at most {config.n_routed_experts} experts")
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)
@@ -85,7 +92,7 @@ def load(
                 found.vision_tensors,
                 found.vision_bytes / 1e9,
             )
-        plan = _Plan(config, checkpoint, found, dtype, torch.device(device))
+        plan = _Plan(config, checkpoint, found, dtype, torch.device(device), part)
         try:
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
@@ -93,7 +100,8 @@ def load(
                 f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {spell(dtype)} "
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
-        with _progress(path.name, found.text_bytes) if progress else contextlib.nullcontext(_ignore) as advance:
+        total = found.text_bytes - plan.left_out
+        with _progress(path.name, total) if progress else contextlib.nullcontext(_ignore) as advance:
             # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
             jobs, plan.jobs = plan.jobs, []
             _run(jobs, threads or min(MAX_THREADS, os.cpu_count() or 1), torch.device(device), advance)
@@ -139,9 +147,17 @@ class _Plan:
     """Allocates the weights and collects the jobs that fill them."""
 
     def __init__(
-        self, config: KimiConfig, checkpoint: Checkpoint, found: Survey, dtype: torch.dtype, device: torch.device
+        self,
+        config: KimiConfig,
+        checkpoint: Checkpoint,
+        found: Survey,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.jobs: list[_Job] = []
+        self.left_out = 0  # bytes of other ranks' experts
+        self._rank, self._ranks = part
         self._config, self._checkpoint, self._found = config, checkpoint, found
         self._dtype, self._device = dtype, device
 
@@ -179,17 +195,27 @@ class _Plan:
 
     def _moe(self, at: str) -> Moe:
         return Moe(
-            gate=self._plain(f"{at}.gate.weight", torch.float32),
+            gate=self._plain(f"{at}.gate.weight", self._gate_dtype(f"{at}.gate.weight")),
             bias=self._plain(f"{at}.gate.e_score_correction_bias", torch.float32),
             experts=self._experts(f"{at}.experts"),
             shared=self._mlp(f"{at}.shared_experts") if self._config.n_shared_experts else None,
         )
 
+    def _gate_dtype(self, name: str) -> torch.dtype:
+        """float32, which all scores are computed in; a GPU reads a gate stored as bfloat16 as it is."""
+        narrow = self._device.type == "cuda" and self._info(name).dtype == torch.bfloat16
+        return torch.bfloat16 if narrow else torch.float32
+
     def _experts(self, at: str) -> Experts:
         c = self._config
-        e, d, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
-        pairs = [(f"{at}.{k}.gate_proj", f"{at}.{k}.up_proj") for k in range(e)]
-        downs = [f"{at}.{k}.down_proj" for k in range(e)]
+        d, i = c.hidden_size, c.moe_intermediate_size
+        first, last = (c.n_routed_experts * n // self._ranks for n in (self._rank, self._rank + 1))
+        ours, e = range(first, last), last - first
+        for k in range(c.n_routed_experts):
+            if k not in ours:
+                self.left_out += self._bytes(f"{at}.{k}.gate_proj", f"{at}.{k}.up_proj", f"{at}.{k}.down_proj")
+        pairs = [(f"{at}.{k}.gate_proj", f"{at}.{k}.up_proj") for k in ours]
+        downs = [f"{at}.{k}.down_proj" for k in ours]
         names = [name for pair in pairs for name in pair] + downs
         kinds = {self._found.formats[name] for name in names}
         if len(kinds) > 1:
@@ -383,6 +409,9 @@ class _Plan:
     def _first_part(self, name: str) -> TensorInfo:
         return self._info(name + next(iter(self._found.parts(name))))
 
+    def _bytes(self, *linears: str) -> int:
+        return sum(self._info(name + suffix).nbytes for name in linears for suffix in self._found.parts(name))
+
     def _info(self, name: str) -> TensorInfo:
         return self._found.tensors[name]
 
@@ -393,13 +422,24 @@ class _Plan:
         self.jobs.append(_Job((first.file.name, first.offset), run))
 
 
+class _Stopped(Exception):
+    """The load is over for this thread: another one failed, or the user interrupted."""
+
+
 def _run(jobs: list[_Job], threads: int, device: torch.device, advance: Advance) -> None:
     """Runs every job; the first error stops the rest and is raised here."""
     queue = deque(sorted(jobs, key=lambda job: job.at))
 
+    stopping = threading.Event()
+
+    def advance_or_stop(nbytes: int) -> None:
+        if stopping.is_set():
+            raise _Stopped
+        advance(nbytes)
+
     def work() -> None:
-        stage = _Stage(device, advance)
-        with torch.no_grad():  # a thread's own setting
+        stage = _Stage(device, advance_or_stop)
+        with torch.no_grad(), contextlib.suppress(_Stopped):  # no_grad is a thread's own setting
             while queue:
                 try:
                     job = queue.popleft()
@@ -412,7 +452,9 @@ def _run(jobs: list[_Job], threads: int, device: torch.device, advance: Advance)
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
-            queue.clear()  # an error, or the user's interrupt: nothing more is started
+            # After an error or the user's interrupt nothing more is started, and what is under way ends with its piece.
+            queue.clear()
+            stopping.set()
     for future in running:
         future.result()
 

@@ -11,6 +11,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.weights import Attention, Dense, Experts, Int4Experts, Layer, Mlp, Moe, Weights
 
 GROUP = 32
+_LOWEST_BITS = 0x11111111  # of each nibble
 
 
 def random_weights(config: KimiConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Weights:
@@ -73,7 +74,13 @@ class _Random:
 
     def _int4(self, e: int, rows: int, inputs: int) -> tuple[Tensor, Tensor]:
         packed = torch.empty(e, rows, inputs // 8, dtype=torch.int32, device=self._device)
-        packed.random_(-(2**31), 2**31 - 1, generator=self._generator)
+        for words in packed:
+            words.random_(-(2**31), 2**31 - 1, generator=self._generator)
+            # Levels -8 .. 7 have a mean of -1/2, and a mean is a direction that every token shares: routing would not
+            # be uniform. Level -8, a nibble of zeros, becomes 0.
+            some = words | words >> 1
+            empty = ~(some | some >> 2) & _LOWEST_BITS
+            words |= empty << 3
         scale = torch.empty(e, rows, inputs // GROUP, dtype=torch.bfloat16, device=self._device)
         scale.uniform_(0.1 * inputs**-0.5, 0.3 * inputs**-0.5, generator=self._generator)
         return packed, scale

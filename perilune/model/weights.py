@@ -23,7 +23,15 @@ class Int4:
     scale: torch.Tensor  # [o, i/32] bfloat16, or the checkpoint's float16 or float32
 
 
-Linear = Dense | Int4
+@dataclass(slots=True)
+class Fp8:
+    """Made at load (model/fp8_rest.py): the value is weight * scale of its row."""
+
+    weight: torch.Tensor  # [o, i] float8_e4m3fn
+    scale: torch.Tensor  # [o] float32
+
+
+Linear = Dense | Int4 | Fp8
 
 
 @dataclass(slots=True)
@@ -96,7 +104,7 @@ Experts = DenseExperts | Int4Experts | Int4CompactExperts | Fp8Experts | NvFp4Ex
 
 @dataclass(slots=True)
 class Moe:
-    gate: torch.Tensor  # [E, D] float32
+    gate: torch.Tensor  # [E, D] float32; on a GPU bfloat16 if that is what is stored
     bias: torch.Tensor  # [E] float32: added for the choice of experts, not to their weights
     experts: Experts
     shared: Mlp | None

@@ -19,7 +19,7 @@ from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.registry import Op
 
 FEW_ROWS = 16
-SHARED_BYTES = 200 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
+SHARED_BYTES = 144 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,28 @@ def cpp(x: Tensor, w: Tensor, wide: bool) -> Tensor:
 
 def streamable(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
     """What linear.cu needs."""
-    (T, i), o = x.shape, w.shape[0]
+    (T, i), o, chunk = x.shape, w.shape[0], 64 // w.itemsize
     return (
         (x.dtype == BFLOAT16, "bfloat16"),
         (0 < T <= FEW_ROWS and T * (i + 32) * 2 <= SHARED_BYTES, f"up to {FEW_ROWS} rows that fit shared memory"),
-        (i % 32 == 0 and o % 8 == 0, "an input width that is a multiple of 32 and an output width of 8"),
+        (i % chunk == 0 and o % 8 == 0, f"input widths in {chunk}s and output widths in 8s"),
     )
 
 
 @functools.cache
 def _stream() -> Any:
-    return compile.function("linear.cu", "linear", "plppfpllllllp")
+    return compile.function("linear.cu", "linear", "plpppfpllllllp")
 
 
-@functools.cache
-def k_split(T: int, i: int, o: int, processors: int) -> int:
-    """Warps of linear.cu that share a tile of 8 outputs: as few as leave every warp of the GPU something to read."""
-    tiles, chunks = -(-o // 8), i // 32
-    splits = [s for s in (1, 2, 4, 8) if chunks % s == 0]
-    return next((s for s in splits if tiles * s >= 2 * processors * 8 and chunks // s <= 64), splits[-1])
+def k_split(chunks: int) -> int:
+    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes to read per row."""
+    return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12), 1)
 
 
-def run_streamed(x: Tensor, w: Tensor, norm: Tensor | None, eps: float, wide: bool) -> Tensor:
+def run_streamed(
+    x: Tensor, w: Tensor, wide: bool, *, scale: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """With `scale` [o] float32, w holds e4m3; with `norm` [i], x is normalised first."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     (T, i), o = x.shape, w.shape[0]
@@ -124,6 +124,7 @@ def run_streamed(x: Tensor, w: Tensor, norm: Tensor | None, eps: float, wide: bo
         x.data_ptr(),
         x.stride(0),
         w.data_ptr(),
+        None if scale is None else scale.data_ptr(),
         None if norm is None else norm.data_ptr(),
         eps,
         y.data_ptr(),
@@ -131,7 +132,7 @@ def run_streamed(x: Tensor, w: Tensor, norm: Tensor | None, eps: float, wide: bo
         i,
         o,
         wide,
-        k_split(T, i, o, processors),
+        k_split(i * w.itemsize // 64),
         processors,
         torch.cuda.current_stream().cuda_stream,
     )
@@ -141,7 +142,7 @@ def run_streamed(x: Tensor, w: Tensor, norm: Tensor | None, eps: float, wide: bo
 
 @op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
 def cuda(x: Tensor, w: Tensor, wide: bool) -> Tensor:
-    return run_streamed(x, w, None, 0.0, wide)
+    return run_streamed(x, w, wide)
 
 
 @op.impl("torch")

@@ -1,4 +1,4 @@
-// What the kernels around absorbed MLA share: Kimi's sizes, and one head's weights as the A operand of tensor-core products.
+// What the kernels around absorbed MLA share: Kimi's sizes, and one head's weights as the A operand of tensor cores.
 #pragma once
 #include "hopper.cuh"
 
@@ -7,10 +7,9 @@ namespace mla {
 using namespace hopper;
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, NOPE = 128, VALUE = 128;
-constexpr int TOKENS = 32;  // of one CTA in the kernels that multiply by W_UK or W_UV
 
 // K rows of a weight [K, out], COLUMNS of its columns, in shared memory: y[column] = sum over k of w[k][column] x[k].
-// The order of k inside 32 is chosen so that lane t of a quad holds x[8 t .. 8 t + 7] as one 16-byte load: fragment(2 i)
+// The order of k inside 32 is such that lane t of a quad holds x[8 t .. 8 t + 7] as one 16-byte load: fragment(2 i)
 // goes with words 0 and 1 of it, fragment(2 i + 1) with words 2 and 3. 16-byte pieces of a row are swapped by `spread`,
 // which differs among the eight rows that one ldmatrix reads together.
 template <int K, int COLUMNS>
@@ -23,6 +22,7 @@ struct HeadWeights {
 
   // Starts the copies; `w` points at the first row and column, rows are `stride` elements apart.
   __device__ void load(const bf16* w, int stride, int thread, int threads) const {
+#pragma unroll 2
     for (int i = thread; i < K * PIECES; i += threads) {
       int k = i / PIECES, piece = i % PIECES;
       copy16(shared + (k * PIECES + (piece ^ spread(k))) * 16, w + static_cast<int64_t>(k) * stride + piece * 8);

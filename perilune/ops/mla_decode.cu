@@ -3,8 +3,8 @@
 //
 // `attend`: a tile is 64 query rows (token, head) of one request; each CTA attends a range of the context for one tile.
 // A producer warp brings 64 latents at a time (TMA, two stages, 128-byte swizzle). Warpgroup 0 computes the scores and
-// the softmax and hands the probabilities on in shared memory; both warpgroups then accumulate 256 columns of the output
-// each. `share_work` gives every CTA its range from the contexts, so that one launch fits all contexts.
+// the softmax and hands the probabilities on in shared memory; both warpgroups then accumulate 256 columns of the
+// output each. `share_work` gives every CTA its range from the contexts, so that one launch fits all contexts.
 // `combine`: a cluster of CTAs per head and 32 tokens. A CTA weighs the ranges' outputs for its part of the latent,
 // multiplies by its rows of W_UV (streamed before the wait), and the cluster sums over its CTAs.
 //
@@ -20,6 +20,7 @@ namespace {
 constexpr int ROWS = 64, KEYS = 64, CHUNKS = WIDTH / 64, STAGES = 2, GROUP = 16, MAX_RANGES = 256;
 constexpr int CHUNK_BYTES = 64 * 128, TILE_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int PARTIAL = ROWS * LATENT;  // elements of one CTA's output: [LATENT / 64][ROWS][64], swizzled as in memory
+constexpr int TOKENS = 32;  // of one CTA of `combine`
 constexpr int ATTEND_THREADS = 384, COMBINE_THREADS = 256;
 constexpr uint32_t EVERYONE = ~0u;
 
@@ -28,7 +29,7 @@ struct Work {
   int b, row, rows, start, end, count, context, first_token;
 };
 
-// Where `combine` finds a token's ranges: CTA first + row / ROWS * ranges + i, with row = index * H + head.
+// Where a token's ranges are: CTA first + row / ROWS * ranges + i, with row = index * H + head.
 struct Found {
   int first, ranges, index, unused;
 };
@@ -48,15 +49,16 @@ __device__ __forceinline__ void barrier_init(uint64_t* b, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void barrier_expect(uint64_t* b, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* b, int parity) {
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(
-          shared_address(b)),
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(shared_address(b)),
       "r"(parity)
       : "memory");
 }
@@ -72,11 +74,12 @@ __device__ __forceinline__ void registers() {
 // Shared memory written by ordinary stores is about to be read by tensor cores or the copy engine.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void tile_copy(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row) {
+// A box of 64 columns, some rows and some chunks of 64 columns, from `row` and `chunk` on; one thread.
+__device__ __forceinline__ void tile_copy(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int chunk) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(chunk)
       : "memory");
 }
 __device__ __forceinline__ void copy_out(void* global, const void* shared, int bytes) {
@@ -94,10 +97,10 @@ __device__ __forceinline__ void announce() {
   asm volatile("bar.arrive %0, 256;" ::"n"(id) : "memory");
 }
 
-// 128-byte swizzled operand: `repeat` is the distance of the next 64 columns (columns fastest), ignored if k is fastest.
+// 128-byte swizzled operand: `repeat` is the distance of the next 64 columns if columns are fastest, else ignored.
 __device__ __forceinline__ uint64_t operand(const void* shared, int repeat) {
-  return (shared_address(shared) & 0x3ffff) >> 4 | static_cast<uint64_t>(repeat >> 4) << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
+  return (shared_address(shared) & 0x3ffff) >> 4 | static_cast<uint64_t>(repeat >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -158,12 +161,13 @@ __device__ __forceinline__ void values_product(float (&d)[128], uint64_t a, uint
       : "l"(a), "l"(b));
 }
 
-// Four 8 x 8 matrices of a 128-byte swizzled [rows][64] chunk: rows from `row` and row + 8, columns from `column` and + 8.
+// Four 8 x 8 matrices of a 128-byte swizzled [rows][64] chunk: rows from `row` and row + 8, columns likewise.
 __device__ __forceinline__ void store_matrices(char* chunk, int row, int column, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d) {
   int lane = threadIdx.x % 32, r = row + lane % 16, piece = column / 8 + lane / 16;
   uint32_t to = shared_address(chunk) + r * 128 + ((piece ^ (r & 7)) * 16);
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
@@ -173,10 +177,18 @@ __device__ __forceinline__ int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + b - 1) / static_cast<uint32_t>(b));
 }
 
-// One warp. Every tile with a context gets at least one of the gridDim.x CTAs, the others go where contexts are long.
-// With `found`, writes down where every token's ranges are; without, returns this CTA's work.
+// a / b for 0 <= a < 2^24 and b > 0, in a fraction of the time of the exact division.
+__device__ __forceinline__ int quotient(int a, int b) {
+  int q = __float2int_rz(__fdividef(static_cast<float>(a), static_cast<float>(b))), rest = a - q * b;
+  return q + (rest >= b) - (rest < 0);
+}
+__device__ __forceinline__ int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
+
+// One warp. Every tile with a context gets at least one of the CTAs, the others go where contexts are long. Returns
+// this CTA's work, or writes down where the ranges of `tokens` tokens from `first_token` on are.
 template <bool record>
-__device__ Work share_work(const int* query_start, const int* context, int B, int T, int H, int least, Found* found) {
+__device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
+                                           int least, Found* found, int first_token, int tokens) {
   int lane = threadIdx.x % 32, mine = blockIdx.x;
   int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n tiles
   auto read = [&](int b) {
@@ -186,7 +198,12 @@ __device__ Work share_work(const int* query_start, const int* context, int B, in
     known = real ? context[b] : 0;
     n = known > 0 ? ceil_div(count * H, ROWS) : 0;
   };
+  if constexpr (record) {
+    if (lane < tokens) found[lane] = {};
+    __syncwarp();
+  }
   int groups = 0, tiles = 0;  // of all tiles together; their number
+#pragma unroll 1
   for (int b = lane; b - lane < B; b += 32) {
     read(b);
     tiles += n;
@@ -194,17 +211,18 @@ __device__ Work share_work(const int* query_start, const int* context, int B, in
   }
   tiles = __reduce_add_sync(EVERYONE, tiles);
   groups = __reduce_add_sync(EVERYONE, groups);
-  int spare = static_cast<int>(gridDim.x) - tiles;
+  int spare = ctas - tiles;
   int length = spare > 0 ? max(least, ceil_div(groups, spare) * GROUP) : 1 << 30;
   int before = 0;
+#pragma unroll 1
   for (int base = 0; base < B; base += 32) {
     int ranges = 0, size = 0;
     if (B > 32) read(base + lane);
     if (n) {
-      size = ceil_div(known, min(ceil_div(known, length), MAX_RANGES));
-      int unit = size >= 8 * KEYS ? KEYS : GROUP;
+      size = quotient_up(known, min(length < known ? quotient_up(known, length) : 1, MAX_RANGES));
+      int unit = size > KEYS ? KEYS : GROUP;  // part of a tile costs as much as a whole one
       size = (size + unit - 1) & -unit;
-      ranges = ceil_div(known, size);
+      ranges = quotient_up(known, size);
     }
     int until = n * ranges;
     if (B > 1) {
@@ -216,24 +234,24 @@ __device__ Work share_work(const int* query_start, const int* context, int B, in
     }
     int first = before + until - n * ranges;
     if constexpr (record) {
-      for (int i = 0; i < count; ++i) found[start + i] = {first, ranges, i, 0};
+      int i = max(0, first_token - start), end = min(count, first_token + tokens - start);
+#pragma unroll 1
+      for (; i < end; ++i) found[start + i - first_token] = {first, ranges, i, 0};
     } else {
       bool here = mine >= first && mine < first + n * ranges;
       uint32_t who = __ballot_sync(EVERYONE, here);
       if (who) {
         int from = __ffs(who) - 1;
         auto of = [from](int v) { return __shfl_sync(EVERYONE, v, from); };
-        first = of(first), ranges = of(ranges), size = of(size), count = of(count), known = of(known), start = of(start);
-        int tile = static_cast<uint32_t>(mine - first) / static_cast<uint32_t>(ranges);
+        first = of(first), ranges = of(ranges), size = of(size);
+        count = of(count), known = of(known), start = of(start);
+        int tile = quotient(mine - first, ranges);
         int range = mine - first - tile * ranges;
         return {base + from, tile * ROWS, min(ROWS, count * H - tile * ROWS), range * size,
                 min((range + 1) * size, known), count, known, start};
       }
     }
     before += __shfl_sync(EVERYONE, until, 31);
-  }
-  if constexpr (record) {
-    for (int t = (B ? query_start[B] : 0) + lane; t < T; t += 32) found[t] = {0, 0, 0, 0};
   }
   return {};
 }
@@ -243,24 +261,24 @@ __device__ Work share_work(const int* query_start, const int* context, int B, in
 // The producer warp. Latents of earlier steps, and the tables, are not written by the stream's last kernels: the first
 // tiles of them are asked for before the wait.
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const CUtensorMap* few,
-                                      const CUtensorMap* many, const int* table, uint32_t block, int H, char* shared,
+                                      const CUtensorMap* many, const int* table, int block, int H, char* shared,
                                       Control* control) {
   int lane = threadIdx.x % 32, groups = ceil_div(work.end - work.start, GROUP), old = work.context - work.count;
   constexpr int PER_TILE = KEYS / GROUP;
   auto row_of = [&](int group) {
-    uint32_t position = work.start + min(group, groups - 1) * GROUP, page = position / block;
-    return static_cast<int>(table[page] * block + (position - page * block));
+    int position = work.start + min(group, groups - 1) * GROUP, page = quotient(position, block);
+    return table[page] * block + (position - page * block);
   };
   auto bring_queries = [&] {
     wait_for_predecessor();
-    if (lane == 0) barrier_expect(&control->query, TILE_BYTES);
-    __syncwarp();
-    if (lane < CHUNKS) {
-      tile_copy(shared + lane * CHUNK_BYTES, q, &control->query, lane * 64, work.first_token * H + work.row);
+    if (lane == 0) {
+      barrier_expect(&control->query, TILE_BYTES);
+      tile_copy(shared, q, &control->query, work.first_token * H + work.row, 0);
     }
   };
   bool waited = false;
   int rows = row_of(lane);  // of 32 groups, one a lane
+#pragma unroll 1
   for (int first = 0; first < groups; first += PER_TILE) {
     int tile = first / PER_TILE, stage = tile % STAGES, here = min(PER_TILE, groups - first);
     if (!waited && (tile >= STAGES || work.start + (first + PER_TILE) * GROUP > old)) {
@@ -271,16 +289,20 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
     char* to = shared + TILE_BYTES * (1 + stage);
     if (tile >= STAGES) barrier_wait(&control->empty[stage], (tile / STAGES - 1) % 2);
     if (lane == 0) barrier_expect(&control->full[stage], here * GROUP * WIDTH * 2);
-    __syncwarp();
     int row = __shfl_sync(EVERYONE, rows, first % 32);
-    if (here == PER_TILE && block % KEYS == 0 && row % KEYS == 0) {
-      if (lane < CHUNKS) tile_copy(to + lane * CHUNK_BYTES, many, &control->full[stage], lane * 64, row);
+    uint32_t adjacent = __ballot_sync(EVERYONE, rows == row + (lane - first % 32) * GROUP) >> first % 32;
+    if (here == PER_TILE && (adjacent & ((1 << PER_TILE) - 1)) == (1 << PER_TILE) - 1) {
+      if (lane == 0) tile_copy(to, many, &control->full[stage], row, 0);
       continue;
     }
+#pragma unroll 1
     for (int g = 0; g < here; ++g) {
       row = __shfl_sync(EVERYONE, rows, first % 32 + g);
-      if (lane < CHUNKS) {
-        tile_copy(to + lane * CHUNK_BYTES + g * GROUP * 128, few, &control->full[stage], lane * 64, row);
+      if (lane == 0) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+          tile_copy(to + c * CHUNK_BYTES + g * GROUP * 128, few, &control->full[stage], row, c);
+        }
       }
     }
   }
@@ -298,14 +320,20 @@ __device__ __forceinline__ void add_values(float (&o)[128], const char* probabil
 
 __device__ __forceinline__ void add_scores(float (&s)[32], const char* q, const char* keys) {
   products_begin();
-#pragma unroll
+#pragma unroll 1
   for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      scores_product(s, operand(q + c * CHUNK_BYTES + k * 32, 0), operand(keys + c * CHUNK_BYTES + k * 32, 0), c || k);
+      scores_product(s, operand(q + c * CHUNK_BYTES + k * 32, 0), operand(keys + c * CHUNK_BYTES + k * 32, 0), c + k);
     }
   }
   products_commit();
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 __device__ __forceinline__ void rescale(float (&o)[128], float low, float high) {
@@ -330,14 +358,14 @@ __device__ void write_out(float (&o)[128], int half, const Control* control, cha
                    narrow(o[j * 4 + 6], o[j * 4 + 7]));
   }
   publish();
-  if (half) {
-    asm volatile("bar.sync 4, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 3, 128;" ::: "memory");
-  }
-  if (threadIdx.x % 128 < 4) {
-    int chunk = threadIdx.x % 128;
-    copy_out(partial + (half * 4 + chunk) * ROWS * 64, shared + chunk * CHUNK_BYTES, rows * 128);
+  asm volatile("bar.sync %0, 128;" ::"r"(3 + half) : "memory");
+  if (threadIdx.x % 128 == 0) {
+    bool whole = rows == ROWS;
+    partial += half * 4 * ROWS * 64;
+#pragma unroll 1
+    for (int chunk = 0; chunk < (whole ? 1 : 4); ++chunk) {
+      copy_out(partial + chunk * ROWS * 64, shared + chunk * CHUNK_BYTES, whole ? 4 * CHUNK_BYTES : rows * 128);
+    }
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
   }
 }
@@ -345,7 +373,7 @@ __device__ void write_out(float (&o)[128], int half, const Control* control, cha
 __global__ void __launch_bounds__(ATTEND_THREADS, 1)
     attend(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap few,
            const __grid_constant__ CUtensorMap many, const int* tables, const int* query_start, const int* context,
-           bf16* partials, float* weights, Found* found, int B, int M, int T, int H, int block, int least, float scale) {
+           bf16* partials, float* weights, int B, int M, int H, int block, int least, float scale) {
   extern __shared__ __align__(1024) char shared[];
   Control* control = reinterpret_cast<Control*>(shared + TILE_BYTES * (1 + STAGES) + CHUNK_BYTES);
   char* probabilities = shared + TILE_BYTES * (1 + STAGES);
@@ -360,175 +388,166 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (const CUtensorMap* map : {&q, &few, &many}) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
   }
-  if (warp == 8) {
-    Work work = share_work<false>(query_start, context, B, T, H, least, nullptr);
-    if (lane == 0) control->work = work;
-  }
-  __syncthreads();
-  const Work work = control->work;
   if (warp >= 8) {
-    registers<40, false>();
-    if (warp == 8 && work.rows) {
+    registers<56, false>();
+    Work work{};
+    if (warp == 8) {
+      work = share_work<false>(query_start, context, B, H, gridDim.x, least, nullptr, 0, 0);
+      if (lane == 0) control->work = work;
+    }
+    asm volatile("bar.sync 0;" ::: "memory");
+    if (work.rows) {
       bring(work, &q, &few, &many, tables + static_cast<int64_t>(work.b) * M, block, H, shared, control);
     } else {
       wait_for_predecessor();
-      if (blockIdx.x == 0 && warp == 9) share_work<true>(query_start, context, B, T, H, least, found);
     }
   } else {
-  registers<232, true>();
-  wait_for_predecessor();
-  if (work.rows == 0) return;
-  int tiles = ceil_div(work.end - work.start, KEYS), last_keys = work.end - work.start - (tiles - 1) * KEYS;
-  int row = warp % 4 * 16 + lane / 4;
-  bf16* partial = partials + static_cast<int64_t>(blockIdx.x) * PARTIAL;
-  float o[128] = {};
-  if (warp < 4) {
-    float s[32];
+    registers<224, true>();
+    int half = __shfl_sync(EVERYONE, warp / 4, 0), row = warp % 4 * 16 + lane / 4;
+    asm volatile("bar.sync 0;" ::: "memory");
+    const Work work = control->work;
+    wait_for_predecessor();
+    if (work.rows == 0) return;
+    int tiles = ceil_div(work.end - work.start, KEYS);
     // Row r sees the positions before unseen(r).
-    auto unseen = [&](int r) { return min(work.end, work.context - work.count + (work.row + r) / H + 1); };
+    auto unseen = [&](int r) { return min(work.end, work.context - work.count + quotient(work.row + r, H) + 1); };
     int all_see = unseen(0), end_low = unseen(row), end_high = unseen(row + 8);
-    float top_low = -INFINITY, top_high = -INFINITY, sum_low = 0, sum_high = 0;
-    barrier_wait(&control->query, 0);
+    float s[32], o[128] = {}, top_low = -INFINITY, top_high = -INFINITY, sum_low = 0, sum_high = 0;
+    if (half == 0) barrier_wait(&control->query, 0);
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       int stage = tile % STAGES, at = work.start + tile * KEYS;
-      const char* keys = shared + TILE_BYTES * (1 + stage);
+      char* keys = shared + TILE_BYTES * (1 + stage);
       barrier_wait(&control->full[stage], tile / STAGES % 2);
-      add_scores(s, shared, keys);
-      products_wait<0>();
-      settle(s);
-      if (at + KEYS > all_see) {
+      if (half == 0) {
+        add_scores(s, shared, keys);
+        products_wait<0>();
+        settle(s);
+        if (at + KEYS > all_see) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          int position = at + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (position >= (i & 2 ? end_high : end_low)) s[i] = -INFINITY;
+          for (int i = 0; i < 32; ++i) {
+            int position = at + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (position >= (i & 2 ? end_high : end_low)) s[i] = -INFINITY;
+          }
         }
-      }
-      float max_low = s[0], max_high = s[2];
+        float max_low = s[0], max_high = s[2];
 #pragma unroll
-      for (int i = 0; i < 32; i += 4) {
-        max_low = fmaxf(max_low, fmaxf(s[i], s[i + 1]));
-        max_high = fmaxf(max_high, fmaxf(s[i + 2], s[i + 3]));
-      }
-#pragma unroll
-      for (int i = 1; i < 4; i <<= 1) {
-        max_low = fmaxf(max_low, __shfl_xor_sync(EVERYONE, max_low, i));
-        max_high = fmaxf(max_high, __shfl_xor_sync(EVERYONE, max_high, i));
-      }
-      // A maximum that grows by less than 2^8 is not followed: the sums bear it, and most tiles need no rescaling.
-      auto follow = [scale](float& top, float max) {
-        max *= scale;
-        if (!(max > top + 8)) return 1.0f;
-        float factor = exp2f(top - max);
-        top = max;
-        return factor;
-      };
-      float factor_low = follow(top_low, max_low), factor_high = follow(top_high, max_high);
-      float base_low = top_low == -INFINITY ? 0 : top_low, base_high = top_high == -INFINITY ? 0 : top_high;
-      sum_low *= factor_low;
-      sum_high *= factor_high;
-#pragma unroll
-      for (int i = 0; i < 32; i += 4) {
-        s[i] = exp2f(fmaf(s[i], scale, -base_low));
-        s[i + 1] = exp2f(fmaf(s[i + 1], scale, -base_low));
-        s[i + 2] = exp2f(fmaf(s[i + 2], scale, -base_high));
-        s[i + 3] = exp2f(fmaf(s[i + 3], scale, -base_high));
-        sum_low += s[i] + s[i + 1];
-        sum_high += s[i + 2] + s[i + 3];
-      }
-      if (tile) meet<2>();  // the other warpgroup has read the last probabilities
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        store_matrices(probabilities, warp * 16, j * 8, narrow(s[j * 4], s[j * 4 + 1]),
-                       narrow(s[j * 4 + 2], s[j * 4 + 3]), narrow(s[j * 4 + 4], s[j * 4 + 5]),
-                       narrow(s[j * 4 + 6], s[j * 4 + 7]));
-      }
-      bool changed = __any_sync(EVERYONE, factor_low != 1 || factor_high != 1) && tile;
-      if (lane == 0) control->changed[warp] = changed;
-      if (lane % 4 == 0) {
-        control->rescale[row] = factor_low;
-        control->rescale[row + 8] = factor_high;
-      }
-      if (tile == tiles - 1) {
+        for (int i = 0; i < 32; i += 4) {
+          max_low = fmaxf(max_low, fmaxf(s[i], s[i + 1]));
+          max_high = fmaxf(max_high, fmaxf(s[i + 2], s[i + 3]));
+        }
 #pragma unroll
         for (int i = 1; i < 4; i <<= 1) {
-          sum_low += __shfl_xor_sync(EVERYONE, sum_low, i);
-          sum_high += __shfl_xor_sync(EVERYONE, sum_high, i);
+          max_low = fmaxf(max_low, __shfl_xor_sync(EVERYONE, max_low, i));
+          max_high = fmaxf(max_high, __shfl_xor_sync(EVERYONE, max_high, i));
         }
+        // A maximum that grows by less than 2^8 is not followed: the sums bear it, and most tiles need no rescaling.
+        auto follow = [scale](float& top, float max) {
+          max *= scale;
+          if (!(max > top + 8)) return 1.0f;
+          float factor = power_of_two(top - max);
+          top = max;
+          return factor;
+        };
+        float factor_low = follow(top_low, max_low), factor_high = follow(top_high, max_high);
+        float base_low = top_low == -INFINITY ? 0 : top_low, base_high = top_high == -INFINITY ? 0 : top_high;
+        sum_low *= factor_low;
+        sum_high *= factor_high;
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+          s[i] = power_of_two(fmaf(s[i], scale, -base_low));
+          s[i + 1] = power_of_two(fmaf(s[i + 1], scale, -base_low));
+          s[i + 2] = power_of_two(fmaf(s[i + 2], scale, -base_high));
+          s[i + 3] = power_of_two(fmaf(s[i + 3], scale, -base_high));
+          sum_low += s[i] + s[i + 1];
+          sum_high += s[i + 2] + s[i + 3];
+        }
+        if (tile) meet<2>();  // the other warpgroup has read the last probabilities
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          store_matrices(probabilities, warp * 16, j * 8, narrow(s[j * 4], s[j * 4 + 1]),
+                         narrow(s[j * 4 + 2], s[j * 4 + 3]), narrow(s[j * 4 + 4], s[j * 4 + 5]),
+                         narrow(s[j * 4 + 6], s[j * 4 + 7]));
+        }
+        bool changed = __any_sync(EVERYONE, factor_low != 1 || factor_high != 1) && tile;
+        if (lane == 0) control->changed[warp] = changed;
         if (lane % 4 == 0) {
-          control->inverse[row] = sum_low > 0 ? 1 / sum_low : 0;
-          control->inverse[row + 8] = sum_high > 0 ? 1 / sum_high : 0;
-          weights[row * gridDim.x + blockIdx.x] = top_low + log2f(sum_low);
-          weights[(row + 8) * gridDim.x + blockIdx.x] = top_high + log2f(sum_high);
+          control->rescale[row] = factor_low;
+          control->rescale[row + 8] = factor_high;
+        }
+        if (tile == tiles - 1) {
+#pragma unroll
+          for (int i = 1; i < 4; i <<= 1) {
+            sum_low += __shfl_xor_sync(EVERYONE, sum_low, i);
+            sum_high += __shfl_xor_sync(EVERYONE, sum_high, i);
+          }
+          if (lane % 4 == 0) {
+            control->inverse[row] = sum_low > 0 ? __frcp_rn(sum_low) : 0;
+            control->inverse[row + 8] = sum_high > 0 ? __frcp_rn(sum_high) : 0;
+            weights[row * gridDim.x + blockIdx.x] = top_low + __log2f(sum_low);
+            weights[(row + 8) * gridDim.x + blockIdx.x] = top_high + __log2f(sum_high);
+          }
+        }
+      } else if (at + KEYS > work.end) {
+        // Past the end lies anything, nan included, and a probability of 0 does not hide that.
+        int from = work.end - at;
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < (KEYS - from) * (LATENT / 8); i += 128) {
+          int key = from + i / (LATENT / 8), piece = i % (LATENT / 8);
+          *reinterpret_cast<uint4*>(keys + piece / 8 * CHUNK_BYTES + key * 128 + piece % 8 * 16) = uint4{};
         }
       }
       publish();
       meet<1>();
-      if (changed) rescale(o, factor_low, factor_high);
-      add_values(o, probabilities, keys);
+      if (control->changed[warp % 4]) rescale(o, control->rescale[row], control->rescale[row + 8]);
+      add_values(o, probabilities, keys + half * 4 * CHUNK_BYTES);
       products_wait<0>();
       settle(o);
+      if (half && tile < tiles - 1) announce<2>();
       if (lane == 0) barrier_arrive(&control->empty[stage]);
     }
-    write_out(o, 0, control, shared, partial, work.rows);
-  } else {
-    for (int tile = 0; tile < tiles; ++tile) {
-      int stage = tile % STAGES;
-      char* keys = shared + TILE_BYTES * (1 + stage);
-      barrier_wait(&control->full[stage], tile / STAGES % 2);
-      if (tile == tiles - 1 && last_keys < KEYS) {
-        // Past the end lies anything, nan included, and a probability of 0 does not hide that.
-        for (int i = threadIdx.x % 128; i < (KEYS - last_keys) * (LATENT / 8); i += 128) {
-          int key = last_keys + i / (LATENT / 8), piece = i % (LATENT / 8);
-          *reinterpret_cast<uint4*>(keys + piece / 8 * CHUNK_BYTES + key * 128 + piece % 8 * 16) = uint4{};
-        }
-        publish();
-      }
-      meet<1>();
-      if (control->changed[warp - 4]) rescale(o, control->rescale[row], control->rescale[row + 8]);
-      add_values(o, probabilities, keys + 4 * CHUNK_BYTES);
-      products_wait<0>();
-      settle(o);
-      if (tile < tiles - 1) announce<2>();
-      if (lane == 0) barrier_arrive(&control->empty[stage]);
-    }
-    write_out(o, 1, control, shared, partial, work.rows);
-  }
+    write_out(o, half, control, shared, partials + static_cast<int64_t>(blockIdx.x) * PARTIAL, work.rows);
   }
 }
 
 // --- combination
 
-__device__ __forceinline__ void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-__device__ __forceinline__ float read_of(const float* p, int rank) {
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ uint32_t address_of(const float* p, int rank) {
   uint32_t there;
-  float v;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-  return v;
+  return there;
+}
+__device__ __forceinline__ void store_there(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 // CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y). `few`: at most 8 tokens, and the
 // warps share a token's ranges; else a warp has up to four tokens of its own.
 template <int CLUSTER, bool few>
 __global__ void __launch_bounds__(COMBINE_THREADS)
-    combine(const bf16* partials, const float* weights, const Found* found, const bf16* w_uv, bf16* out, int ctas, int T,
-            int H) {
-  constexpr int K = LATENT / CLUSTER, LANES = K / 8, SIDE = 32 / LANES, STRIDE = K + 32;
+    combine(const bf16* partials, const float* weights, const int* query_start, const int* context, const bf16* w_uv,
+            bf16* out, int ctas, int B, int T, int H, int least) {
+  constexpr int K = LATENT / CLUSTER, LANES = K / 8, SIDE = 32 / LANES, STRIDE = K + 32, OWN = VALUE / CLUSTER;
   constexpr int MINE = few ? 1 : TOKENS / 8, AT_ONCE = few ? 16 : 1, WARPS = COMBINE_THREADS / 32;
   using Weights = HeadWeights<K, VALUE>;
   extern __shared__ __align__(1024) char shared[];
-  bf16* latent = reinterpret_cast<bf16*>(shared + Weights::BYTES);      // [TOKENS][STRIDE]
-  float* product = reinterpret_cast<float*>(latent + TOKENS * STRIDE);  // [TOKENS][VALUE], and [WARPS][K] before
+  bf16* latent = reinterpret_cast<bf16*>(shared + Weights::BYTES);       // [TOKENS][STRIDE]
+  float* products = reinterpret_cast<float*>(latent + TOKENS * STRIDE);  // [CLUSTER][TOKENS][OWN], written by all
+  float* piecewise = products + TOKENS * VALUE;                          // [WARPS][K]
+  __shared__ Found found[TOKENS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, from = rank * K;
   int first = blockIdx.y * TOKENS, tokens = min(TOKENS, T - first);
+  cluster_arrive();
   Weights values{shared};
   values.load(w_uv + (static_cast<int64_t>(head) * LATENT + from) * VALUE, VALUE, threadIdx.x, COMBINE_THREADS);
   copies_commit();
-  wait_for_predecessor();
-  let_successor_start();  // not before: whoever starts after this kernel may take the cache's rows as written
+  if (warp == 0) share_work<true>(query_start, context, B, H, ctas, least, found, first, tokens);
+  __syncthreads();
 
   int sharing = !few || tokens > 4 ? 1 : tokens > 2 ? 2 : tokens > 1 ? 4 : 8;
   int column = from + lane % LANES * 8, side = lane / LANES;
@@ -536,11 +555,10 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   int ranges[MINE], longest = 0;
   const float* weight[MINE];
   const bf16* partial[MINE];
-  float top[MINE], inverse[MINE], sum[MINE][8] = {};
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
     int token = token_of(i);
-    Found f = token < tokens ? found[first + token] : Found{};
+    Found f = token < tokens ? found[token] : Found{};
     int row = f.index * H + head, slot = f.first + row / ROWS * f.ranges;
     row %= ROWS;
     ranges[i] = f.ranges;
@@ -549,55 +567,62 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     partial[i] = partials + static_cast<int64_t>(slot) * PARTIAL + column / 64 * (ROWS * 64) + row * 64 +
                  ((column / 8) % 8 ^ (row & 7)) * 8;
   }
-  if constexpr (few) {
-    float v[MAX_RANGES / 32];
-    top[0] = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < MAX_RANGES / 32; ++j) {
-      v[j] = lane + j * 32 < ranges[0] ? weight[0][lane + j * 32] : -INFINITY;
-      top[0] = fmaxf(top[0], v[j]);
-    }
-    top[0] = warp_max(top[0]);
-    float total = 0;
-#pragma unroll
-    for (int j = 0; j < MAX_RANGES / 32; ++j) total += v[j] == -INFINITY ? 0 : exp2f(v[j] - top[0]);
-    total = warp_sum(total);
-    inverse[0] = total > 0 ? 1 / total : 0;
-  } else {
-    float v[MINE];
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) v[i] = lane < ranges[i] ? weight[i][lane] : -INFINITY;
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-      top[i] = v[i];
-      for (int s = lane + 32; s < ranges[i]; s += 32) top[i] = fmaxf(top[i], weight[i][s]);
-      top[i] = warp_max(top[i]);
-      float total = v[i] == -INFINITY ? 0 : exp2f(v[i] - top[i]);
-      for (int s = lane + 32; s < ranges[i]; s += 32) total += exp2f(weight[i][s] - top[i]);
-      total = warp_sum(total);
-      inverse[i] = total > 0 ? 1 / total : 0;
-    }
-  }
-  int step = SIDE * sharing, begin = warp % sharing * SIDE + side;
-  for (int s0 = few ? begin : side; s0 < longest; s0 += step * AT_ONCE) {
-    uint4 x[MINE][AT_ONCE];
-    float share[MINE][AT_ONCE];
+  wait_for_predecessor();
+  let_successor_start();  // not before: whoever starts after this kernel may take the cache's rows as written
+
+  int step = SIDE * sharing, s0 = few ? warp % sharing * SIDE + side : side;
+  uint4 x[MINE][AT_ONCE];
+  float share[MINE][AT_ONCE], top[MINE], inverse[MINE], sum[MINE][8] = {};
+  auto read = [&] {
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
+        if (j && s0 - side + j * step >= longest) break;
         int s = s0 + j * step;
         bool valid = s < ranges[i];
         x[i][j] = valid ? *reinterpret_cast<const uint4*>(partial[i] + static_cast<int64_t>(s) * PARTIAL) : uint4{};
         share[i][j] = valid ? weight[i][s] : -INFINITY;
       }
     }
+  };
+  read();
+  float v[MINE][few ? MAX_RANGES / 32 : 1];
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+#pragma unroll
+    for (int j = 0; j < (few ? MAX_RANGES / 32 : 1); ++j) {
+      v[i][j] = lane + j * 32 < ranges[i] ? weight[i][lane + j * 32] : -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    top[i] = -INFINITY;
+#pragma unroll
+    for (float w : v[i]) top[i] = fmaxf(top[i], w);
+    if (!few) {
+#pragma unroll 1
+      for (int s = lane + 32; s < ranges[i]; s += 32) top[i] = fmaxf(top[i], weight[i][s]);
+    }
+    top[i] = warp_max(top[i]);
+    float total = 0;
+#pragma unroll
+    for (float w : v[i]) total += w == -INFINITY ? 0 : power_of_two(w - top[i]);
+    if (!few) {
+#pragma unroll 1
+      for (int s = lane + 32; s < ranges[i]; s += 32) total += power_of_two(weight[i][s] - top[i]);
+    }
+    total = warp_sum(total);
+    inverse[i] = total > 0 ? 1 / total : 0;
+  }
+#pragma unroll 1
+  while (s0 < longest) {
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
-        if (few && s0 + j * step >= longest) break;
-        float w = share[i][j] == -INFINITY ? 0 : exp2f(share[i][j] - top[i]) * inverse[i];
+        if (j && s0 - side + j * step >= longest) break;
+        float w = share[i][j] == -INFINITY ? 0 : power_of_two(share[i][j] - top[i]) * inverse[i];
         uint32_t words[4] = {x[i][j].x, x[i][j].y, x[i][j].z, x[i][j].w};
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
@@ -607,7 +632,10 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
         }
       }
     }
+    s0 += step * AT_ONCE;
+    if (s0 < longest) read();
   }
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
 #pragma unroll
@@ -618,15 +646,9 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   }
   if (few && sharing > 1) {
     if (lane < LANES) {
-      float4* to = reinterpret_cast<float4*>(product + warp * K + lane * 8);
+      float4* to = reinterpret_cast<float4*>(piecewise + warp * K + lane * 8);
       to[0] = {sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
       to[1] = {sum[0][4], sum[0][5], sum[0][6], sum[0][7]};
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < tokens * K; i += COMBINE_THREADS) {
-      float y = 0;
-      for (int w = 0; w < sharing; ++w) y += product[(i / K * sharing + w) * K + i % K];
-      latent[i / K * STRIDE + i % K] = __float2bfloat16(y);
     }
   } else if (lane < LANES) {
 #pragma unroll
@@ -641,30 +663,43 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   uint32_t a[K / 16][4];
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) values.fragment(a[k], k, warp * 16);
+  if (few && sharing > 1) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tokens * K; i += COMBINE_THREADS) {
+      float y = 0;
+#pragma unroll 1
+      for (int w = 0; w < sharing; ++w) y += piecewise[(i / K * sharing + w) * K + i % K];
+      latent[i / K * STRIDE + i % K] = __float2bfloat16(y);
+    }
+    __syncthreads();
+  }
+  cluster_wait();  // the others have started: their memory is there
+  int column_out = warp * 16 + lane / 4;
+  uint32_t there = address_of(products + rank * (TOKENS * OWN) + column_out % OWN, column_out / OWN);
 #pragma unroll 1
   for (int group = 0; group * 8 < tokens; ++group) {
     float d[2][4] = {};
 #pragma unroll
     for (int k = 0; k < K / 32; ++k) {
-      uint4 x = *reinterpret_cast<const uint4*>(latent + (group * 8 + lane / 4) * STRIDE + k * 32 + lane % 4 * 8);
-      mma(d[0], a[k * 2], x.x, x.y, bf16());
-      mma(d[1], a[k * 2 + 1], x.z, x.w, bf16());
+      uint4 y = *reinterpret_cast<const uint4*>(latent + (group * 8 + lane / 4) * STRIDE + k * 32 + lane % 4 * 8);
+      mma(d[0], a[k * 2], y.x, y.y, bf16());
+      mma(d[1], a[k * 2 + 1], y.z, y.w, bf16());
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      product[(group * 8 + lane % 4 * 2 + i % 2) * VALUE + warp * 16 + lane / 4 + i / 2 * 8] = d[0][i] + d[1][i];
+      int token = group * 8 + lane % 4 * 2 + i % 2;
+      if (token < tokens) store_there(there + (token * OWN + i / 2 * 8) * 4, d[0][i] + d[1][i]);
     }
   }
-  cluster_meet();
-  constexpr int OWN = VALUE / CLUSTER;
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll 1
   for (int i = threadIdx.x; i < tokens * OWN; i += COMBINE_THREADS) {
-    int token = i / OWN, column_out = rank * OWN + i % OWN;
     float y = 0;
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) y += read_of(product + token * VALUE + column_out, r);
-    out[(static_cast<int64_t>(first + token) * H + head) * VALUE + column_out] = __float2bfloat16(y);
+    for (int r = 0; r < CLUSTER; ++r) y += products[r * (TOKENS * OWN) + i];
+    out[(static_cast<int64_t>(first + i / OWN) * H + head) * VALUE + rank * OWN + i % OWN] = __float2bfloat16(y);
   }
-  cluster_meet();  // nobody leaves while others read its sums
 }
 
 // --- launching
@@ -683,47 +718,48 @@ Encode encoder() {
   return found;
 }
 
-// Rows of WIDTH bf16 in boxes of 64 columns and `box` rows.
-bool describe(CUtensorMap* map, const void* rows, int64_t count, int box) {
-  cuuint64_t sizes[2] = {WIDTH, static_cast<cuuint64_t>(count)}, strides[1] = {WIDTH * 2};
-  cuuint32_t boxes[2] = {64, static_cast<cuuint32_t>(box)}, steps[2] = {1, 1};
-  return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(rows), sizes, strides, boxes, steps,
+// Rows of WIDTH bf16 as [chunk][row][64], in boxes of `rows` rows and `chunks` chunks.
+bool describe(CUtensorMap* map, const void* from, int64_t count, int rows, int chunks) {
+  cuuint64_t sizes[3] = {64, static_cast<cuuint64_t>(count), CHUNKS}, strides[2] = {WIDTH * 2, 128};
+  cuuint32_t box[3] = {64, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(chunks)}, steps[3] = {1, 1, 1};
+  return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(from), sizes, strides, box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <int CLUSTER>
-int start_combine(const void* partials, const void* weights, const void* found, const void* w_uv, void* out,
-                  int64_t ctas, int64_t T, int64_t H, void* stream) {
+int start_combine(const void* partials, const void* weights, const void* query_start, const void* context,
+                  const void* w_uv, void* out, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t least,
+                  void* stream) {
   constexpr int K = LATENT / CLUSTER;
-  constexpr size_t bytes = HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4;
-  static_assert(TOKENS * VALUE >= COMBINE_THREADS / 32 * K);
+  constexpr size_t bytes =
+      HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4 + COMBINE_THREADS / 32 * K * 4;
   dim3 grid(H * CLUSTER, (T + TOKENS - 1) / TOKENS);
   return launch(T <= 8 ? combine<CLUSTER, true> : combine<CLUSTER, false>, grid, dim3(COMBINE_THREADS), bytes, stream,
                 CLUSTER, static_cast<const bf16*>(partials), static_cast<const float*>(weights),
-                static_cast<const Found*>(found), static_cast<const bf16*>(w_uv), static_cast<bf16*>(out), ctas, T, H);
+                static_cast<const int*>(query_start), static_cast<const int*>(context), static_cast<const bf16*>(w_uv),
+                static_cast<bf16*>(out), ctas, B, T, H, least);
 }
 
 }  // namespace
 
-// partials [ctas, 64, 512] bf16, weights [64, ctas] float and found [T, 4] int32 are scratch. -1: no driver entry point
+// partials [ctas, 64, 512] bf16, weights [64, ctas] float are scratch. -1: no driver entry point
 // for tensor maps, or they are refused.
 API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t block, const void* tables, int64_t M,
                    const void* query_start, const void* context, const void* w_uv, void* partials, void* weights,
-                   void* found, void* out, int64_t B, int64_t T, int64_t H, int64_t ctas, int64_t least, float scale,
+                   void* out, int64_t B, int64_t T, int64_t H, int64_t ctas, int64_t least, float scale,
                    void* stream) {
   if (T == 0) return 0;
   CUtensorMap queries, few, many;
-  if (!encoder() || !describe(&queries, q, T * H, ROWS) || !describe(&few, cache, cache_rows, GROUP) ||
-      !describe(&many, cache, cache_rows, KEYS)) {
+  if (!encoder() || !describe(&queries, q, T * H, ROWS, CHUNKS) || !describe(&few, cache, cache_rows, GROUP, 1) ||
+      !describe(&many, cache, cache_rows, KEYS, CHUNKS)) {
     return -1;
   }
   int failed = launch(attend, dim3(ctas), dim3(ATTEND_THREADS), ATTEND_BYTES, stream, 1, queries, few, many,
                       static_cast<const int*>(tables), static_cast<const int*>(query_start),
                       static_cast<const int*>(context), static_cast<bf16*>(partials), static_cast<float*>(weights),
-                      static_cast<Found*>(found), B, M, T, H, block, least, scale * 1.4426950408889634f);
+                      B, M, H, block, least, scale * 1.4426950408889634f);
   if (failed) return failed;
-  if (H >= 48) return start_combine<2>(partials, weights, found, w_uv, out, ctas, T, H, stream);
-  if (H >= 24) return start_combine<4>(partials, weights, found, w_uv, out, ctas, T, H, stream);
-  return start_combine<8>(partials, weights, found, w_uv, out, ctas, T, H, stream);
+  auto start = H >= 48 ? start_combine<2> : H >= 24 ? start_combine<4> : start_combine<8>;
+  return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }

@@ -11,6 +11,9 @@ outputs of the ranges it splits a long context into.
 
 "cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
 context is split depends on the contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
+It reads tables, query_start, context and the latents before a request's queries without waiting for the kernels just
+before it: whatever writes these must have finished before `mla_query` begins, as it has if they come from an ordinary
+kernel, a copy, or an earlier step. Measured on an H200 with 64 heads, us: 9.0 at 1k, 15 at 10k, 42 at 100k tokens.
 """
 
 import functools
@@ -135,7 +138,7 @@ op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1))
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_decode.cu", "mla_decode", "ppllplppppppp" + "l" * 5 + "fp")
+    return compile.function("mla_decode.cu", "mla_decode", "ppllplpppppp" + "l" * 5 + "fp")
 
 
 @functools.cache
@@ -169,7 +172,6 @@ def cuda(
     ctas = max(_processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
     partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
-    found = torch.empty(T, 4, dtype=torch.int32, device=device)
     out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=device)
     failed = _kernel()(
         q_full.data_ptr(),
@@ -183,7 +185,6 @@ def cuda(
         w_uv.data_ptr(),
         partials.data_ptr(),
         weights.data_ptr(),
-        found.data_ptr(),
         out.data_ptr(),
         B,
         T,

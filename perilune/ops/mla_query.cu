@@ -2,13 +2,15 @@
 //
 // CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each hold COLUMNS columns of one head's W_UK, streamed to shared memory before
 // the wait, and multiply TOKENS tokens (y) by them: a warp owns 16 columns. They also rotate their share of q_pe.
-// The CTAs after them write the cache, a warp per token. No pointer is __restrict__: the compiler may move a load through
-// such a one above the wait.
+// The CTAs after them write the cache, a warp per token. No pointer is __restrict__: the compiler may move a load
+// through such a one above the wait.
 #include "mla.cuh"
 
 using namespace mla;
 
 namespace {
+
+constexpr int TOKENS = 64;  // of one CTA
 
 __device__ __forceinline__ uint32_t rotate(uint32_t pair, float c, float s) {
   float2 v = widen(pair);

@@ -2,17 +2,17 @@
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
 // of the tensor core's A, whose columns of B are up to 8 tokens. (gate_up: 8 gate rows and their 8 up rows, so that one
-// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k of INT4 or 64 k of bf16; the last of a row may be half full. KS warps
-// split the k of a tile, RT tiles make a unit, and the partial sums of a unit meet in shared memory. Every warp keeps
-// its own ring of slots filled by asynchronous copies, across units, so that the memory never waits for a barrier.
+// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k of INT4 or 64 k of bf16; the last slot of a
+// row may be half full. KS warps split the k of a tile and their sums meet in shared memory; RT tiles make a unit.
+// Every warp keeps its own ring of slots filled by asynchronous copies, across units.
 //
 // INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
-// per row, applied to their fp32 result: exact. A nibble needs no conversion: masked out of its word it is, read as bf16,
-// the number q * 2^-133, and 16 q * 2^-133 if it sits four bits higher (all integers below 256 are evenly spaced there).
-// The activations of the latter are held divided by 16, all of them times 2^80: exact from 2^-200 to 2^47. The sums of a
-// group start at -8 times the sum of its activations, which takes the offset of q out.
+// per row, applied to their fp32 result: exact. A nibble needs no conversion: masked out of its word it is, read as
+// bf16, the number q * 2^-133, and 16 q * 2^-133 if it sits four bits higher (all integers below 256 are evenly spaced
+// there). The activations of the latter are held divided by 16, all of them times 2^80: exact for magnitudes from 2^-73
+// to 2^47. The sums of a group start at -8 times the sum of its activations, which takes the offset of q out.
 //
-// Work: the routed pairs are grouped by expert into segments of at most 8 pairs, every CTA takes a contiguous range of
+// Work: the routed pairs are grouped by expert into segments of a few pairs, every CTA takes a contiguous range of
 // (segment, unit), and units of the shared expert so that bytes balance. Each CTA counts the ids itself.
 #include "hopper.cuh"
 
@@ -20,20 +20,22 @@ using namespace hopper;
 
 namespace {
 
-constexpr int COLUMNS = 8;   // of B: the most pairs of a segment
-constexpr int LINE = 128;    // bytes of a row in a slot; a half of it is a piece
+constexpr int COLUMNS = 8;  // of B: the most pairs of a segment
+constexpr int LINE = 128;   // bytes of a row in a slot; half of it is a piece
 constexpr int SLOT = 16 * LINE;
+constexpr int CHUNK = 4;                     // slots whose scales are copied together: 64 bytes of a row
+constexpr int SCALE_LINE = CHUNK * 16 + 16;  // padded: eight rows meet no bank twice
+constexpr int SCALES = 16 * SCALE_LINE;
 constexpr int MAX_EXPERTS = 1024;
-constexpr int MAX_SEGMENTS = 24;   // that one CTA may touch
-constexpr int MAX_WARP_SLOTS = 16; // slots of a routed tile for one warp
+constexpr int MAX_SEGMENTS = 24;  // that one CTA may touch
 constexpr uint32_t LOW = 0x000f000f, HIGH = 0x00f000f0;
-constexpr float RAISED = 0x1p80f;   // staged activations
+constexpr float RAISED = 0x1p80f;  // staged activations
 constexpr float UNIT = 0x1p-133f;  // the nibble 1
 constexpr float RESULT = 0x1p53f;  // 1 / (RAISED * UNIT)
 
 struct Matrix {
   const uint8_t* data;
-  const uint8_t* scale;  // bf16, 4 of a slot's 128 k adjacent; null for bf16 weights
+  const uint8_t* scale;  // bf16, 8 bytes for a piece; null for bf16 weights
   int64_t expert;        // rows of an expert
   int64_t second;        // rows between a tile's row 0 and its row 8
   int pieces;            // of a row
@@ -50,7 +52,7 @@ struct Args {
   bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
   int T, k, E, K, P;
   int columns;        // pairs of a segment
-  int scale_buffers;  // of a warp, in turn
+  int scale_buffers;  // chunks of a warp, in turn
 };
 
 struct Segment {
@@ -153,7 +155,7 @@ struct Kernel {
   // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
   static __device__ Range routed_units(const Args& a, int all) {
     const int64_t G = gridDim.x, c = blockIdx.x, shared = divide_up(a.shared.tiles, RT);
-    const int64_t wide = a.shared.pieces * 8, narrow = a.routed.pieces * 9;  // eighths of a row's pieces, scales counted
+    const int64_t wide = a.shared.pieces * 8, narrow = a.routed.pieces * 9;  // scales counted
     const int64_t bytes = shared * wide + all * narrow;
     // The equal part must hold a CTA's shared units, and may not be mostly theirs: MAX_SEGMENTS counts on it.
     if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
@@ -166,8 +168,8 @@ struct Kernel {
     return {bound(c), bound(c + 1)};
   }
 
-  // The activations of a segment's columns, in the order in which the nibbles of a word come, and what the sums of every
-  // group of 32 k start at.
+  // The activations of a segment's columns, in the order in which the nibbles of a word come, and what the sums of
+  // every group of 32 k start at.
   static __device__ void stage(const Args& a, const Segment& segment, uint8_t* xs, int pitch, float* starts) {
     const int pieces = a.K / 8;
     for (int c = 0; c < segment.count; c++) {
@@ -210,8 +212,7 @@ struct Kernel {
     __shared__ Plan p;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int ks = warp % KS, rt = warp / KS, pitch = a.K * 2 + 64;
-    const int groups = a.K / 32, scale_line = 16 * divide_up(divide_up(a.routed.pieces, 2), KS), scale_bytes = 16 * scale_line;
-    const int scale_ring = a.scale_buffers * scale_bytes;
+    const int groups = a.K / 32, scale_ring = a.scale_buffers * SCALES;
     float* sums = reinterpret_cast<float*>(memory + WARPS * N * SLOT);
     float* starts = sums + WARPS * 128;
     uint8_t* scales = reinterpret_cast<uint8_t*>(starts + groups * COLUMNS) + warp * scale_ring;
@@ -230,13 +231,14 @@ struct Kernel {
 
     // The copying side of the ring.
     int next_unit = 0, known = own_shared, left = 0, segment_of = 0, unit_of = 0;
-    int into = 0, scales_into = 0, filled = 0;  // bytes into the warp's rings, pieces of a row before the next slot
+    int into = 0, scales_into = 0;  // bytes into the warp's rings
+    int slot_of = 0, filled = 0;        // the next slot within the unit; pieces of a row before it
     // Lanes copy rows line, line + 4, + 8, + 12 of a tile, 16 bytes each. Chunks of a row change places so that neither
     // the eight rows of a matrix nor two rows of 64 bytes meet a bank twice.
     const int line = lane / 8, chunk = lane % 8;
     auto swizzle = [](int row) { return row % 2 * 4 + row % 8 / 2; };
     const int place = line * LINE, even = (chunk ^ swizzle(line)) * 16, odd = (chunk ^ swizzle(line + 4)) * 16;
-    const uint8_t *upper = nullptr, *lower = nullptr;
+    const uint8_t *upper = nullptr, *lower = nullptr, *scale_upper = nullptr;
     int four = 0, width = 0;  // bytes of four rows; pieces of one
     auto open = [&] {
       const bool is_shared = next_unit < own_shared;
@@ -257,18 +259,21 @@ struct Kernel {
       const int64_t bytes = static_cast<int64_t>(m.pieces) * (LINE / 2), row = expert * m.expert + tile * ROWS;
       upper = m.data + (row + line) * bytes + first * LINE + chunk * 16;
       lower = upper + m.second * bytes;
-      if (is_shared) return;
-      // 8 bytes for a piece of a row.
-      const uint8_t* from = m.scale + ((row + line) * m.pieces + first * 2 + chunk) * 8;
-      uint8_t* to = scales + scales_into + line * scale_line + chunk * 8;
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const uint8_t* source = from + (n / 2 * m.second + n % 2 * 4) * m.pieces * 8;
-        for (int c = chunk; c < min(slots * 2, width - filled); c += 8) {
-          copy8(to + n * 4 * scale_line + (c - chunk) * 8, source + (c - chunk) * 8);
-        }
+      slot_of = 0;
+      scale_upper = is_shared ? nullptr : m.scale + ((row + line) * m.pieces + first * 2 + chunk) * 8;
+    };
+    // 8 bytes for every piece of a row.
+    auto copy_scales = [&] {
+      const uint8_t* scale_lower = scale_upper + a.routed.second * width * 8;
+      uint8_t* to = scales + scales_into + line * SCALE_LINE + chunk * 8;
+      if (chunk < min(left * 2, width - filled)) {
+        copy8(to, scale_upper);
+        copy8(to + 4 * SCALE_LINE, scale_upper + four / 8);
+        copy8(to + 8 * SCALE_LINE, scale_lower);
+        copy8(to + 12 * SCALE_LINE, scale_lower + four / 8);
       }
-      scales_into = scales_into + scale_bytes == scale_ring ? 0 : scales_into + scale_bytes;
+      scale_upper += CHUNK * 16;
+      scales_into = scales_into + SCALES == scale_ring ? 0 : scales_into + SCALES;
     };
     auto ready = [&] {
       while (left == 0 && next_unit < known) open();
@@ -276,6 +281,7 @@ struct Kernel {
     };
     auto issue = [&] {
       if (ready()) {
+        if (slot_of++ % CHUNK == 0 && scale_upper != nullptr) copy_scales();
         if (chunk < 4 || filled + 1 < width) {
           uint8_t* to = ring + place + into;
           copy16(to + even, upper);
@@ -320,23 +326,30 @@ struct Kernel {
       from = from + SLOT == N * SLOT ? 0 : from + SLOT;
       return slot;
     };
-    // Sums of a unit over its warps; result(column, tile of the unit, row, value or gate, up).
+    // Sums of a tile over its KS warps, which alone meet here; result(column, row, value or gate, up).
+    auto meet = [&] {
+      if constexpr (KS == 1) {
+        __syncwarp();
+      } else {
+        asm volatile("bar.sync %0, %1;" ::"r"(rt + 1), "n"(KS * 32) : "memory");
+      }
+    };
     auto finish = [&](const float (&acc)[4], int columns, auto result) {
-      __syncthreads();
+      meet();
       float* mine = sums + warp * 128;
       *reinterpret_cast<float2*>(mine + g * 8 + 2 * t) = make_float2(acc[0], acc[1]);
       *reinterpret_cast<float2*>(mine + (g + 8) * 8 + 2 * t) = make_float2(acc[2], acc[3]);
-      __syncthreads();
-      for (int n = tid; n < columns * RT * ROWS; n += THREADS) {
-        const int row = n % ROWS, tile = n / ROWS % RT, column = n / (ROWS * RT);
-        const float* at = sums + tile * KS * 128 + row * 8 + column;
+      meet();
+      for (int n = ks * 32 + lane; n < columns * ROWS; n += KS * 32) {
+        const int row = n % ROWS, column = n / ROWS;
+        const float* at = sums + rt * KS * 128 + row * 8 + column;
         float v = 0, up = 0;
 #pragma unroll
         for (int s = 0; s < KS; s++) {
           v += at[s * 128];
           if (GATE_UP) up += at[s * 128 + 64];
         }
-        result(column, tile, row, v, up);
+        result(column, row, v, up);
       }
     };
 
@@ -373,7 +386,8 @@ struct Kernel {
         for (int h = 0; h < 2; h++) {
           if (h == 1 && n * 2 + 1 >= last) break;
           const uint8_t* at = slot + (pieces_place ^ (h * 64));
-          const uint4 top = *reinterpret_cast<const uint4*>(at), bottom = *reinterpret_cast<const uint4*>(at + SLOT / 2);
+          const uint4 top = *reinterpret_cast<const uint4*>(at);
+          const uint4 bottom = *reinterpret_cast<const uint4*>(at + SLOT / 2);
           const uint32_t one[4] = {top.x, bottom.x, top.y, bottom.y}, two[4] = {top.z, bottom.z, top.w, bottom.w};
           mma(acc[0][0], one, now[0][h].x, now[0][h].y, bf16());
           mma(acc[0][1], two, now[0][h].z, now[0][h].w, bf16());
@@ -389,8 +403,8 @@ struct Kernel {
         float total[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) total[n] = acc[half][0][n] + acc[half][1][n];
-        finish(total, min(a.T - half * COLUMNS, COLUMNS), [&](int column, int tile, int row, float v, float up) {
-          const int token = half * COLUMNS + column, at = u * RT + tile;
+        finish(total, min(a.T - half * COLUMNS, COLUMNS), [&](int column, int row, float v, float up) {
+          const int token = half * COLUMNS + column, at = u * RT + rt;
           if (at >= a.shared.tiles) return;
           if (GATE_UP) {
             a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * ROWS + at * ROWS + row] =
@@ -403,7 +417,8 @@ struct Kernel {
       }
     }
 
-    const uint32_t matrices = shared_address(ring) + (lane % 8 + lane / 8 % 2 * 8) * LINE + ((lane / 16 ^ swizzle(lane)) * 16);
+    const uint32_t matrices =
+        shared_address(ring) + (lane % 8 + lane / 8 % 2 * 8) * LINE + (lane / 16 ^ swizzle(lane)) * 16;
     int scales_from = 0, staged = -1, s = 0, unit = units.first % per_expert;
     for (int u = units.first; u < units.end; u++, unit++) {
       if (unit == per_expert) {
@@ -413,6 +428,7 @@ struct Kernel {
       const Segment& segment = p.segments[s];
       if (staged != s) {
         if (staged < 0 || !same_rows(a, segment, p.segments[staged])) {
+          __syncthreads();  // every warp is done with the activations before
           stage(a, segment, xs, pitch, starts);
         }
         staged = s;
@@ -422,19 +438,23 @@ struct Kernel {
       const int last = a.routed.pieces - first_routed * 2;
       const uint8_t* x = xs + min(g, segment.count - 1) * pitch + first_routed * 512 + t * 16;
       const float* start = starts + first_routed * 8 * COLUMNS + 2 * t;
-      const uint8_t* scale = scales + scales_from + g * scale_line;
+      const uint8_t* scale = nullptr;
       for (int n = 0; n < count; n++) {
         const uint32_t slot = matrices + arrive();
+        if (n % CHUNK == 0) {
+          scale = scales + scales_from + g * SCALE_LINE;
+          scales_from = scales_from + SCALES == scale_ring ? 0 : scales_from + SCALES;
+        }
+        const uint4 above = *reinterpret_cast<const uint4*>(scale);
+        const uint4 below = *reinterpret_cast<const uint4*>(scale + 8 * SCALE_LINE);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if (h == 1 && n * 2 + 1 >= last) break;
-          const uint2 above = *reinterpret_cast<const uint2*>(scale + h * 8);
-          const uint2 below = *reinterpret_cast<const uint2*>(scale + 8 * scale_line + h * 8);
 #pragma unroll
           for (int pair = 0; pair < 2; pair++) {
             uint32_t w[4];
             load_matrices(w, slot ^ (h * 64 + pair * 32));
-            const uint32_t upper_scales = pair ? above.y : above.x, lower_scales = pair ? below.y : below.x;
+            const uint32_t upper_scales = (&above.x)[h * 2 + pair], lower_scales = (&below.x)[h * 2 + pair];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               const int group = h * 4 + pair * 2 + half;
@@ -459,9 +479,8 @@ struct Kernel {
         x += 512;
         start += 8 * COLUMNS;
       }
-      if (count) scales_from = scales_from + scale_bytes == scale_ring ? 0 : scales_from + scale_bytes;
-      finish(acc, segment.count, [&](int column, int tile, int row, float v, float up) {
-        const int pair = segment.pair[column], at = unit * RT + tile;
+      finish(acc, segment.count, [&](int column, int row, float v, float up) {
+        const int pair = segment.pair[column], at = unit * RT + rt;
         if (at >= a.routed.tiles) return;
         v *= RESULT;
         if (GATE_UP) {
@@ -486,15 +505,22 @@ int start(Args a, int sms, void* stream) {
   constexpr int FIXED = 2048;  // more than the kernel's own shared memory and what the driver takes
   constexpr int MOST = WARPS == 8 ? 114 * 1024 - FIXED : 227 * 1024 - FIXED;
   const int ctas = WARPS == 8 ? 2 * sms : sms, pairs = a.T * a.k, slots = (a.routed.pieces + 1) / 2;
-  const int segments = min(pairs, a.E + pairs / a.columns);
-  if (a.E > MAX_EXPERTS || 2 * segments / ctas + 3 > MAX_SEGMENTS) return -1;
-  const int least = max(1, slots / KS), most = (slots + KS - 1) / KS;
+  // The ring runs N - 1 slots ahead: over how many chunks, the shortest counts.
+  auto shortest = [](int n) { return n <= CHUNK ? max(n, 1) : n % CHUNK == 0 ? CHUNK : n % CHUNK; };
+  const int least = min(shortest(slots / KS), shortest((slots + KS - 1) / KS));
   a.scale_buffers = (N - 1 + least - 1) / least + 1;
-  const int staged = max(a.columns * (a.K * 2 + 64), a.E * 4);
-  const int shared = WARPS * (N * SLOT + 512 + a.scale_buffers * most * 256) + a.K / 32 * COLUMNS * 4 + staged;
+  int shared = 0;
+  auto fits = [&] {
+    const int staged = max(a.columns * (a.K * 2 + 64), a.E * 4);
+    shared = WARPS * (N * SLOT + 512 + a.scale_buffers * SCALES) + a.K / 32 * COLUMNS * 4 + staged;
+    return shared <= MOST;
+  };
   if constexpr (N > 2) {
-    if (shared > MOST) return start<GATE_UP, WARPS, KS, N - 1>(a, sms, stream);
+    if (!fits()) return start<GATE_UP, WARPS, KS, N - 1>(a, sms, stream);
   }
+  while (!fits() && a.columns > 1) a.columns--;
+  const int segments = min(pairs, a.E + pairs / a.columns);
+  if (!fits() || a.E > MAX_EXPERTS || 2 * segments / ctas + 3 > MAX_SEGMENTS) return -1;
   return launch(moe_int4_kernel<GATE_UP, WARPS, KS, N>, dim3(ctas), dim3(WARPS * 32), shared, stream, 1, a);
 }
 
@@ -524,8 +550,8 @@ API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, con
          0,
          static_cast<int>(T <= 4 ? T : T <= 96 ? 4 : COLUMNS),
          0};
-  if (T <= 2) return start<true, 8, 8, 4>(a, sms, stream);
-  return start<true, 16, 8, 3>(a, sms, stream);
+  if (T <= 2) return start<true, 8, 4, 4>(a, sms, stream);
+  return start<true, 16, 4, 3>(a, sms, stream);
 }
 
 // y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
@@ -547,5 +573,5 @@ API int moe_int4_down(const void* h, const void* h_shared, const void* ids, cons
          static_cast<int>(P),
          static_cast<int>(T < COLUMNS ? T : COLUMNS),
          0};
-  return start<false, 8, 4, 4>(a, sms, stream);
+  return start<false, 8, 2, 4>(a, sms, stream);
 }

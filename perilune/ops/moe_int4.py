@@ -6,12 +6,12 @@ shared_gate_up [2 S, D] and shared_down [D, S] as x, the gate's rows first, or N
 y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
 implementation's choice, else 1.
 
-"cuda" (moe_int4.cu, bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit once, in two
+"cuda" (moe_int4.cu, bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two
 launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the
 routing weight applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised
-weights are exact, sums are fp32, x and h are exact but for what lies 2^-23 below the largest of their row. The partial
-rows of a token do not depend on the batch while T stays within 1..2 or within 3..16. An expert met by more than 8
-tokens is read again for every further 8. Above 16 tokens the shared expert is three library calls.
+weights, x and h are exact, sums are fp32. Up to 16 tokens a token's rows do not depend on the batch; above, the shared
+expert is three library calls. gate_up reads an expert once for every 4 of its tokens (7 above 96 tokens, for K2's
+sizes), down once for every 8. An id that is no expert is passed over and its row left unwritten.
 "composed" is experts_int4, linear and swiglu: P = 1.
 """
 

@@ -57,7 +57,7 @@ op = Op("norm_linear", CASES, TOL, inputs, cost, reference, decides=(0, 2))
 
 @op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
 def cuda(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
-    return run_streamed(x, w, norm, eps, False)
+    return run_streamed(x, w, False, norm=norm, eps=eps)
 
 
 @op.impl("composed")

@@ -1,8 +1,9 @@
 // Router scores and the choice of experts in one launch. Contract in router.py.
 //
-// CTAs of 8 warps each multiply 8 rows of the gate over one SPLIT-th of the width (the streaming of linear.cu); the
-// last CTA to finish adds the parts in order, and a warp per token picks the experts.
-#include "hopper.cuh"
+// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width, all of which is on its way to shared memory
+// before the activations are there; the last CTA to finish adds the parts in order, and a warp per token picks the
+// experts.
+#include "wgmma.cuh"
 
 using namespace hopper;
 
@@ -25,6 +26,9 @@ struct Args {
   int T, D, E, top_k, norm, workers;
   float scale;
 };
+
+// Bytes between a warp's rows of the gate: two neighbours share no bank.
+__host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
 
 // A warp picks the experts of one token. All loads of scores are in flight at once: one after the other they took 10 us.
 template <int EACH>
@@ -78,22 +82,29 @@ __device__ void pick(const Args& a, int token, int parts, int lane) {
   }
 }
 
-template <int U, bool MANY>
+template <bool MANY>
 __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
   constexpr int ROWS = MANY ? 16 : 8;
-  extern __shared__ __align__(16) uint8_t memory[];
-  bf16* xs = reinterpret_cast<bf16*>(memory);
+  extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float sums[WARPS][ROWS * TILE];
+  __shared__ uint64_t barriers[WARPS];
   __shared__ bool last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int parts = gridDim.y, width = a.D / parts, k0 = blockIdx.y * width, chunks = width / CHUNK / a.workers;
   const int pitch = width + PAD, own = warp * chunks * CHUNK;
-  const bf16* w = a.gate + static_cast<int64_t>(blockIdx.x * TILE + g) * a.D + k0 + own + 8 * t;
+  const int row = chunks * CHUNK * 2, row_pitch = weight_pitch(row);
   const bool works = warp < a.workers;
-  uint4 ring[U];
-  if (works) {
-#pragma unroll
-    for (int u = 0; u < U; u++) ring[u] = load16(w + u * CHUNK);
+  uint8_t* gate = memory + warp * TILE * row_pitch;
+  bf16* xs = reinterpret_cast<bf16*>(memory + a.workers * TILE * row_pitch);
+  if (works && lane == 0) {
+    barrier_init(&barriers[warp], 1);
+    barriers_visible();
+    barrier_expect(&barriers[warp], TILE * row);
+  }
+  __syncwarp();
+  if (works && lane < TILE) {
+    const bf16* from = a.gate + static_cast<int64_t>(blockIdx.x * TILE + lane) * a.D + k0 + own;
+    bulk_load(gate + lane * row_pitch, from, row, &barriers[warp]);
   }
   let_successor_start();
   wait_for_predecessor();
@@ -108,13 +119,14 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
   const bf16* low = xs + min(g, a.T - 1) * pitch + own + 8 * t;
   const bf16* high = MANY ? xs + min(g + 8, a.T - 1) * pitch + own + 8 * t : nullptr;
   float acc[2][4] = {};
-  for (int c = 0; works && c < chunks; c += U) {
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      uint4 v = ring[u];
-      if (c + U < chunks) ring[u] = load16(w + (c + U + u) * CHUNK);
-      uint4 x = *reinterpret_cast<const uint4*>(low + (c + u) * CHUNK);
-      uint4 z = MANY ? *reinterpret_cast<const uint4*>(high + (c + u) * CHUNK) : make_uint4(0, 0, 0, 0);
+  if (works) {
+    barrier_wait(&barriers[warp], 0);
+    const uint8_t* mine = gate + g * row_pitch + 16 * t;
+#pragma unroll 2
+    for (int c = 0; c < chunks; c++) {
+      uint4 v = *reinterpret_cast<const uint4*>(mine + c * 64);
+      uint4 x = *reinterpret_cast<const uint4*>(low + c * CHUNK);
+      uint4 z = MANY ? *reinterpret_cast<const uint4*>(high + c * CHUNK) : make_uint4(0, 0, 0, 0);
       uint32_t first[4] = {x.x, z.x, x.y, z.y}, second[4] = {x.z, z.z, x.w, z.w};
       mma(acc[0], first, v.x, v.y, bf16());
       mma(acc[1], second, v.z, v.w, bf16());
@@ -151,13 +163,6 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
   }
 }
 
-template <int U>
-int start(const Args& a, int parts, void* stream) {
-  const size_t shared = static_cast<size_t>(a.T) * (a.D / parts + PAD) * sizeof(bf16);
-  auto kernel = a.T > 8 ? router_kernel<U, true> : router_kernel<U, false>;
-  return launch(kernel, dim3(a.E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
-}
-
 }  // namespace
 
 // E a multiple of 8 and at most 512, top_k at most 32, D / parts a multiple of 32 x workers (at most 8), T at most 16.
@@ -168,9 +173,9 @@ API int router(const void* x, const void* gate, const void* bias, void* scores, 
          static_cast<float*>(scores), static_cast<uint32_t*>(done), static_cast<int*>(ids),
          static_cast<float*>(weights), static_cast<int>(T), static_cast<int>(D), static_cast<int>(E),
          static_cast<int>(top_k), static_cast<int>(norm), static_cast<int>(workers), scale};
-  const int chunks = D / parts / CHUNK / workers;
-  if (chunks % 7 == 0) return start<7>(a, parts, stream);
-  if (chunks % 4 == 0) return start<4>(a, parts, stream);
-  if (chunks % 3 == 0) return start<3>(a, parts, stream);
-  return start<1>(a, parts, stream);
+  const int row = a.D / parts / a.workers * 2;
+  const size_t shared =
+      static_cast<size_t>(a.workers) * TILE * weight_pitch(row) + static_cast<size_t>(T) * (D / parts + PAD) * 2;
+  auto kernel = T > 8 ? router_kernel<true> : router_kernel<false>;
+  return launch(kernel, dim3(a.E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
 }

@@ -163,7 +163,7 @@ def _launch() -> Any:
         device,
         (a.x.dtype == BFLOAT16, "bfloat16"),
         (
-            0 < a.x.shape[0] <= 16 and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 200 << 10,
+            0 < a.x.shape[0] <= 16 and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
             "up to 16 rows that fit shared memory",
         ),
         (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
