@@ -72,11 +72,16 @@ class Local:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
     ) -> AsyncGenerator[Part, None]:
-        params = SamplingParams(**{**sampling_defaults(self.defaults, thinking=thinking), **self.sampling})
-        prompt = self.template.render_ids(self.tokenizer, messages, tools=tools, thinking=thinking)
+        thinks = self.template.thinks(thinking)
+        defaults = sampling_defaults(self.defaults, self.template, thinking=thinks)
+        params = SamplingParams(**{**defaults, **self.sampling})
+        prompt = self.template.render_ids(self.tokenizer, messages, tools=tools, thinking=thinks)
         stream = ChatStream(
-            self.tokenizer, thinking=thinking, tools=tools, first_tool_index=next_tool_index(messages)
-        )  # fmt: skip
+            self.tokenizer,
+            thinking=self.template.opens_thought(thinks),
+            tools=tools,
+            first_tool_index=next_tool_index(messages),
+        )
         count = 0
         async with contextlib.aclosing(self.client.generate(prompt, params)) as deltas:
             async for delta in deltas:

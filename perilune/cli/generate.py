@@ -51,7 +51,7 @@ class Speed:
 @click.option("-p", "--prompt", help="The question; default: standard input.")
 @click.option("--system", help="System prompt.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
+@click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the model's own way]")
 @click.option("--max-tokens", type=int, help="Tokens to generate, at most.  [default: until the context is full]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the checkpoint's]")
 @click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
@@ -72,7 +72,7 @@ def command(
     prompt: str | None,
     system: str | None,
     raw: bool,
-    thinking: bool,
+    thinking: bool | None,
     assignments: tuple[str, ...],
     device: str | None,
     dtype: str | None,
@@ -94,7 +94,8 @@ def command(
     path = resolve_model(model, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.from_directory(path)
     template = template_for(path)
-    defaults = sampling_defaults(read_generation_config(path), thinking=None if raw else thinking)
+    thinks = None if raw else template.thinks(thinking)
+    defaults = sampling_defaults(read_generation_config(path), template, thinking=thinks)
     params = SamplingParams(**{**defaults, **{k: v for k, v in sampling.items() if v is not None}})
     if raw:
         ids = tokenizer.encode(prompt, allow_special=True)
@@ -102,8 +103,9 @@ def command(
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": prompt})
-        ids = template.render_ids(tokenizer, messages, thinking=thinking)
-        stream = ChatStream(tokenizer, thinking=thinking, stop=params.stop)
+        assert thinks is not None
+        ids = template.render_ids(tokenizer, messages, thinking=thinks)
+        stream = ChatStream(tokenizer, thinking=template.opens_thought(thinks), stop=params.stop)
     asyncio.run(answer(path, config, tokenizer, ids, params, stream))
 
 

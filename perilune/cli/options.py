@@ -17,12 +17,20 @@ Config = type[EngineConfig] | type[ServerConfig]
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
-    """`--some-name` for the field `some_name`. It is None when not given, so that the config file can speak."""
+    """`--some-name` for the field `some_name`; a tuple's is repeatable, a bool's has its `--no-some-name`.
+
+    It is None when not given (a tuple's: empty), so that the config file can speak.
+    """
     field = {f.name: f for f in dataclasses.fields(kind)}[name]
     text = str(field.metadata["help"])
+    hint, flag = typing.get_type_hints(kind)[name], name.replace("_", "-")
+    if hint is bool:
+        return click.option(f"--{flag}/--no-{flag}", default=None, help=f"{text}  [default: {field.default}]")
+    if typing.get_origin(hint) is tuple:
+        return click.option(f"--{flag}", type=typing.get_args(hint)[0], multiple=True, help=f"{text}; repeatable")
     if field.default is not None:
         text += f"  [default: {field.default}]"
-    return click.option(f"--{name.replace('_', '-')}", type=_type(typing.get_type_hints(kind)[name]), help=text)
+    return click.option(f"--{flag}", type=_type(hint), help=text)
 
 
 def set_option(function: F) -> F:

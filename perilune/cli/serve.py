@@ -30,6 +30,8 @@ from perilune.model.hub import resolve_model
 from perilune.server.app import build_app
 from perilune.server.service import Service, read_generation_config
 from perilune.text.chat import template_for
+from perilune.text.family import member_named
+from perilune.text.grammar import warm_up
 from perilune.text.tokenizer import Tokenizer
 
 GRACE_SECONDS = 1  # for answers in flight to say that the server stops
@@ -43,6 +45,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @options.field_option(ServerConfig, "port")
 @options.field_option(ServerConfig, "served_model_name")
 @options.field_option(ServerConfig, "max_waiting")
+@options.field_option(ServerConfig, "chat_template")
+@options.field_option(ServerConfig, "vendor_strict")
+@options.field_option(ServerConfig, "cors_origins")
 @click.option(
     "--api-key-file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -66,6 +71,9 @@ def command(
     port: int | None,
     served_model_name: str | None,
     max_waiting: int | None,
+    chat_template: str | None,
+    vendor_strict: bool | None,
+    cors_origins: tuple[str, ...],
     api_key_file: Path | None,
     assignments: tuple[str, ...],
     config_file: Path | None,
@@ -82,9 +90,14 @@ def command(
         "port": port,
         "served_model_name": served_model_name,
         "max_waiting": max_waiting,
+        "chat_template": chat_template,
+        "vendor_strict": vendor_strict,
+        "cors_origins": cors_origins or None,
         "api_key": read_key(api_key_file) if api_key_file is not None else None,
     }
     server = build(ServerConfig, {**server_base, **{k: v for k, v in given.items() if v is not None}})
+    if server.chat_template is not None:
+        member_named(server.chat_template)  # a wrong name must not cost a download
     console = Console(stderr=True, highlight=False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -101,17 +114,20 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
     tokenizer = Tokenizer.from_directory(path)
-    template = template_for(path)
+    template = template_for(path, server.chat_template)
     generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
     starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
+    # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+    warming = asyncio.create_task(asyncio.to_thread(warm_up, tokenizer))
     try:
         client = await starting
     except asyncio.CancelledError as e:
         raise click.exceptions.Abort from e
     try:
+        await warming
         service = Service(client, tokenizer, template, server, generation_config)
         http = Http(
             uvicorn.Config(

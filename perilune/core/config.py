@@ -4,6 +4,7 @@ Keys have one spelling everywhere: `LLM(model, max_num_seqs=8)`, `--max-num-seqs
 """
 
 import dataclasses
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.core.errors import ConfigError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def _doc(text: str, default: Any) -> Any:
@@ -27,6 +30,9 @@ class EngineConfig:
         "type of activations and unquantised weights; auto: bfloat16 on GPUs, float32 on CPU", "auto"
     )
     kv_dtype: Literal["auto", "float32", "bfloat16"] = _doc("type of the KV cache; auto: same as dtype", "auto")
+    rest_dtype: Literal["dtype", "fp8"] = _doc(
+        "weights besides the routed experts: as dtype says, or fp8 (e4m3 with a scale per row, made at load)", "dtype"
+    )
     qk_norm_eps: float | None = _doc(
         "epsilon of the q and kv norms inside MLA; default: the checkpoint's rms_norm_eps", None
     )
@@ -85,13 +91,31 @@ class ServerConfig:
     port: int = _doc("port to listen on; 0 takes a free one", 8000)
     served_model_name: str | None = _doc("name clients use; default: the model's own", None)
     api_key: str | None = _doc("if set, requests must carry it as a bearer token", None)
+    chat_template: str | None = _doc(
+        "family member whose prompts are written, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
+        None,
+    )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
+    vendor_strict: bool = _doc(
+        "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
+        "verifier expects",
+        False,
+    )
+    cors_origins: tuple[str, ...] = _doc(
+        "origins of web pages whose scripts may call the server, e.g. https://chat.example.org; * allows all", ()
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}")
+        object.__setattr__(self, "cors_origins", tuple(self.cors_origins))
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins: {origin!r} is not an origin: write SCHEME://HOST or SCHEME://HOST:PORT"
+                )
 
 
 T = typing.TypeVar("T", EngineConfig, ServerConfig)
@@ -126,6 +150,8 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return value in args
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(v, args[0]) for v in value)
     if origin is not None and args and origin is not Mapping and not _is_mapping(origin):
         return any(_fits(value, a) for a in args)
     if hint is float:
@@ -147,6 +173,8 @@ def _spell(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if _is_mapping(origin):
         return "a table of strings"
+    if origin is tuple:
+        return "a list of strings"
     if args:
         return " or ".join(_spell(a) for a in args if a is not type(None))
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

@@ -5,6 +5,7 @@ Between processes they travel as msgpack over a private socket pair (engine/wire
 
 from dataclasses import dataclass
 
+from perilune.core.constraint import Constraint
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams
 
@@ -15,12 +16,14 @@ FINISH_REASONS = ("stop", "length", "cancelled", "error")
 class Submit:
     """Front end -> engine: run this prompt. `rid` is unique among the front end's live requests.
 
-    `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): the engine knows no tokenizer.
+    `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): only for a `constraint` on the
+    answer does the engine read the tokenizer.
     """
 
     rid: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         positions=on_device(positions, device),
         slots=on_device(slots, device),
         absorbed=_span(few, slice(0, split), device),
-        plain=_span(many, slice(split, total), device),
+        plain=_span(many, slice(split, total), device, counts_on_host=True),
     )
     sampling = [i for i, w in enumerate(work) if w.sample]
     return Batch(
@@ -76,7 +76,7 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
     )
 
 
-def _span(work: list[Work], rows: slice, device: torch.device) -> Span | None:
+def _span(work: list[Work], rows: slice, device: torch.device, *, counts_on_host: bool = False) -> Span | None:
     if not work:
         return None
     width = max(len(w.blocks) for w in work)
@@ -89,6 +89,6 @@ def _span(work: list[Work], rows: slice, device: torch.device) -> Span | None:
     return Span(
         rows,
         on_device(tables, device),
-        on_device(query_start, device),
-        on_device(context, device),
+        torch.from_numpy(query_start) if counts_on_host else on_device(query_start, device),
+        torch.from_numpy(context) if counts_on_host else on_device(context, device),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from perilune.core.config import EngineConfig
+from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
 from perilune.core.sampling import SamplingParams
@@ -33,6 +34,12 @@ def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
         )
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", param="prompt")
+
+
+def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int:
+    """Tokens that may follow the prompt."""
+    rest = info.max_model_len - len(prompt)
+    return rest if params.max_tokens is None else min(params.max_tokens, rest)
 
 
 class EngineClient:
@@ -97,12 +104,17 @@ class EngineClient:
     def alive(self) -> bool:
         return self._failure is None
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
 
-        Raises RequestError for a prompt that cannot run and EngineError if the engine is or goes down.
+        Raises RequestError for a prompt that cannot run, or whose constraint leaves no room for an answer, and
+        EngineError if the engine is or goes down.
         """
         check_prompt(prompt, self.info)
+        if constraint is not None:
+            constraint.check_room(room(prompt, params, self.info))
         if self._failure is not None:
             raise EngineError(self._failure)
         rid = next(self._ids)
@@ -110,7 +122,7 @@ class EngineClient:
         self._inboxes[rid] = inbox
         finished = False
         try:
-            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens)))
+            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint))
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish_reason is not None

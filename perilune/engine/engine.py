@@ -25,6 +25,7 @@ from perilune.engine.runner import Readout, Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
+from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
 from perilune.model.weights import Weights
@@ -178,6 +179,14 @@ def _build(
 ) -> tuple[EngineConfig, KimiK2, Pages]:
     """Loads the weights, sizes the rest by the memory that is left, and allocates it."""
     model_config, weights = source()
+    if config.rest_dtype == "fp8":
+        loss = to_fp8(weights)
+        choices.note(
+            "rest_dtype",
+            "fp8",
+            f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
+            f"worst {loss.worst_db:.1f} dB ({loss.worst})",
+        )
     config = resolve_sizes(config, model_config, device, kv_dtype, choices)
     assert config.kv_blocks and config.max_model_len
     model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)

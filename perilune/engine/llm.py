@@ -1,5 +1,6 @@
 """The Python API: a model in this process, driven by the caller's thread."""
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +11,19 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perilune.core.config import EngineConfig, build
+from perilune.core.constraint import Constraint
 from perilune.core.errors import ConfigError, EngineError, RequestError
 from perilune.core.messages import Delta, Submit
 from perilune.core.plan import TokenLogprob
-from perilune.core.sampling import SamplingParams
-from perilune.engine.client import check_prompt
+from perilune.core.sampling import SamplingParams, best, candidates, sibling
+from perilune.engine.client import check_prompt, room
 from perilune.engine.engine import Engine
 from perilune.model.hub import resolve_model
 from perilune.text.chat import ChatTemplate, next_tool_index, template_for
+from perilune.text.grammar import AnswerFormat, ToolChoice, constrain
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
+from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
 
@@ -94,9 +98,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
+        best_of: int | None = None,
+        constraint: Constraint | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
+
+        With `n`, that many per prompt, one after the other: those of prompt p begin at p * n. With `best_of`, that many
+        are generated and the n with the highest mean log-probability per token kept, best first; candidate i runs with
+        `core.sampling.sibling(params, i)`.
+
+        `constraint` (text.grammar.constrain) fixes the form of every completion.
 
         Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
         where it does not.
@@ -104,8 +117,13 @@ class LLM:
         Raises RequestError, before anything runs, for a prompt that cannot be served, and EngineError when a request
         fails on the way.
         """
-        tokens = [self._encode(p) for p in _as_prompts(prompts)]
-        wanted = _as_params(params, len(tokens))
+        count = candidates(n, best_of)
+        asked = [self._encode(p) for p in _as_prompts(prompts)]
+        tokens = [ids for ids in asked for _ in range(count)]
+        wanted = [sibling(p, i) for p in _as_params(params, len(asked)) for i in range(count)]
+        unscored = [p.logprobs is None for p in wanted]
+        if count > n:
+            wanted = [dataclasses.replace(p, logprobs=p.logprobs or 0) for p in wanted]
         streams = [
             TextStream(self.tokenizer, p.stop, end_ids=p.stop_token_ids) if self.tokenizer else None for p in wanted
         ]
@@ -120,12 +138,17 @@ class LLM:
             parts[i].append(stream.feed(delta.tokens))
             return stream.stopped
 
-        runs = self._run(tokens, wanted, take, progress)
+        runs = self._run(tokens, wanted, take, progress, constraint)
         results = []
         for run, stream, part in zip(runs, streams, parts):
             text = None if stream is None else "".join(part) + stream.finish()
             results.append(run.completion(text))
-        return results
+        if count == n:
+            return results
+        results = [dataclasses.replace(c, logprobs=()) if bare else c for c, bare in zip(results, unscored)]
+        scores = [[record.logprob for record in run.logprobs] for run in runs]
+        firsts = range(0, len(results), count)
+        return [results[first + i] for first in firsts for i in best(scores[first : first + count], n)]
 
     def chat(
         self,
@@ -133,23 +156,43 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        thinking: bool = True,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        answer: AnswerFormat | None = None,
+        thinking: bool | None = None,
+        thinking_budget: int | None = None,
         preserve_thinking: bool = False,
     ) -> ChatCompletion:
-        """The assistant's next turn of an OpenAI-style conversation."""
+        """The assistant's next turn of an OpenAI-style conversation.
+
+        Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
+        `thinking_budget` tokens. `thinking` None is the model's own way. Raises RequestError for a schema that cannot
+        be enforced, and for a mode that this model does not have.
+        """
         tokenizer = self._need_tokenizer()
         template: ChatTemplate = template_for(self.path)
+        thinks = template.thinks(thinking)
         prompt = template.render_ids(
-            tokenizer, messages, tools=tools, thinking=thinking, preserve_thinking=preserve_thinking
+            tokenizer, messages, tools=tools, thinking=thinks, preserve_thinking=preserve_thinking
         )
         params = params or SamplingParams()
         stream = ChatStream(
             tokenizer,
-            thinking=thinking,
+            thinking=template.opens_thought(thinks),
             tools=tools,
             stop=params.stop,
             first_tool_index=next_tool_index(messages),
             end_ids=params.stop_token_ids,
+        )
+        constraint = constrain(
+            tokenizer,
+            tools=parse_tools(tools),
+            choice=tool_choice,
+            parallel=parallel_tool_calls,
+            first_index=next_tool_index(messages),
+            thinking=thinks,
+            answer=answer,
+            thinking_budget=thinking_budget,
         )
         events: list[Any] = []
 
@@ -157,7 +200,7 @@ class LLM:
             events.extend(stream.feed(delta.tokens))
             return stream.stopped
 
-        (run,) = self._run([prompt], [params], take, False)
+        (run,) = self._run([prompt], [params], take, False, constraint)
         events.extend(stream.finish())
         reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
         content = "".join(e.text for e in events if isinstance(e, Content))
@@ -196,11 +239,18 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], take: Callable[[int, Delta], bool], progress: bool
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        take: Callable[[int, Delta], bool],
+        progress: bool,
+        constraint: Constraint | None = None,
     ) -> "list[_Run]":
         """Runs all prompts to their ends. `take(index, delta)` sees every delta and may end its request early."""
-        for prompt in prompts:
+        for prompt, given in zip(prompts, params):
             check_prompt(prompt, self.info)
+            if constraint is not None:
+                constraint.check_room(room(prompt, given, self.info))
         with self._lock:
             engine = self._engine
             if engine is None:
@@ -210,7 +260,7 @@ class LLM:
             try:
                 for rid, run in runs.items():
                     ends = params[run.index].ending_with(self._end_tokens)
-                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends))
+                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends, constraint))
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
                     while engine.busy and failure is None:

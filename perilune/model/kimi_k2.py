@@ -56,6 +56,8 @@ class Span:
     tables       [B, M] int32 block tables, padded with any valid block
     query_start  [B + 1] int32, relative to rows.start
     context      [B] int32 tokens in the cache after this step's are written
+
+    Of the plain span the last two are in host memory: its kernels are launched by request.
     """
 
     rows: slice

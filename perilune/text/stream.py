@@ -164,6 +164,11 @@ class ChatStream:
         self.reasoning_tokens = 0
 
     @property
+    def matched(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stops.matched
+
+    @property
     def tool_calls(self) -> int:
         """Calls begun so far that were not abandoned."""
         return self._started - len(self.incomplete)

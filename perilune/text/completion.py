@@ -1,0 +1,210 @@
+"""The shortest way to the end of a text that a grammar has begun to match: so that no bound on tokens cuts it off.
+
+llguidance tells which bytes may come next, not how far the end is: it has to be searched for. What is found is always
+a completion; that there is no shorter one is likely, not certain.
+"""
+
+import heapq
+import itertools
+import re
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+MAX_BYTES = 16_384  # of a completion
+_BEAM = 4  # states of one length that are looked into
+_FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
+_FREE_CHOICES = 300  # steps of a first attempt
+_NEW, _TRIED = 8, 40
+_RUN = 8_192  # bytes of a run, as of a string with a least length
+_PROSE = 40  # bytes that may come next inside a string, at least; between values there are fewer
+_VALUES = b'"0123456789TZntf[{-'
+_USUAL = _VALUES + b"aAzZ_@:./, +eE\\}]"
+
+
+def shortest(start: LLMatcher, hints: Sequence[bytes] = (), *, enough: int = 0) -> bytes | None:
+    """Bytes that complete the text of a matcher over single bytes, which stays as it is; None if none were found.
+
+    `hints` are pieces worth trying inside strings. A completion of up to `enough` bytes need not be the shortest.
+    """
+    if start.is_accepting():
+        return b""
+    greedy = _greedy(start, _FREE_CHOICES)
+    if greedy is not None and len(greedy) <= enough:
+        return greedy
+    found = _search(start, hints, MAX_BYTES if greedy is None else len(greedy), few=True)
+    return found or greedy or _greedy(start, 10 * _FREE_CHOICES) or _search(start, hints, MAX_BYTES, few=False)
+
+
+def _greedy(start: LLMatcher, choices: int) -> bytes | None:
+    """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
+
+    In a string that may not end yet it goes where it has not been, the first few times.
+    """
+    state, text = start.deep_copy(), bytearray()
+    seen: set[bytes] = set()
+    for _ in range(2 * choices):
+        if state.is_accepting():
+            return bytes(text)
+        piece = bytes(state.compute_ff_bytes())
+        if not piece:
+            mask = bytes(state.compute_bitmask())
+            pieces = list(itertools.islice(_continuations(mask, few=True), _TRIED))
+            piece = pieces[0] if pieces else b""
+            if piece and piece not in _CLOSERS and _inside_string(mask) and len(seen) < _NEW:
+                piece = _unseen(state, pieces, seen) or piece
+                seen.add(mask)
+        if not piece or not state.consume_tokens(list(piece)):
+            return None
+        text += piece
+    return None
+
+
+def _unseen(state: LLMatcher, pieces: list[bytes], seen: set[bytes]) -> bytes:
+    """The first piece after which what may come has not been seen; empty if there is none."""
+    for piece in pieces:
+        child = state.deep_copy()
+        if child.consume_tokens(list(piece)) and bytes(child.compute_bitmask()) not in seen:
+            return piece
+    return b""
+
+
+def _search(start: LLMatcher, hints: Sequence[bytes], bound: int, *, few: bool) -> bytes | None:
+    """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
+
+    States of one length after which the same may come count as the same state, and few of one cost are looked into:
+    those first on whose way the most has changed, because they have got the furthest.
+    """
+    states: list[tuple[int, int, int, bytes, LLMatcher]] = [(0, 0, 0, b"", start)]
+    looked_at: dict[int, int] = {}
+    seen: set[tuple[int, bytes, bytes, bool]] = set()
+    reached = 0
+    while states and reached < (_FEW if few else _MANY):
+        cost, turns, _, text, state = heapq.heappop(states)
+        if state.is_accepting():
+            return text
+        looked_at[cost] = looked_at.get(cost, 0) + 1
+        if looked_at[cost] > _BEAM:
+            continue
+        pieces = [bytes(state.compute_ff_bytes())]
+        mask = b""
+        if not pieces[0]:
+            mask = bytes(state.compute_bitmask())
+            stuck = _inside_string(mask) and not _has(mask, _QUOTE)
+            pieces = [*_continuations(mask, few), *(hints if stuck else ())]
+        for piece in pieces:
+            child = state.deep_copy()
+            reached += 1
+            if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):
+                continue
+            after = bytes(child.compute_bitmask())
+            key = (len(text) + len(piece), after, bytes(child.compute_ff_bytes()), child.is_accepting())
+            if key in seen:
+                continue
+            seen.add(key)
+            if mask and after == mask and stuck:
+                piece += _run_on(child, piece, mask)
+            free = bool(mask) and piece not in _CLOSERS
+            cost_there = cost + len(piece) * (1 + free)
+            heapq.heappush(states, (cost_there, turns - (after != mask), reached, text + piece, child))
+    return None
+
+
+_QUOTE = ord('"')
+_CLOSERS = (b'"', b"}", b"]", b",")
+
+
+def _has(mask: bytes, byte: int) -> bool:
+    return bool(mask[byte >> 3] >> (byte & 7) & 1)
+
+
+def _inside_string(mask: bytes) -> bool:
+    return int.from_bytes(mask[:32], "little").bit_count() >= _PROSE
+
+
+def _continuations(mask: bytes, few: bool) -> Iterator[bytes]:
+    """Bytes worth a try, the most promising first."""
+    if _inside_string(mask):
+        first = b'"'
+        rest: Sequence[int] = () if few and _has(mask, _QUOTE) else _USUAL
+    else:
+        first = b"}],"
+        rest = _VALUES if few and any(_has(mask, b) for b in first) else (*_VALUES, *range(256))
+    every: Sequence[int] = () if few and rest is not _USUAL else range(256)
+    if few and not any(_has(mask, b) for b in (*first, *rest)):
+        every = range(256)
+    for byte in dict.fromkeys((*first, *rest, *every)):
+        if _has(mask, byte):
+            yield bytes([byte])
+
+
+def _run_on(state: LLMatcher, piece: bytes, mask: bytes) -> bytes:
+    """Repeats a byte as long as that changes nothing to be seen: a count that has to be reached."""
+    run = 0
+    while len(piece) == 1 and run < _RUN and state.try_consume_tokens([piece[0]]) == 1:
+        run += 1
+        if bytes(state.compute_bitmask()) != mask:
+            break
+    return piece[:1] * run
+
+
+# ---- a match of a regular expression
+
+
+def example(expression: str) -> bytes:
+    """A short text that the expression finds, as UTF-8; empty if none is known.
+
+    Read with Python's parser of expressions, whose syntax is nearly llguidance's: a guess, to be checked by use.
+    """
+    try:
+        return "".join(_match(parser.parse(expression))).encode()
+    except (re.error, KeyError, OverflowError, RecursionError, UnicodeEncodeError):
+        return b""
+
+
+_CATEGORIES = {
+    sre.CATEGORY_DIGIT: "0",
+    sre.CATEGORY_NOT_DIGIT: "a",
+    sre.CATEGORY_SPACE: " ",
+    sre.CATEGORY_NOT_SPACE: "a",
+    sre.CATEGORY_WORD: "a",
+    sre.CATEGORY_NOT_WORD: " ",
+}
+
+
+def _match(sequence: Any) -> Iterator[str]:
+    for kind, value in sequence:
+        if kind is sre.LITERAL:
+            yield chr(value)
+        elif kind is sre.NOT_LITERAL:
+            yield "a" if value != ord("a") else "b"
+        elif kind is sre.ANY:
+            yield "a"
+        elif kind is sre.IN:
+            yield _member(value)
+        elif kind is sre.BRANCH:
+            yield min(("".join(_match(branch)) for branch in value[1]), key=len)
+        elif kind is sre.SUBPATTERN:
+            yield from _match(value[-1])
+        elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            yield "".join(_match(value[2])) * min(value[0], MAX_BYTES)
+        elif kind is not sre.AT:
+            raise KeyError(kind)
+
+
+def _member(choices: Any) -> str:
+    """A character of a class, a plain one if it may be."""
+    negated = choices[0][0] is sre.NEGATE
+    if not negated:
+        kind, value = choices[0]
+        return _CATEGORIES[value] if kind is sre.CATEGORY else chr(value if kind is sre.LITERAL else value[0])
+    excluded: set[int] = set()
+    for kind, value in choices[1:]:
+        if kind is sre.LITERAL:
+            excluded.add(value)
+        elif kind is sre.RANGE:
+            excluded.update(range(value[0], min(value[1], 127) + 1))
+    return next(c for c in "a0 _Z~" if ord(c) not in excluded)
