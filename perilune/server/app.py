@@ -1,25 +1,28 @@
 """The HTTP application: every route and every wrapper in one expression, plus the endpoints too small for a file."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from perilune.core.errors import EngineError, PeriluneError, RequestError
-from perilune.server import errors, metrics
-from perilune.server.chat import chat_completions, render
+from perilune.server import anthropic, errors, metrics
+from perilune.server.chat import chat_completions
 from perilune.server.completions import completions
 from perilune.server.middleware import ApiKey, BodyLimit, Observe
-from perilune.server.protocol import DetokenizeBody, TokenizeBody, json_response, parse
+from perilune.server.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response, parse
+from perilune.server.responses import create_response, response_by_id
+from perilune.server.responses_store import ResponseStore
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
-from perilune.text.tools import parse_tools
+from perilune.server.turn import prompt_ids
 
 MAX_BODY = 32 << 20  # bytes
 
@@ -35,6 +38,10 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
+        Route("/v1/messages", anthropic.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -46,6 +53,9 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(Observe, metrics=service.metrics, paths={r.endpoint: r.path for r in routes}),
+            Middleware(anthropic.ErrorShape),
+            # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
+            *_cors(service.config.cors_origins),
             Middleware(ApiKey, key=service.config.api_key),
             Middleware(BodyLimit, limit=max_body),
         ],
@@ -58,7 +68,15 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         lifespan=lifespan,
     )
     app.state.service = service
+    app.state.responses = ResponseStore()
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    if not origins:
+        return []
+    methods = ("GET", "POST", "DELETE")
+    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))]
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -103,18 +121,29 @@ async def tokenize(request: Request) -> Response:
     raw = await request.body()
     body = parse(TokenizeBody, raw)
     service.check_model(body.model)
+    if body.continue_final_message:
+        raise RequestError(
+            "continue_final_message is not supported: a conversation is rendered up to a new answer",
+            param="continue_final_message",
+            code="unsupported_parameter",
+        )
     if (text := body.prompt) is not None and body.messages is None:
         tokens = await service.offload(len(raw), lambda: service.tokenizer.encode(text, allow_special=True))
     elif body.messages and body.prompt is None:
-        kwargs = body.chat_template_kwargs
-        thinking = kwargs is None or kwargs.thinking is not False
-        preserve = bool(kwargs is not None and kwargs.preserve_thinking)
-        tokens = await render(service, len(raw), body.messages, parse_tools(body.tools), thinking, preserve)
+        chat = ChatBody(
+            messages=body.messages,
+            tools=body.tools,
+            thinking=body.thinking,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        generation_prompt = body.add_generation_prompt is not False
+        tokens = await prompt_ids(service, len(raw), chat, generation_prompt=generation_prompt)
     else:
         raise RequestError("send either prompt or messages", param="prompt")
-    return json_response(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
-    )  # fmt: skip
+    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
+    if body.return_token_strs:
+        answer["token_strs"] = [service.tokenizer.token_bytes(t).decode(errors="replace") for t in tokens]
+    return json_response(answer)
 
 
 async def detokenize(request: Request) -> Response:

@@ -1,8 +1,8 @@
 """POST /v1/completions: raw continuation of one or several prompts, with echo and the older form of logprobs."""
 
-import asyncio
 import codecs
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -12,17 +12,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta
 from perilune.core.plan import TokenLogprob
-from perilune.server.protocol import CompletionBody, finite, json_response, parse, usage
+from perilune.core.sampling import SamplingParams, best, candidates, sibling
+from perilune.server.form import enforced
+from perilune.server.protocol import CompletionBody, finite, json_response, parse, prompt_logprob_table, usage
 from perilune.server.service import Generation, Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, race
+from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
-QUEUED_PIECES = 64
 
 
 class LogprobTable:
@@ -59,37 +61,41 @@ class LogprobTable:
 
 
 class Choice:
-    """One prompt's continuation as it is generated."""
+    """One continuation of a prompt as it is generated."""
 
-    def __init__(self, service: Service, index: int, text: str | None, prompt: list[int], body: CompletionBody) -> None:
-        self.index = index
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        text: str | None,
+        prompt: list[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+    ) -> None:
+        """`text` is the prompt where it came as text."""
+        self.body = body
         self.echo = bool(body.echo)
-        self.silent = self.echo and body.max_tokens == 0  # the engine's one token is dropped
-        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling(
-            service.defaults(),
-            max_tokens=service.fit(prompt, 1 if self.silent else wanted, "prompt"),
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if self.echo else None,
-        )
-        self.generation = Generation(service, prompt, params)
+        self.silent = body.silent
+        self.generation = Generation(service, prompt, params, constraint)
         self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids)
         self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.logprobs: list[float] = []
         self.table = LogprobTable(service.tokenizer) if body.logprobs is not None else None
 
     async def pieces(self) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
         """(new text, log-probabilities of the tokens it came from or None), the echoed prompt first."""
         echoing = self.echo
-        prompt_entries: list[TokenLogprob | None] = [None]
         async with contextlib.aclosing(self.generation.deltas()) as deltas:
             async for delta in deltas:
-                prompt_entries += delta.prompt_logprobs
+                self.prompt_logprobs += delta.prompt_logprobs
+                self.logprobs += [entry.logprob for entry in delta.logprobs]
                 if not delta.tokens:
                     continue
                 if echoing:  # a prompt's log-probabilities are complete when its first token comes
                     echoing = False
                     assert self.prompt_text is not None
-                    yield self.prompt_text, self._prompt_rows(prompt_entries)
+                    yield self.prompt_text, self._prompt_rows()
                 if self.silent:
                     continue
                 text = self.stream.feed(delta.tokens)
@@ -121,10 +127,11 @@ class Choice:
             self.table.add(token, delta.logprobs[i], shown=not self.table.tokenizer.is_hidden(token))
         return self.table.take()
 
-    def _prompt_rows(self, entries: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
+    def _prompt_rows(self) -> dict[str, Any] | None:
         if self.table is None:
             return None
-        for token, entry in zip(self.generation.prompt, entries, strict=True):
+        trimmed = [dataclasses.replace(e, top=e.top[: self.body.logprobs]) for e in self.prompt_logprobs]
+        for token, entry in zip(self.generation.prompt, [None, *trimmed], strict=True):
             self.table.add(token, entry)
         return self.table.take()
 
@@ -136,17 +143,16 @@ async def completions(request: Request) -> Response:
     body.check_supported()
     service.check_model(body.model)
     prompts = split_prompts(body.prompt)
+    count = candidates(body.wanted, body.best_of)
     with contextlib.ExitStack() as held:
-        held.callback(service.admit(len(prompts)))
+        held.callback(service.admit(len(prompts) * count, "prompt" if len(prompts) > 1 else "n"))
         # The caller of this endpoint writes the template itself, control tokens included.
         encoded = await service.offload(
             len(raw),
             lambda: [service.tokenizer.encode(p, allow_special=True) if isinstance(p, str) else p for p in prompts],
         )
-        choices = [
-            Choice(service, i, p if isinstance(p, str) else None, ids, body)
-            for i, (p, ids) in enumerate(zip(prompts, encoded))
-        ]
+        groups = [await _group(service, body, p, ids, count) for p, ids in zip(prompts, encoded)]
+        choices = [choice for group in groups for choice in group]
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -155,13 +161,43 @@ async def completions(request: Request) -> Response:
         }
         if body.stream:
             return EventStream(
-                _chunks(choices, head, body.include_usage), service.stopping, held.pop_all().close
+                _chunks(groups, head, body.include_usage), service.stopping, held.pop_all().close
             )  # fmt: skip
         try:
-            answers = await race(_all(choices), request.receive, service.stopping)
+            answers = await race(gathered([_whole(c) for c in choices]), request.receive, service.stopping)
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
-        return json_response({**head, "choices": answers, "usage": _usage(choices)})
+        if count > body.wanted:
+            answers = _best(groups, answers, body.wanted)
+        numbered = [{"index": i, **answer} for i, answer in enumerate(answers)]
+        return json_response({**head, "choices": numbered, "usage": _usage(groups)})
+
+
+async def _group(
+    service: Service, body: CompletionBody, given: str | list[int], prompt: list[int], count: int
+) -> list[Choice]:
+    """The continuations of one prompt: `given` as it was sent, `prompt` its ids."""
+    asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling(
+        service.defaults(),
+        max_tokens=service.fit(prompt, 1 if body.silent else asked, "prompt"),
+        logprobs=0 if body.logprobs is None and count > body.wanted else body.logprobs,
+        prompt_logprobs=body.scored_prompt,
+    )
+    params.check_ids(service.engine.info.vocab_size)
+    answer = None if body.silent else body.answer_format()
+    constraint = None if answer is None else await enforced(service.tokenizer, params, answer=answer)
+    text = given if isinstance(given, str) else None
+    return [Choice(service, body, text, prompt, sibling(params, i), constraint) for i in range(count)]
+
+
+def _best(groups: Sequence[Sequence[Choice]], answers: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """Of each group the `n` answers with the highest mean log-probability, best first."""
+    chosen, rest = [], iter(answers)
+    for group in groups:
+        own = [next(rest) for _ in group]
+        chosen += [own[i] for i in best([choice.logprobs for choice in group], n)]
+    return chosen
 
 
 def split_prompts(prompt: Any) -> list[str | list[int]]:
@@ -184,17 +220,6 @@ def _token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
 
 
-async def _all(choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """The answers of all choices; the first failure cancels the rest."""
-    tasks = [asyncio.create_task(_whole(c)) for c in choices]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _whole(choice: Choice) -> dict[str, Any]:
     text: list[str] = []
     table: dict[str, list[Any]] = {}
@@ -203,24 +228,23 @@ async def _whole(choice: Choice) -> dict[str, Any]:
             text.append(piece)
             for name, column in (rows or {}).items():
                 table.setdefault(name, []).extend(column)
-    return {
-        "index": choice.index,
-        "text": "".join(text),
-        "logprobs": table or None,
-        "finish_reason": choice.finish_reason,
-    }
+    answer: dict[str, Any] = {"text": "".join(text), "logprobs": table or None, "finish_reason": choice.finish_reason}
+    if (likeliest := choice.body.prompt_logprobs) is not None:
+        tokenizer = choice.generation.service.tokenizer
+        answer["prompt_logprobs"] = prompt_logprob_table(tokenizer, choice.prompt_logprobs, likeliest)
+    return answer
 
 
 async def _chunks(
-    choices: Sequence[Choice], head: Mapping[str, Any], include_usage: bool
+    groups: Sequence[Sequence[Choice]], head: Mapping[str, Any], include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     start = msgspec.json.encode(head)[:-1] + b',"choices":['
     end = b'],"usage":null}' if include_usage else b"]}"
     encoder = msgspec.json.Encoder()
 
-    async def frames(choice: Choice) -> AsyncGenerator[bytes, None]:
+    async def frames(index: int, choice: Choice) -> AsyncGenerator[bytes, None]:
         def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-            body = {"index": choice.index, "text": text, "logprobs": rows, "finish_reason": finish_reason}
+            body = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason}
             return event(start + encoder.encode(body) + end)
 
         async with contextlib.aclosing(choice.pieces()) as pieces:
@@ -228,54 +252,20 @@ async def _chunks(
                 yield chunk(text, rows, None)
         yield chunk("", None, choice.finish_reason)
 
-    async with contextlib.aclosing(_merged([frames(c) for c in choices])) as merged:
-        async for frame in merged:
+    choices = [choice for group in groups for choice in group]
+    async with contextlib.aclosing(merged([frames(i, c) for i, c in enumerate(choices)])) as all_frames:
+        async for frame in all_frames:
             yield frame
     if include_usage:
-        yield event(start + b'],"usage":' + encoder.encode(_usage(choices)) + b"}")
+        yield event(start + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
 
 
-async def _merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
-    """Frames of all sources as they come; the first failure, or closing this, ends every source."""
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]) as only:
-            async for frame in only:
-                yield frame
-        return
-    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(QUEUED_PIECES)
-
-    async def drain(source: AsyncGenerator[bytes, None]) -> None:
-        try:
-            async with contextlib.aclosing(source):
-                async for frame in source:
-                    await queue.put(frame)
-        except Exception as e:
-            await queue.put(e)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.create_task(drain(s)) for s in sources]
-    try:
-        open_sources = len(tasks)
-        while open_sources:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                open_sources -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    generations = [c.generation for c in choices]
+def _usage(groups: Sequence[Sequence[Choice]]) -> dict[str, Any]:
+    """Each prompt counts once, and every token generated for it, chosen or not."""
+    firsts = [group[0].generation for group in groups]
     return usage(
-        sum(len(g.prompt) for g in generations),
-        sum(c.completion_tokens for c in choices),
-        sum(g.cached_tokens for g in generations),
+        sum(len(g.prompt) for g in firsts),
+        sum(choice.completion_tokens for group in groups for choice in group),
+        sum(g.cached_tokens for g in firsts),
         0,
     )

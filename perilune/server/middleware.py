@@ -54,7 +54,10 @@ class Observe:
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer <key>` on every path but /health, which probes must reach without secrets."""
+    """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it.
+
+    /health is open to all: probes must reach it without secrets.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self.app = app
@@ -64,7 +67,9 @@ class ApiKey:
         if self.digest is None or scope["type"] != "http" or scope["path"] == "/health":
             await self.app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        authorization = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        scheme, _, given = authorization.partition(" ")
         # Digests have one length, so the comparison takes the same time for every wrong key.
         if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode()), self.digest):
             await self.app(scope, receive, send)

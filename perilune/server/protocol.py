@@ -16,12 +16,25 @@ from perilune.core.errors import RequestError
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.server.errors import from_validation
+from perilune.server.form import answer_format, thinking_budget
+from perilune.text.grammar import AnswerFormat
 from perilune.text.tokenizer import Tokenizer
 
 log = logging.getLogger("perilune.server")
 
 MAX_WARNED = 256
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+)
 _warned: set[str] = set()
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -36,10 +49,11 @@ class StreamOptions(Body):
 
 
 class Thinking(Body):
-    """Kimi's own switch. `keep`: "all" preserves the reasoning of earlier turns."""
+    """Kimi's own switch. `keep`: "all" preserves the reasoning of earlier turns. `budget_tokens`: see ChatBody."""
 
     type: Literal["enabled", "disabled"]
     keep: Literal["all"] | None = None
+    budget_tokens: int | None = None
 
 
 class TemplateKwargs(Body):
@@ -64,34 +78,29 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Known, not acted on yet.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
 
     def check_supported(self) -> None:
         """RequestError for what would otherwise be silently ignored."""
-        if self.n not in (None, 1):
-            raise RequestError(f"n must be 1, not {self.n}: send the request several times", param="n")
-        neutral: tuple[tuple[str, tuple[Any, ...]], ...] = (
-            ("frequency_penalty", (None, 0.0)),
-            ("presence_penalty", (None, 0.0)),
-            ("repetition_penalty", (None, 1.0)),
-            ("logit_bias", (None, {})),
-        )
-        for name, values in neutral:
-            if getattr(self, name) not in values:
-                raise unsupported(name)
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise RequestError(
-                "response_format other than {'type': 'text'} is not supported yet",
-                param="response_format",
-                code="unsupported_parameter",
-            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
+
+    def answer_format(self) -> AnswerFormat | None:
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+        return answer_format(self.response_format, guided, self.structured_outputs)
 
     @property
     def include_usage(self) -> bool:
@@ -107,7 +116,7 @@ class SamplingBody(Body):
     ) -> SamplingParams:
         """The request's sampling parameters; `defaults` has values for fields of SamplingParams it leaves out."""
         chosen: dict[str, Any] = dict(defaults)
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        for name in SAMPLING_FIELDS:
             if (value := getattr(self, name)) is not None:
                 chosen[name] = value
         if chosen.get("top_k") == -1:  # a common spelling of "all"
@@ -135,6 +144,8 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     thinking: Thinking | None = None
+    max_thinking_tokens: int | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
     def check_supported(self) -> None:
@@ -144,18 +155,6 @@ class ChatBody(SamplingBody):
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
                 raise RequestError(f"{name} is not supported: use tools and tool_choice", param=name)
-        if self.parallel_tool_calls is False:
-            raise unsupported("parallel_tool_calls: false", param="parallel_tool_calls")
-        if self.tool_choice not in (None, "none", "auto"):
-            forced = self.tool_choice == "required" or isinstance(self.tool_choice, dict)
-            raise RequestError(
-                "tool_choice 'required' or a named function comes with grammar enforcement, which is not built yet: "
-                "use 'auto' or 'none'"
-                if forced
-                else "tool_choice must be 'none', 'auto', 'required' or a function",
-                param="tool_choice",
-                code="unsupported_parameter" if forced else "invalid_value",
-            )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -165,21 +164,41 @@ class ChatBody(SamplingBody):
                 )
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+        self.thinking_budget()
 
     @property
     def declared_tools(self) -> list[dict[str, Any]] | None:
         """With tool_choice "none" the model is not shown any tool, so that it does not try."""
         return None if self.tool_choice == "none" else self.tools or None
 
-    def think(self) -> bool:
-        kimi = None if self.thinking is None else self.thinking.type == "enabled"
+    def think(self) -> bool | None:
+        """Whether the model shall think; None: as it does by itself."""
         kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.thinking
-        return _agreed("thinking", kimi, kwargs) is not False
+        asked = {
+            "thinking": None if self.thinking is None else self.thinking.type == "enabled",
+            "chat_template_kwargs.thinking": kwargs,
+        }
+        effort = None if self.reasoning_effort is None else self.reasoning_effort != "none"
+        said = _agreed({**asked, "reasoning_effort": effort})
+        # An effort bounds the thought of a model that thinks; it does not ask one to think that never does.
+        return None if said and not any(asked.values()) else said
 
-    def preserve_thinking(self) -> bool:
+    def preserve_thinking(self) -> bool | None:
         kimi = True if self.thinking is not None and self.thinking.keep == "all" else None
         kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.preserve_thinking
-        return bool(_agreed("preserve_thinking", kimi, kwargs))
+        return _agreed({"thinking.keep": kimi, "chat_template_kwargs.preserve_thinking": kwargs})
+
+    def thinking_budget(self) -> int | None:
+        """How many tokens the thought may take; None: no bound."""
+        limits = {
+            "max_thinking_tokens": self.max_thinking_tokens,
+            "thinking.budget_tokens": None if self.thinking is None else self.thinking.budget_tokens,
+        }
+        budget = thinking_budget(limits, self.reasoning_effort)
+        if budget and self.think() is False:
+            name = next(name for name, limit in limits.items() if limit)
+            raise RequestError(f"{name} is {budget}, but thinking is switched off: leave it out", param=name)
+        return budget
 
 
 class CompletionBody(SamplingBody):
@@ -191,22 +210,47 @@ class CompletionBody(SamplingBody):
 
     def check_supported(self) -> None:
         super().check_supported()
-        if self.best_of not in (None, 1):
-            raise unsupported("best_of above 1", param="best_of")
+        if self.stream and self.best_of is not None and self.best_of > self.wanted:
+            raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
         if self.suffix:
             raise unsupported("suffix")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}", param="logprobs")
 
+    @property
+    def wanted(self) -> int:
+        """Answers per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def silent(self) -> bool:
+        """Only the prompt is asked for: the one token the engine generates is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """Likeliest tokens to report of each prompt token, for `prompt_logprobs` or for `echo` with `logprobs`."""
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
+
 
 class TokenizeBody(Body):
-    """Either a raw prompt or a conversation, rendered as /v1/chat/completions would."""
+    """Either a raw prompt or a conversation, rendered as /v1/chat/completions would.
+
+    `add_special_tokens` changes nothing: no prompt of this family begins with a token of its own.
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -239,10 +283,14 @@ def _warn_unknown(body: Body, prefix: str) -> None:
             _warn_unknown(inner, f"{prefix}{name}.")
 
 
-def _agreed(name: str, kimi: bool | None, kwargs: bool | None) -> bool | None:
-    if kimi is not None and kwargs is not None and kimi != kwargs:
-        raise RequestError(f"thinking and chat_template_kwargs.{name} contradict each other", param="thinking")
-    return kwargs if kimi is None else kimi
+def _agreed(votes: Mapping[str, bool | None]) -> bool | None:
+    """What all fields that say something say; RequestError if they differ."""
+    said = {name: vote for name, vote in votes.items() if vote is not None}
+    if len(set(said.values())) > 1:
+        first = next(iter(said))
+        other = next(name for name in said if said[name] != said[first])
+        raise RequestError(f"{first} and {other} contradict each other", param=first.partition(".")[0])
+    return next(iter(said.values()), None)
 
 
 def unsupported(name: str, *, param: str | None = None) -> RequestError:
@@ -276,3 +324,27 @@ def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 
     top: Sequence[tuple[int, float]] = entry.top
     return {**spell(entry.token, entry.logprob), "top_logprobs": [spell(t, p) for t, p in top]}
+
+
+def prompt_logprob_table(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's form: for each prompt token its own and the `count` likeliest tokens by id; the first has nothing before.
+
+    `rank` counts from 1 and is null for a token that is not among the likeliest.
+    """
+
+    def row(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
+        ranked: list[tuple[int, float, int | None]] = [(t, p, rank) for rank, (t, p) in enumerate(entry.top[:count], 1)]
+        if all(t != entry.token for t, _, _ in ranked):
+            ranked.append((entry.token, entry.logprob, None))
+        return {
+            str(t): {
+                "logprob": finite(p),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(t).decode(errors="replace"),
+            }
+            for t, p, rank in ranked
+        }
+
+    return [None, *map(row, entries)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from perilune.core.config import ServerConfig
+from perilune.core.constraint import Constraint
 from perilune.core.errors import CheckpointError, EngineError, RequestError
 from perilune.core.messages import Delta, EngineInfo, EngineStats
 from perilune.core.sampling import SamplingParams
@@ -35,7 +36,9 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def alive(self) -> bool: ...
-    def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]: ...
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> AsyncGenerator[Delta, None]: ...
 
 
 class Service:
@@ -77,13 +80,16 @@ class Service:
             )
 
     def defaults(self, *, thinking: bool | None = None) -> dict[str, float]:
-        return sampling_defaults(self.generation_config, thinking=thinking)
+        return sampling_defaults(self.generation_config, self.template, thinking=thinking)
 
-    def admit(self, count: int) -> Callable[[], None]:
-        """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none."""
+    def admit(self, count: int, param: str) -> Callable[[], None]:
+        """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
+
+        `param` is the request field that asks for so many.
+        """
         room = self.engine.info.max_num_seqs + self.config.max_waiting
         if count > room:
-            raise RequestError(f"{count} prompts in one request, but at most {room} fit: split it", param="prompt")
+            raise RequestError(f"{count} answers in one request, but at most {room} fit: split it", param=param)
         if self.in_flight + count > room:
             raise RequestError(
                 f"the server is busy: {self.in_flight} requests in flight, at most {room}; try again shortly",
@@ -120,10 +126,13 @@ class Generation:
     `deltas()`; closing without one counts as cancelled.
     """
 
-    def __init__(self, service: Service, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, service: Service, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> None:
         self.service = service
         self.prompt = prompt
         self.params = params
+        self.constraint = constraint
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -135,7 +144,8 @@ class Generation:
         last = 0.0
         outcome = "error"
         try:
-            async with contextlib.aclosing(self.service.engine.generate(self.prompt, self.params)) as deltas:
+            generate = self.service.engine.generate(self.prompt, self.params, self.constraint)
+            async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     now = time.perf_counter()
                     if count := len(delta.tokens):
@@ -162,13 +172,18 @@ class Generation:
             metrics.finished.labels(outcome).inc()
 
 
-def sampling_defaults(generation_config: Mapping[str, float], *, thinking: bool | None = None) -> dict[str, float]:
+def sampling_defaults(
+    generation_config: Mapping[str, float], template: ChatTemplate | None = None, *, thinking: bool | None = None
+) -> dict[str, float]:
     """Sampling parameters of requests that bring none: the checkpoint's own, else the vendor's advice for the mode.
 
-    `thinking` is None for raw completions, which have no mode.
+    `template` says which member's advice, K2.6's without one; `thinking` is None for raw completions, which have no
+    mode.
     """
-    advice = {} if thinking is None else {"temperature": 1.0 if thinking else 0.6, "top_p": 0.95}
-    return {**advice, **generation_config}
+    if thinking is None:
+        return dict(generation_config)
+    temperature, top_p = (template or ChatTemplate()).sampling_defaults(thinking=thinking)
+    return {"temperature": temperature, "top_p": top_p, **generation_config}
 
 
 def read_generation_config(directory: Path) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from perilune.server import errors
 log = logging.getLogger("perilune.server")
 
 T = TypeVar("T")
+QUEUED_PIECES = 64
 CLIENT_GONE = 499  # the usual status in logs for a client that left; nobody receives it
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
@@ -52,6 +53,53 @@ async def race(work: Coroutine[Any, Any, T], receive: Receive, stopping: asyncio
         if stop.done():
             raise EngineError("the server is shutting down")
         raise ClientGone
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all works, in order; the first failure cancels the rest."""
+    tasks = [asyncio.create_task(w) for w in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    """The frames of all sources as they come; the first failure, or closing this, ends every source."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as only:
+            async for frame in only:
+                yield frame
+        return
+    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(QUEUED_PIECES)
+
+    async def drain(source: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for frame in source:
+                    await queue.put(frame)
+        except Exception as e:
+            await queue.put(e)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(drain(s)) for s in sources]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_sources -= 1
+            else:
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from perilune.core.config import ServerConfig
-from perilune.core.errors import CheckpointError, EngineError
+from perilune.core.config import ServerConfig, build
+from perilune.core.constraint import Constraint
+from perilune.core.errors import CheckpointError, ConfigError, EngineError
 from perilune.core.messages import Delta, EngineInfo, EngineStats
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams
 from perilune.server import protocol
 from perilune.server.app import build_app
+from perilune.server.form import EFFORTS
 from perilune.server.service import Service, read_generation_config
-from perilune.text.chat import template_for
+from perilune.text.chat import ChatTemplate, template_for
+from perilune.text.family import K2_THINKING
 from perilune.text.tokenizer import AddedToken, Tokenizer
 
 SPECIAL = {
@@ -85,11 +88,15 @@ class FakeEngine:
     alive: bool = True
     release: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    constraints: list[Constraint | None] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     live: int = 0
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> AsyncGenerator[Delta, None]:
         rid = len(self.seen)
+        self.constraints.append(constraint)
         self.seen.append((list(prompt), params))
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else BYTES.stop_ids)}
         tokens = [*BYTES.encode(self.answer, allow_special=True), BYTES.special("<|im_end|>")]
@@ -245,7 +252,7 @@ def serve(template: Any) -> Callable[..., Any]:
     def start(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> None:
         async def main() -> None:
             names = FakeEngine.__dataclass_fields__
-            engine = FakeEngine(**{k: v for k, v in setup.items() if k in names})
+            engine = setup.get("engine", FakeEngine)(**{k: v for k, v in setup.items() if k in names})
             config = {k: v for k, v in setup.items() if k in ServerConfig.__dataclass_fields__}
             service = Service(
                 engine,
@@ -280,15 +287,23 @@ def both(
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
     """What an OpenAI client makes of a chat stream."""
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["choices"] == [] and all(c["usage"] is None for c in chunks[:-1])
     assert len({c["id"] for c in chunks}) == 1 and {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for c in chunks[:-1]:
+        (choice,) = c["choices"]
+        parts.setdefault(choice["index"], []).append(choice)
+    assert sorted(parts) == list(range(len(parts)))
+    return {"choices": [joined_choice(i, parts[i]) for i in sorted(parts)], "usage": chunks[-1]["usage"]}
+
+
+def joined_choice(index: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    assert parts[0]["delta"] == {"role": "assistant", "content": ""}
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: list[dict[str, Any]] = []
     logprobs: list[Any] = []
     finish = None
-    for c in chunks[1:-1]:
-        choice = c["choices"][0]
+    for choice in parts[1:]:
         assert finish is None, "a chunk followed the one with finish_reason"
         finish = choice["finish_reason"]
         logprobs += (choice.get("logprobs") or {"content": []})["content"]
@@ -303,13 +318,12 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
         message["content"] = message["content"] or None
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
         "finish_reason": finish,
         "logprobs": {"content": logprobs} if logprobs else None,
     }
-    return {"choices": [choice], "usage": chunks[-1]["usage"]}
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -462,6 +476,321 @@ def test_sampling_fields_reach_the_engine(serve: Any) -> None:
     serve(test, defaults={"temperature": 0.25})
 
 
+def test_penalties_bias_and_min_tokens_reach_the_engine(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        ask = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "min_tokens": 2}
+        for path, prompt in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+            assert (await s.client.post(path, {**prompt, **ask, "logit_bias": {"65": -100, "66": 2.5}})).status == 200
+            assert {k: getattr(s.params, k) for k in ask} == ask
+            assert s.params.logit_bias == ((65, -100.0), (66, 2.5))
+            neutral = {"presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0}
+            assert (await s.client.post(path, {**prompt, **neutral})).status == 200
+            assert not s.params.penalized and s.params.logit_bias == () and s.engine.constraints[-1] is None
+
+    serve(test)
+
+
+def test_several_answers_to_one_conversation(serve: Any) -> None:
+    ask = {"messages": HELLO, "tools": [WEATHER], "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 1}
+
+    def check(answer: dict[str, Any]) -> None:
+        assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+        for choice in answer["choices"]:
+            assert choice["message"]["content"] == "Sure." and choice["message"]["reasoning_content"] == "Hm"
+            assert choice["message"]["tool_calls"][0]["id"] == "functions.get_weather:0"
+            assert choice["finish_reason"] == "tool_calls"
+            entries = choice["logprobs"]["content"]
+            assert b"".join(bytes(e["bytes"]) for e in entries).decode().startswith("Hm</think>Sure.<|tool")
+        length = len(BYTES.encode("Hm</think>Sure." + CALL.format(0), allow_special=True)) + 1
+        assert answer["usage"]["completion_tokens"] == 3 * length
+        assert answer["usage"]["prompt_tokens"] < 400, "the prompt counts once"
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 * len("Hm")}
+
+    async def seeds(s: Served) -> None:
+        await s.client.post(CHAT, ask)
+        assert s.engine.seen[0][1].seed == 7 and len({p.seed for _, p in s.engine.seen}) == 3
+
+    both(serve, ask, check, answer="Hm</think>Sure." + CALL.format(0))
+    serve(seeds)
+
+
+def test_answers_to_one_conversation_are_streamed_side_by_side(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        body = {"messages": HELLO, "n": 2, "stream": True, "thinking": {"type": "disabled"}}
+        order = [c["choices"][0]["index"] for c in (await s.client.post(CHAT, body)).chunks]
+        assert order != sorted(order), "the second answer waited for the first"
+
+    serve(test, pause=0.002)
+
+
+def test_a_failure_of_one_answer_ends_all(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, "n": 3})
+        assert reply.status == 500 and reply.error["code"] == "generation_failed"
+        chunks = (await s.client.post(CHAT, {"messages": HELLO, "n": 3, "stream": True})).chunks
+        assert "not finite" in chunks[-1]["error"]["message"]
+
+    serve(test, fail_at=2, pause=0.001)
+
+
+def test_prompt_logprobs_are_spelled_by_id(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        answer = (await s.client.post(TEXT, {"prompt": "né", "prompt_logprobs": 1})).json
+        assert answer["choices"][0]["prompt_logprobs"] == [
+            None,
+            {"195": {"logprob": -1.95, "rank": 1, "decoded_token": "\ufffd"}},
+            {"169": {"logprob": -1.69, "rank": 1, "decoded_token": "\ufffd"}},
+        ]
+        bare = (await s.client.post(TEXT, {"prompt": "né", "prompt_logprobs": 0})).json
+        assert bare["choices"][0]["prompt_logprobs"][1]["195"]["rank"] is None
+        both = {"prompt": "né", "prompt_logprobs": 2, "logprobs": 1, "echo": True}
+        choice = (await s.client.post(TEXT, both)).json["choices"][0]
+        assert len(choice["prompt_logprobs"][1]) == 2 and len(choice["logprobs"]["top_logprobs"][1]) == 1
+        chat = (await s.client.post(CHAT, {"messages": HELLO, "prompt_logprobs": 0, "n": 2})).json
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"] and chat["prompt_logprobs"][0] is None
+        assert [p.prompt_logprobs for _, p in s.engine.seen[-2:]] == [0, None]
+
+    serve(test)
+
+
+def test_several_completions_and_the_best_of_them(serve: Any) -> None:
+    class Varied(FakeEngine):
+        """Candidate number i of every four answers with the i-th text: later letters are less likely."""
+
+        async def generate(self, prompt: Any, params: Any, constraint: Any = None) -> AsyncGenerator[Delta, None]:
+            self.answer = ("zz", "aa", "mm", "ab")[len(self.seen) % 4]
+            async for delta in super().generate(prompt, params, constraint):
+                yield delta
+
+    async def test(s: Served) -> None:
+        answer = (await s.client.post(TEXT, {"prompt": ["x", "y"], "n": 4})).json
+        assert [(c["index"], c["text"]) for c in answer["choices"]] == list(enumerate(("zz", "aa", "mm", "ab") * 2))
+        assert answer["usage"]["prompt_tokens"] == 2 and answer["usage"]["completion_tokens"] == 8 * 3
+        chunks = (await s.client.post(TEXT, {"prompt": ["x", "y"], "n": 2, "stream": True})).chunks
+        texts = [""] * 4
+        for c in chunks:
+            texts[c["choices"][0]["index"]] += c["choices"][0]["text"]
+        assert texts == ["zz", "aa", "mm", "ab"]
+        answer = (await s.client.post(TEXT, {"prompt": "x", "n": 2, "best_of": 4})).json
+        assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [(0, "aa", None), (1, "ab", None)]
+        assert answer["usage"]["completion_tokens"] == 4 * 3
+        assert s.params.logprobs == 0
+
+    serve(test, engine=Varied, max_waiting=20)
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}}, "r"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"guided_json": '{"type": "object"}'}, "guided_json"),
+    ({"guided_regex": "[a-z]+"}, "guided_regex"),
+    ({"guided_choice": ["yes", "no"]}, "guided_choice"),
+    ({"guided_grammar": 'start: "yes" | "no"'}, "guided_grammar"),
+    ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+    ({"structured_outputs": {"regex": "[a-z]+", "json": None}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "structured_outputs.choice"),
+]
+
+
+@pytest.mark.parametrize(("form", "field"), FORMS, ids=lambda v: json.dumps(v)[:60])
+def test_a_form_of_the_answer_is_enforced(serve: Any, form: dict[str, Any], field: str) -> None:
+    async def test(s: Served) -> None:
+        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+            reply = await s.client.post(path, {**body, **form, "max_tokens": 100})
+            assert reply.status == 200, reply.text
+            constraint = s.engine.constraints[-1]
+            assert constraint is not None and constraint.answer is not None and not constraint.tools
+            assert constraint.thinking == (path == CHAT)
+            assert (constraint.param or "").startswith(field)
+        for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
+            assert (await s.client.post(TEXT, {"prompt": "a", **nothing})).status == 200
+            assert s.engine.constraints[-1] is None
+
+    serve(test)
+
+
+def test_tool_choice_is_enforced(serve: Any) -> None:
+    other = {"type": "function", "function": {"name": "other", "strict": True, "parameters": {"type": "object"}}}
+    history = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "type": "function", "function": {"name": "other", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "ok"},
+    ]
+
+    async def test(s: Served) -> None:
+        async def ask(**fields: Any) -> Constraint | None:
+            body = {"messages": HELLO, "tools": [WEATHER, other], **fields}
+            reply = await s.client.post(CHAT, body)
+            assert reply.status == 200, reply.text
+            return s.engine.constraints[-1]
+
+        auto = await ask()
+        assert auto is not None and auto == await ask(tool_choice="auto", parallel_tool_calls=True)
+        assert [name for name, _ in auto.tools] == ["get_weather", "other"]
+        assert auto.text and auto.parallel and auto.first_index == 0 and auto.thinking and auto.answer is None
+        required = await ask(tool_choice="required", parallel_tool_calls=False, thinking={"type": "disabled"})
+        assert required is not None and not required.text and not required.parallel and not required.thinking
+        assert len(required.tools) == 2
+        named = await ask(tool_choice={"type": "function", "function": {"name": "other"}})
+        assert named is not None and [name for name, _ in named.tools] == ["other"] and not named.text
+        later = await ask(messages=history)
+        assert later is not None and later.first_index == 1
+        formed = await ask(response_format={"type": "json_object"})
+        assert formed is not None and formed.answer is not None and len(formed.tools) == 2
+        forced = await ask(response_format={"type": "json_object"}, tool_choice="required")
+        assert forced is not None and forced.answer is None and len(forced.tools) == 2
+        none = await ask(tool_choice="none")
+        assert none is None or not none.tools
+
+    serve(test)
+
+
+def test_what_cannot_be_enforced_is_refused(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=x)y"}}, "required": ["a"]}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        for form, param in (
+            ({"guided_json": schema}, "guided_json"),
+            ({"guided_regex": "(?<=x)y"}, "guided_regex"),
+            ({"guided_grammar": "start: ???"}, "guided_grammar"),
+            ({"tools": [tool]}, "tools"),
+            ({"tools": [tool], "tool_choice": "required"}, "tools"),
+        ):
+            reply = await s.client.post(CHAT, {"messages": HELLO, **form})
+            assert reply.status == 400 and reply.error["param"].startswith(param), reply.text
+        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_choice": ["a" * 50], "max_tokens": 20})
+        assert reply.status == 400 and reply.error["param"] == "max_tokens" and "at least" in reply.error["message"]
+        assert s.engine.seen == []
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"max_thinking_tokens": 5}, 5),
+        ({"max_thinking_tokens": 0}, 0),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}, "max_thinking_tokens": 7}, 7),
+        ({"reasoning_effort": "minimal"}, EFFORTS["minimal"]),
+        ({"reasoning_effort": "low"}, EFFORTS["low"]),
+        ({"reasoning_effort": "medium", "thinking": {"type": "enabled"}}, EFFORTS["medium"]),
+        ({"reasoning_effort": "high"}, None),
+        ({"reasoning_effort": "none"}, "off"),
+        ({"reasoning_effort": "none", "max_thinking_tokens": 0}, "off"),
+    ],
+    ids=str,
+)
+def test_thinking_can_be_bounded(serve: Any, fields: dict[str, Any], budget: Any) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
+        assert reply.status == 200, reply.text
+        constraint = s.engine.constraints[-1]
+        if budget == "off":
+            assert s.prompt().endswith("<think></think>") and constraint is None
+            return
+        assert s.prompt().endswith("<think>")
+        assert (constraint and constraint.thinking_budget) == budget
+
+    serve(test)
+
+
+def test_a_model_that_opens_its_own_thought_is_told_so(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        for more in ({}, {"tools": [WEATHER]}, {"max_thinking_tokens": 3}, {"guided_regex": "a"}):
+            answer = (await s.client.post(CHAT, {"messages": HELLO, **more})).json
+            assert s.prompt().endswith("<|im_middle|>"), "its prompts end where the answer begins"
+            message = answer["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("r", "a")
+            assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+            constraint = s.engine.constraints[-1]
+            assert (constraint is not None and constraint.thinking) == bool(more)
+        assert constraint is not None
+        least = constraint.least
+        body = {"messages": HELLO, **more}
+        assert (await s.client.post(CHAT, {**body, "max_tokens": least})).error["param"] == "max_tokens"
+        assert (await s.client.post(CHAT, {**body, "max_tokens": least + 1})).status == 200
+        refused = await s.client.post(CHAT, {"messages": HELLO, "reasoning_effort": "none"})
+        assert refused.status == 400 and "always thinks" in refused.error["message"]
+
+    serve(test, template=ChatTemplate(K2_THINKING), answer="<think>r</think>a")
+
+
+def test_strict_servers_refuse_what_the_vendor_does(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        for fields in (
+            {"top_p": 0.9},
+            {"temperature": 0.7},
+            {"temperature": 0.6},  # that of the other mode
+            {"temperature": 1.0, "thinking": {"type": "disabled"}},
+            {"presence_penalty": 0.1},
+            {"frequency_penalty": -0.1},
+            {"n": 2},
+        ):
+            reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
+            name = next(iter(fields))
+            assert reply.status == 400 and reply.error["param"] == name and name in reply.error["message"]
+        for fields in (
+            {},
+            {"top_p": 0.95, "temperature": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0},
+            {"temperature": 0.6, "thinking": {"type": "disabled"}},
+        ):
+            assert (await s.client.post(CHAT, {"messages": HELLO, **fields})).status == 200
+        assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
+
+    serve(test, vendor_strict=True)
+
+
+def test_pages_of_other_origins_may_call_only_if_allowed(serve: Any) -> None:
+    page = "https://chat.example.org"
+
+    async def closed(s: Served) -> None:
+        s.client.headers = {"origin": page}
+        assert "access-control-allow-origin" not in (await s.client.get("/v1/models")).headers
+
+    async def opened(s: Served) -> None:
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        s.client.headers = {"origin": page, **ask}
+        reply = await s.client.request("OPTIONS", CHAT, [b""])
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == page
+        assert "authorization" in reply.headers["access-control-allow-headers"].lower()
+        s.client.headers = {"origin": page}
+        reply = await s.client.get("/v1/models")
+        assert reply.status == 401 and reply.headers["access-control-allow-origin"] == page
+        s.client.headers = {"origin": "https://elsewhere.example.org", "authorization": "Bearer k"}
+        assert "access-control-allow-origin" not in (await s.client.get("/v1/models")).headers
+
+    serve(closed)
+    serve(opened, cors_origins=(page,), api_key="k")
+
+
+def test_origins_are_checked() -> None:
+    assert build(ServerConfig, {"cors_origins": ["*", "http://localhost:3000"]}).cors_origins == (
+        "*",
+        "http://localhost:3000",
+    )
+    for bad in (["example.org"], ["https://example.org/page"], ["https://example.org/"]):
+        with pytest.raises(ConfigError, match="not an origin"):
+            build(ServerConfig, {"cors_origins": bad})
+    for wrong in ("https://example.org", [5]):
+        with pytest.raises(ConfigError, match="list of strings"):
+            build(ServerConfig, {"cors_origins": wrong})
+
+
+def test_the_developer_speaks_as_the_system(serve: Any) -> None:
+    async def test(s: Served) -> None:
+        await s.client.post(CHAT, {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO]})
+        assert s.prompt().startswith("<|im_system|>system<|im_middle|>Be brief.<|im_end|>")
+
+    serve(test)
+
+
 def test_generation_config_is_read_and_checked(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == {}
     file = tmp_path / "generation_config.json"
@@ -598,21 +927,80 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 3}, "logprobs", "boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-    ({"n": 2}, "n", "n must be 1"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported yet"),
-    ({"presence_penalty": -1}, "presence_penalty", "not supported yet"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported yet"),
     ({"functions": []}, "functions", "tools"),
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "grammar enforcement"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "grammar enforcement"),
-    ({"tool_choice": "always"}, "tool_choice", "must be"),
     ({"tools": [{"type": "function"}]}, "*", "function"),
     ({"tools": {}}, "tools", "array"),
     ({"thinking": {"type": "sometimes"}}, "thinking", "enabled"),
     ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, "thinking", "contradict"),
     ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "boolean"),
+    ({"n": 0}, "n", "between 1"),
+    ({"n": 1000}, "n", "between 1"),
+    ({"n": 1.5}, "n", "integer"),
+    ({"n": 128}, "n", "102 fit"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2"),
+    ({"presence_penalty": -3}, "presence_penalty", "between -2"),
+    ({"presence_penalty": "1"}, "presence_penalty", "number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "between"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "token id"),
+    ({"logit_bias": {"512": 1}}, "logit_bias", "512"),
+    ({"logit_bias": [1]}, "logit_bias", "object"),
+    ({"min_tokens": -1}, "min_tokens", "at least 0"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {}}, "response_format.type", "json_schema"),
+    ({"response_format": "json_object"}, "response_format", "object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "JSON schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+        "response_format.json_schema.strict",
+        "true or false",
+    ),
+    ({"guided_json": "{"}, "guided_json", "JSON"),
+    ({"guided_json": 5}, "guided_json", "JSON schema"),
+    ({"guided_regex": ""}, "guided_regex", "empty"),
+    ({"guided_choice": []}, "guided_choice", "list"),
+    ({"guided_choice": ["a", 1]}, "guided_choice", "list"),
+    ({"guided_grammar": ["a"]}, "guided_grammar", "string"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one of them"),
+    ({"structured_outputs": {"frobnicate": 1}}, "structured_outputs.frobnicate", "json_object"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "string"),
+    ({"guided_json": {"type": "object"}, "min_tokens": 5}, "min_tokens", "guided_json"),
+    ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos", "tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "must be"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "does not declare",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+        "tools[0].function.strict",
+        "true or false",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+    ({"max_thinking_tokens": -1}, "max_thinking_tokens", "at least 0"),
+    ({"max_thinking_tokens": 5, "thinking": {"type": "disabled"}}, "max_thinking_tokens", "switched off"),
+    ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens", "switched off"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens", "at least 0"),
+    (
+        {"max_thinking_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 6}},
+        "max_thinking_tokens",
+        "contradict",
+    ),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort", "medium"),
+    ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "thinking", "contradict"),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "contradict"),
+    ({"reasoning_effort": "low", "max_thinking_tokens": 5}, "reasoning_effort", "one of them"),
 ]
 
 
@@ -629,7 +1017,7 @@ def test_bad_chat_requests_are_named(serve: Any, change: dict[str, Any], param: 
         assert s.engine.seen == []
         assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
-    serve(test)
+    serve(test, max_waiting=98)
 
 
 @pytest.mark.parametrize(
@@ -646,7 +1034,15 @@ def test_bad_chat_requests_are_named(serve: Any, change: dict[str, Any], param: 
         ({"prompt": ["x"] * 5000}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"logit_bias": {"600": 1}}, "logit_bias"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a{20}"}, "max_tokens"),
         ({"suffix": "s"}, "suffix"),
         ({"echo": "yes"}, "echo"),
         ({"echo": True, "max_tokens": -1}, "max_tokens"),
@@ -750,6 +1146,15 @@ def test_tokenize_and_back(serve: Any) -> None:
         await s.client.post(CHAT, {"messages": HELLO})
         chat = (await s.client.post("/tokenize", {"messages": HELLO})).json
         assert chat["tokens"] == s.engine.seen[-1][0]
+        body = {"prompt": "hé", "add_special_tokens": True, "return_token_strs": True}
+        assert (await s.client.post("/tokenize", body)).json["token_strs"] == ["h", "\ufffd", "\ufffd"]
+        bare = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": False}
+        whole = (await s.client.post("/tokenize", bare)).json["tokens"]
+        assert whole == chat["tokens"][: len(whole)] and whole[-1] == BYTES.special("<|im_end|>")
+        instant = (await s.client.post("/tokenize", {"messages": HELLO, "thinking": {"type": "disabled"}})).json
+        assert instant["tokens"][-1] == BYTES.special("</think>")
+        refused = await s.client.post("/tokenize", {"messages": HELLO, "continue_final_message": True})
+        assert refused.status == 400 and refused.error["param"] == "continue_final_message"
         assert (await s.client.post("/tokenize", {})).status == 400
         assert (await s.client.post("/tokenize", {"prompt": "a", "messages": HELLO})).status == 400
         for bad in ([512], [-1], ["a"], 5):

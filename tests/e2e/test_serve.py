@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
 )
 
-QUESTION = [{"role": "user", "content": "What is 347 + 589?"}]
+QUESTION: Any = [{"role": "user", "content": "What is 347 + 589?"}]
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -155,7 +155,7 @@ def test_a_raw_completion_of_the_rendered_prompt_is_the_chat_answer(server: Serv
     kwargs = {"thinking": False}
     chat = server.openai.chat.completions.create(
         model="kimi-nano",
-        messages=QUESTION,  # type: ignore[arg-type]
+        messages=QUESTION,
         temperature=0,
         max_tokens=40,
         extra_body={"chat_template_kwargs": kwargs},
@@ -203,6 +203,184 @@ def test_tools(server: Server) -> None:
             got.append((call.function.name, call.function.arguments))
         right += check(problem, Answer(choice.message.content or "", tuple(got)))
     assert right >= 4
+
+
+def test_a_forced_call_is_made_whatever_the_question(server: Server) -> None:
+    other: Any = {
+        "type": "function",
+        "function": {
+            "name": "book_table",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"guests": {"type": "integer", "minimum": 1, "maximum": 8}, "when": {"enum": ["a", "b"]}},
+                "required": ["guests", "when"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    ask: dict[str, Any] = {
+        "model": "kimi-nano",
+        "messages": QUESTION,
+        "tools": [WEATHER, other],
+        "temperature": 1.5,
+        "top_p": 1,
+        "max_tokens": 120,
+        "extra_body": {"max_thinking_tokens": 20},
+    }
+    for seed in range(2):
+        for choice in ("required", {"type": "function", "function": {"name": "book_table"}}):
+            answer = server.openai.chat.completions.create(
+                **ask, seed=seed, tool_choice=choice, parallel_tool_calls=False
+            )
+            (call,) = answer.choices[0].message.tool_calls or ()
+            assert call.type == "function" and answer.choices[0].finish_reason == "tool_calls"
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "book_table":
+                assert set(arguments) == {"guests", "when"}
+                assert arguments["guests"] in range(1, 9) and arguments["when"] in ("a", "b")
+            else:
+                assert choice == "required" and isinstance(arguments["city"], str)
+            assert call.id == f"functions.{call.function.name}:0"
+            assert not answer.choices[0].message.content
+            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+            assert (answer.usage.completion_tokens_details.reasoning_tokens or 0) <= 20
+
+
+def test_a_schema_is_kept_streamed_or_whole(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "names": {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 1, "maxItems": 3},
+            "kind": {"enum": ["red", "green"]},
+        },
+        "required": ["names", "kind"],
+        "additionalProperties": False,
+    }
+    ask: dict[str, Any] = {
+        "model": "kimi-nano",
+        "messages": QUESTION,
+        "temperature": 1.2,
+        "top_p": 1,
+        "seed": 3,
+        "max_tokens": 150,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+        "extra_body": {"max_thinking_tokens": 30},
+    }
+    whole = server.openai.chat.completions.create(**ask).choices[0]
+    data = json.loads(whole.message.content or "")
+    assert set(data) == {"names", "kind"} and data["kind"] in ("red", "green") and 1 <= len(data["names"]) <= 3
+    assert whole.finish_reason == "stop"
+    text = ""
+    for chunk in server.openai.chat.completions.create(**ask, stream=True):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.message.content
+    for extra, fits in (
+        ({"guided_choice": ["north", "south"]}, "north|south"),
+        ({"guided_regex": "[0-9]{3}-[a-f]+x"}, "[0-9]{3}-[a-f]+x"),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
+    ):
+        answer = server.openai.completions.create(
+            model="kimi-nano", prompt="Where?", temperature=1.5, max_tokens=40, extra_body=extra
+        )
+        assert re.fullmatch(fits, answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        server.openai.chat.completions.create(**{**ask, "max_tokens": 5})
+
+
+def test_three_answers_streamed_are_three_answers_whole(server: Server) -> None:
+    ask: dict[str, Any] = {
+        "model": "kimi-nano",
+        "messages": [{"role": "user", "content": "Tell me something."}],
+        "temperature": 2.0,
+        "top_p": 1,
+        "seed": 11,
+        "n": 3,
+        "max_tokens": 24,
+        "extra_body": {"thinking": {"type": "disabled"}},
+    }
+    whole = server.openai.chat.completions.create(**ask)
+    texts = [""] * 3
+    for chunk in server.openai.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices] and len(set(texts)) > 1
+    assert whole.usage is not None and whole.usage.completion_tokens <= 3 * 24
+    ranked = server.openai.completions.create(
+        model="kimi-nano", prompt="Once", n=2, best_of=4, seed=1, temperature=1.5, max_tokens=8, logprobs=0
+    )
+    means = [sum(t) / len(t) for c in ranked.choices if c.logprobs and (t := c.logprobs.token_logprobs)]
+    assert len(means) == 2 and means[0] >= means[1]
+
+
+def test_penalties_and_bias_change_what_is_said(server: Server) -> None:
+    def ask(**fields: Any) -> list[int]:
+        answer = server.openai.completions.create(
+            model="kimi-nano",
+            prompt="a a a a a a",
+            temperature=0,
+            max_tokens=24,
+            extra_body={"ignore_eos": True},
+            **fields,
+        )
+        return list(httpx.post(f"{server.url}/tokenize", json={"prompt": answer.choices[0].text}).json()["tokens"])
+
+    plain, penalised = ask(), ask(frequency_penalty=2.0, presence_penalty=2.0)
+    assert len(set(penalised)) / len(penalised) > len(set(plain)) / len(plain)
+    only = httpx.post(f"{server.url}/tokenize", json={"prompt": "z"}).json()["tokens"][0]
+    assert ask(logit_bias={str(only): 100}) == [only] * 24
+
+
+def test_prompt_logprobs_add_up_to_echo(server: Server) -> None:
+    ask: dict[str, Any] = {"model": "kimi-nano", "prompt": "What is 2 + 2?", "max_tokens": 1, "temperature": 0}
+    echoed = server.openai.completions.create(**ask, echo=True, logprobs=0).choices[0].logprobs
+    answer = server.openai.completions.create(**ask, extra_body={"prompt_logprobs": 0}).choices[0]
+    table = (answer.model_extra or {})["prompt_logprobs"]
+    assert echoed is not None and echoed.token_logprobs is not None and table[0] is None
+    scores = [next(iter(row.values()))["logprob"] for row in table[1:]]
+    assert scores == pytest.approx(echoed.token_logprobs[1 : len(table)], abs=1e-4)
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal"])
+def test_effort_bounds_the_thought(server: Server, effort: Any) -> None:
+    answer = server.openai.chat.completions.create(
+        model="kimi-nano",
+        messages=QUESTION,
+        reasoning_effort=effort,
+        max_completion_tokens=300,
+        temperature=0,
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    reasoned = answer.usage.completion_tokens_details.reasoning_tokens or 0
+    assert (reasoned == 0) == (effort == "none") and "936" in (answer.choices[0].message.content or "")
+
+
+def test_a_thought_is_cut_at_its_bound(server: Server) -> None:
+    cut = server.openai.chat.completions.create(
+        model="kimi-nano",
+        messages=QUESTION,
+        max_tokens=60,
+        temperature=0,
+        extra_body={"max_thinking_tokens": 3},
+    )
+    assert cut.usage is not None and cut.usage.completion_tokens_details is not None
+    assert cut.usage.completion_tokens_details.reasoning_tokens == 3 and cut.choices[0].message.content
+
+
+def test_a_strict_server_from_the_command_line() -> None:
+    server = Server(
+        "--vendor-strict", "--cors-origins", "https://a.example.org", "--cors-origins", "https://b.example.org"
+    )
+    try:
+        for fields in ({"temperature": 0.2}, {"top_p": 0.5}, {"n": 2}, {"presence_penalty": 1.0}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
+                server.openai.chat.completions.create(model="kimi-nano", messages=QUESTION, **fields)
+        page = {"origin": "https://b.example.org"}
+        allowed = httpx.get(f"{server.url}/v1/models", headers=page).headers["access-control-allow-origin"]
+        assert allowed == page["origin"]
+        assert server.stop(signal.SIGTERM)[0] == 0
+    finally:
+        server.kill()
 
 
 def test_a_tool_result_is_answered(server: Server) -> None:

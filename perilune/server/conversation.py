@@ -1,0 +1,107 @@
+"""Chat messages put together from what other APIs send: the ground the Responses and the Messages API share."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from perilune.core.errors import RequestError
+from perilune.text.tools import show
+
+
+class Conversation:
+    """Grows a list of chat messages, ready for the chat template.
+
+    Consecutive pieces of the assistant's (thoughts, text, tool calls) become one message, in that order, until `close`
+    or a message of somebody else's.
+    """
+
+    def __init__(self, before: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.messages: list[Mapping[str, Any]] = list(before)
+        self._calls = {call["id"] for m in before for call in m.get("tool_calls", ())}
+        self._turn: dict[str, Any] | None = None
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the assistant's message being put together has text or calls: a new thought is not part of it."""
+        return self._turn is not None and bool(self._turn["content"] or "tool_calls" in self._turn)
+
+    def close(self) -> None:
+        self._turn = None
+
+    def say(self, role: str, text: str) -> None:
+        """A message of the system, the developer or the user."""
+        self.close()
+        self.messages.append({"role": role, "content": text})
+
+    def think(self, text: str) -> None:
+        turn = self._assistant()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def answer(self, text: str) -> None:
+        self._assistant()["content"] += text
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """A tool call; `arguments` is JSON text."""
+        function = {"name": name, "arguments": arguments}
+        self._assistant().setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
+        self._calls.add(id)
+
+    def result(self, id: str, text: str, where: str) -> None:
+        """What a tool gave back; RequestError names `where` if no earlier call has this id."""
+        if id not in self._calls:
+            raise wrong(where, f"{show(id)} is not the id of an earlier tool call in this conversation")
+        self.close()
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    def _assistant(self) -> dict[str, Any]:
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+            self.messages.append(self._turn)
+        return self._turn
+
+
+def text_of(content: Any, where: str, parts: Mapping[str, str]) -> str:
+    """The text of a string or a list of parts; `parts` maps the types that are text to the field that holds it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, "must be a string or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        spot = f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            raise wrong(spot, "must be an object with a type")
+        if kind not in parts:
+            raise wrong(spot, f"is of type {show(kind)}, but only text is served", code="unsupported_parameter")
+        texts.append(string(part, parts[kind], spot))
+    return "".join(texts)
+
+
+def string(item: Mapping[str, Any], name: str, where: str, *, empty: bool = True) -> str:
+    """The string a client must send in a field of an item."""
+    value = item.get(name)
+    if not isinstance(value, str) or not (value or empty):
+        raise wrong(f"{where}.{name}", f"must be a string{'' if empty else ' that is not empty'}, not {show(value)}")
+    return value
+
+
+def wrong(where: str, what: str, *, code: str = "invalid_value") -> RequestError:
+    return RequestError(f"{where} {what}", param=where, code=code)
+
+
+@contextlib.contextmanager
+def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Errors of the chat machinery that arise inside name the fields of the API the client uses.
+
+    `names` are pairs (chat's spelling, the client's); each applies to the field an error is about.
+    """
+    try:
+        yield
+    except RequestError as e:
+        if e.param is None:
+            raise
+        param = e.param
+        for chat, client in names:
+            param = param.replace(chat, client)
+        raise RequestError(str(e).replace(e.param, param), param=param, code=e.code, status=e.status) from e
