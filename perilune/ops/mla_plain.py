@@ -3,10 +3,16 @@
 k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
 token's own.
 q [T, H, n + r]; cache [N, block_size, R + r] contiguous; w_uk [H, n, R]; w_uv [H, R, v]; tables, query_start
-and context as in mla_absorbed.py; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
+and context as in mla_absorbed.py, the last two best in host memory, where they are read; o [T, H, v] as q. Keys,
+values, scores and softmax in fp32, rounded once.
 Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
+
+"cuda" (mla_plain.cu) makes keys and values in bfloat16 by the library's products, for as many heads at a time as fit
+`KEY_VALUE_BYTES`, and rounds probabilities to bfloat16; scores, softmax and sums are fp32. A request's result does not
+depend on the others.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +20,12 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import paged
+from perilune.ops import compile, paged
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.registry import Op
 
-PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time
+PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time, in "torch"
+KEY_VALUE_BYTES = 1 << 30  # of keys and values of some heads, at a time, in "cuda"
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ CASES = [
         Case((q,), (c,), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True)
         for q, c in ((512, 512), (2048, 8192))
     ),
+    Case((300, 1, 129), (300, 4100, 1000), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
+    Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
     Case((512,), (512,)),
     Case((64,), (700,)),
     Case((), (), 2, 8, 4, 8, 16),
@@ -98,7 +107,72 @@ def reference(
     return out
 
 
-op = Op("mla_plain", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+op = Op("mla_plain", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("mla_plain.cu", "mla_plain", "pppppllllllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "mla_plain.cu",
+        device,
+        (a.q.dtype == BFLOAT16, "bfloat16"),
+        # The value size belongs to the same model as the sizes that decide.
+        (
+            (a.w_uk.shape[1], a.q.shape[2] - a.w_uk.shape[1], a.w_uv.shape[2]) == (K2.nope, K2.rope, K2.value),
+            f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
+        ),
+        (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
+    ),
+)
+def cuda(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
+        q = q.contiguous()
+    (_, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
+    out = torch.empty(q.shape[0], H, v, dtype=q.dtype, device=q.device)
+    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if count == 0:
+            continue
+        positions = torch.arange(length, device=q.device)
+        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].to(q.dtype)
+        c = latent[:, :R]
+        heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
+        for h in range(0, H, heads):
+            some = slice(h, min(h + heads, H))
+            k = torch.nn.functional.linear(c, w_uk[some].flatten(0, 1))
+            values = torch.nn.functional.linear(c, w_uv[some].mT.flatten(0, 1))
+            failed = _kernel()(
+                q[first, h].data_ptr(),
+                k.data_ptr(),
+                latent[0, R:].data_ptr(),
+                values.data_ptr(),
+                out[first, h].data_ptr(),
+                count,
+                length,
+                some.stop - h,
+                q.stride(0),
+                latent.stride(0),
+                out.stride(0),
+                scale,
+                torch.cuda.current_stream(q.device).cuda_stream,
+            )
+            assert not failed, f"CUDA error {failed}: {q.shape=} {count=} {length=} {cache.shape=}"
+    return out
 
 
 @op.impl("torch")

@@ -12,6 +12,7 @@ routing weight applied to the fp32 result, and one for the shared expert: P = k 
 weights, x and h are exact, sums are fp32. Up to 16 tokens a token's rows do not depend on the batch; above, the shared
 expert is three library calls. gate_up reads an expert once for every 4 of its tokens (7 above 96 tokens, for K2's
 sizes), down once for every 8. An id that is no expert is passed over and its row left unwritten.
+"cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "composed" is experts_int4, linear and swiglu: P = 1.
 """
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, moe_int4_prefill
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.experts import Case as Routed
 from perilune.ops.experts import routing
@@ -168,6 +169,32 @@ def cuda(
     if shared and not rides:
         y[:, k] = linear(swiglu(linear(x, shared_gate_up)), shared_down)
     return y if partial else y.sum(1, keepdim=True)
+
+
+@op.impl(
+    "cuda_prefill",
+    when=lambda a, device: compile.on_hopper(
+        moe_int4_prefill.SOURCE,
+        device,
+        (a.x.shape[0] > MAX_TOKENS, f"more than {MAX_TOKENS} tokens"),
+        *moe_int4_prefill.needs(a.x, a.gate_up_packed, a.gate_up_scale),
+    ),
+)
+def cuda_prefill(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    partial: bool,
+) -> Tensor:
+    return moe_int4_prefill.prefill(
+        x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale, shared_gate_up, shared_down
+    )
 
 
 @op.impl("composed")
