@@ -76,8 +76,10 @@ class Bench:
         kv = batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
         return sum(t.nbytes for t in _tensors(layer)) - experts * (1 - distinct / c.n_routed_experts) + kv
 
-    def decode(self, batch: int, context: int, report: Report, *, kernels: bool = False) -> dict[str, Any]:
-        """One row of the ledger."""
+    def decode(
+        self, batch: int, context: int, report: Report, *, kernels: bool = False, rest_dtype: str = "dtype"
+    ) -> dict[str, Any]:
+        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good."""
         graph_ms, step_ms, distinct = {}, 0.0, 0.0
         for layers in (self.layers, self.layers - STEP):
             engine = self.engine(
@@ -86,6 +88,7 @@ class Bench:
                 max_model_len=context + STEPS + 64,
                 kv_blocks=batch * (-(-(context + STEPS + 64) // 64) + 1),
                 block_size=64,
+                rest_dtype=rest_dtype,
             )
             try:
                 _start(engine, batch, context)
@@ -118,7 +121,7 @@ class Bench:
             "context": context,
             "draft": 0,
             "expert_format": "int4-g32",
-            "rest_dtype": "bf16",
+            "rest_dtype": "bf16" if rest_dtype == "dtype" else rest_dtype,
             "kv_dtype": "bf16",
             "us_per_layer": round(us, 1),
             "floor_us_per_layer": round(floor, 1),

@@ -10,7 +10,7 @@ import click
 from perilune.bench import decode as decode_bench
 from perilune.bench import ledger, microscope
 from perilune.bench.shapes import SHAPES
-from perilune.cli import bench_aa, bench_loading, bench_rivals
+from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals
 from perilune.core.config import EngineConfig, build
 from perilune.model.hub import resolve_model
 
@@ -21,6 +21,7 @@ def command() -> None:
 
 
 command.add_command(bench_aa.command, "aa")
+command.add_command(bench_convert.command, "convert")
 command.add_command(bench_loading.command, "loading")
 command.add_command(bench_rivals.command, "rivals")
 
@@ -69,6 +70,13 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
 @click.option("--context", default="128", show_default=True, help="Tokens each request has in its cache, likewise.")
 @click.option("--draft", default=0, show_default=True, help="Draft tokens per step (0 until speculation is built).")
+@click.option(
+    "--rest-dtype",
+    type=click.Choice(["dtype", "fp8"]),
+    default="dtype",
+    show_default=True,
+    help="With --shape: weights besides the routed experts in bfloat16, or in FP8.",
+)
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
@@ -82,6 +90,7 @@ def decode(
     batch: str,
     context: str,
     draft: int,
+    rest_dtype: str,
     kernels: bool,
     tokens: int,
     device: str,
@@ -101,7 +110,8 @@ def decode(
         raise click.BadParameter("speculation is not built yet: use 0", param_hint="--draft")
     if shape is not None:
         bench = microscope.Bench(shape, layers)
-        finish([bench.decode(b, c, say, kernels=kernels) for c in contexts for b in batches], directory)
+        rows = [bench.decode(b, c, say, kernels=kernels, rest_dtype=rest_dtype) for c in contexts for b in batches]
+        finish(rows, directory)
         return
     rows = []
     for length in contexts:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import PENDING, StepPlan, Work
+from perilune.core.plan import StepPlan, Work
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 
@@ -105,16 +105,17 @@ class DecodeGraphs:
         device = self._last_tokens.device
         inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         host = torch.empty(2, size, dtype=torch.uint8, pin_memory=True)
-        ids, rows, step = self._step(inputs, requests, width)
-        new = _Graph(torch.cuda.CUDAGraph(), inputs, rows, step, inputs, (host[0], host[1]))
+        step = self._step(inputs, requests, width)
+        assert step.pending is not None
+        new = _Graph(torch.cuda.CUDAGraph(), inputs, step.pending[0], step, inputs, (host[0], host[1]))
         self._fill(new, (requests, width), plan)
         torch.cuda.synchronize()
         side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):  # the first run may allocate and compile, which a capture may not
-            self._forward(ids, rows, step)
+            self._forward(step)
         side.synchronize()
         with torch.cuda.graph(new.graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            new.logits = self._forward(ids, rows, step)
+            new.logits = self._forward(step)
         self._pool = new.graph.pool()
         log.info(
             "decode graph for %d requests, %d blocks each: %.2f s; %.0f MB reserved in all",
@@ -125,17 +126,15 @@ class DecodeGraphs:
         )
         return new
 
-    def _step(self, inputs: Tensor, requests: int, width: int) -> tuple[Tensor, Tensor, Step]:
+    def _step(self, inputs: Tensor, requests: int, width: int) -> Step:
         wide = inputs[: 8 * len(_COLUMNS) * requests].view(torch.int64).view(len(_COLUMNS), requests)
         narrow = inputs[8 * len(_COLUMNS) * requests :].view(torch.int32)
         ids, rows, positions, slots = wide.unbind()
         starts = torch.arange(requests + 1, dtype=torch.int32, device=inputs.device)
         span = Span(slice(0, requests), narrow[requests:].view(requests, width), starts, narrow[:requests])
-        return ids, rows, Step(ids, positions, slots, span, None)
+        return Step(ids, positions, slots, span, None, (rows, self._last_tokens))
 
-    def _forward(self, ids: Tensor, rows: Tensor, step: Step) -> Tensor:
-        tokens = torch.where(ids == PENDING, self._last_tokens[rows], ids)
-        step = Step(tokens, step.positions, step.slots, step.absorbed, None)
+    def _forward(self, step: Step) -> Tensor:
         return self._model.logits(self._model.hidden(step, self._pages.data))
 
     def _fill(self, graph: _Graph, key: tuple[int, int], plan: StepPlan) -> None:

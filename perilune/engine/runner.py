@@ -16,6 +16,7 @@ from perilune.engine.batch import build
 from perilune.engine.grammar import Grammars
 from perilune.engine.graphs import DecodeGraphs
 from perilune.engine.penalties import Adjuster
+from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops import registry
@@ -94,18 +95,18 @@ class Runner:
         self, step: int, logits: Tensor, work: tuple[Work, ...], slots: Tensor, scores: list[Callable[[], Output]]
     ) -> "Readout":
         """Draws a token for each row of `logits` [S, V], which belong to `work` in order."""
-        finite = sampler.finite(logits)
         adjusted = self.grammars.mask(self.adjuster.adjust(logits, work), work)
         refused = self.grammars.refusals(work)
-        tokens = self.grammars.settle(sampler.choose(adjusted, work), work)
+        drawn = sampler.draw(adjusted, work)
+        if adjusted is not logits:  # a mask may hide what is not finite
+            drawn = torch.where(sampler.finite(logits), drawn, FAILED)
+        # A failed row must not leave FAILED in the last-token buffer, where it would read as PENDING.
+        tokens = self.grammars.settle(drawn.clamp_min(0), work)
         self.adjuster.count(tokens)
         self.last_tokens[slots] = tokens
         records = sampler.token_logprobs(logits, tokens, work)
-        drawn = sampler.to_host(torch.where(finite, tokens, FAILED))
-        return Readout(step, work, drawn, records, scores, _marker(logits.device), refused)
-
-
-FAILED = -1  # drawn from logits that are not finite
+        told = sampler.to_host(torch.where(drawn < 0, FAILED, tokens))
+        return Readout(step, work, told, records, scores, _marker(logits.device), refused)
 
 
 @dataclass(frozen=True, slots=True)

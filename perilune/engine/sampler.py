@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.core.plan import Output, TokenLogprob, Work
+from perilune.ops.greedy import greedy
 from perilune.ops.logprobs import logprobs
 from perilune.ops.sample import sample
 
 LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at most this many bytes of logits
+
+FAILED = -1  # drawn from logits that are not finite
 
 _MASK = (1 << 64) - 1
 
@@ -45,20 +48,24 @@ def finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits).all(-1)
 
 
-def choose(logits: Tensor, work: tuple[Work, ...]) -> Tensor:
+def draw(logits: Tensor, work: tuple[Work, ...]) -> Tensor:
     """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen.
+
+    FAILED for a row that holds nan or +inf, or nothing but -inf.
 
     The host does not wait for the device, and every request's numbers travel in one copy.
     """
     if all(w.params.greedy for w in work):
-        return logits.argmax(-1)
-    numbers = [
-        (p.temperature, min(p.top_k, 2**31 - 1), p.top_p, p.min_p, uniform(w.seed, w.draw))
-        for w in work
-        for p in (w.params,)
-    ]
-    temperature, top_k, top_p, min_p, u = on_device(np.array(numbers, np.float64).T.copy(), logits.device)
-    return sample(logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), u)
+        return greedy(logits)
+    S = len(work)
+    numbers = np.empty(6 * S, np.float32)
+    numbers[: 2 * S].view(np.float64)[:] = [uniform(w.seed, w.draw) for w in work]
+    params = [w.params for w in work]
+    numbers[2 * S : 5 * S].reshape(S, 3, order="F")[:] = [(p.temperature, p.top_p, p.min_p) for p in params]
+    numbers[5 * S :].view(np.int32)[:] = [min(p.top_k, 2**31 - 1) for p in params]
+    there = on_device(numbers, logits.device)
+    temperature, top_p, min_p, top_k = there[2 * S :].view(4, S)
+    return sample(logits, temperature, top_k.view(torch.int32), top_p, min_p, there[: 2 * S].view(torch.float64))
 
 
 def to_host(x: Tensor) -> Tensor:

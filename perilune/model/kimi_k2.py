@@ -27,7 +27,7 @@ from perilune.model.weights import (
     Weights,
 )
 from perilune.ops.add_rmsnorm import add_rmsnorm
-from perilune.ops.embed import embed
+from perilune.ops.embed_norm import embed_norm
 from perilune.ops.experts import experts
 from perilune.ops.experts_fp8 import experts_fp8
 from perilune.ops.experts_int4 import experts_int4
@@ -72,6 +72,7 @@ class Step:
 
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
+    With `pending` (rows [T] int64, last_tokens) a token that is -1 stands for last_tokens[rows[t]].
     """
 
     tokens: Tensor
@@ -79,6 +80,7 @@ class Step:
     slots: Tensor
     absorbed: Span | None
     plain: Span | None
+    pending: tuple[Tensor, Tensor] | None = None
 
 
 class KimiK2:
@@ -101,9 +103,16 @@ class KimiK2:
     def hidden(self, step: Step, cache: Tensor) -> Tensor:
         """[T, D] after the final norm."""
         layers = self.weights.layers
-        cos, sin = self.cos[step.positions], self.sin[step.positions]
-        h = embed(step.tokens, self.weights.embed)
-        x = rmsnorm(h, layers[0].input_norm, self.eps)
+        h, x, cos, sin = embed_norm(
+            step.tokens,
+            *(step.pending or (None, None)),
+            step.positions,
+            self.weights.embed,
+            layers[0].input_norm,
+            self.cos,
+            self.sin,
+            self.eps,
+        )
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
         for layer, pages, next_norm in zip(layers, cache, next_norms):
             x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)

@@ -107,7 +107,7 @@ def _stream() -> Any:
 
 
 def k_split(chunks: int) -> int:
-    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes to read per row."""
+    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes of a row."""
     return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12), 1)
 
 

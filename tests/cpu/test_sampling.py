@@ -210,9 +210,9 @@ class TestAdjuster:
 
         for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__"):
             monkeypatch.setattr(torch.Tensor, name, forbidden)
-        with Waits(), registry.using({"sample": "torch"}):
+        with Waits(), registry.using({"sample": "torch", "greedy": "torch"}):
             for batch in batches:
-                tokens = sampler.choose(adjuster.adjust(logits, batch), batch)
+                tokens = sampler.draw(adjuster.adjust(logits, batch), batch)
                 sampler.finite(logits)
                 adjuster.count(tokens)
         with pytest.raises(AssertionError, match="reads a tensor"):
@@ -225,9 +225,9 @@ class TestAdjuster:
         there = sampler.on_device
         monkeypatch.setattr(sampler, "on_device", lambda a, d: (copies.append(a.size), there(a, d))[1])
         batch = tuple(work(i, 1, p) for i, p in enumerate(MIXED))
-        sampler.choose(torch.randn(len(MIXED), self.V), batch)
-        assert copies == [5 * len(MIXED)]
-        sampler.choose(torch.randn(1, self.V), batch[2:3])
+        sampler.draw(torch.randn(len(MIXED), self.V), batch)
+        assert copies == [6 * len(MIXED)]
+        sampler.draw(torch.randn(1, self.V), batch[2:3])
         assert len(copies) == 1  # greedy needs none
 
     def test_a_masked_token_is_never_chosen(self) -> None:
@@ -236,8 +236,18 @@ class TestAdjuster:
         logits[:, 2] = 50.0
         batch = tuple(work(i, 0, p) for i, p in enumerate(params))
         for impl in ("torch", "reference"):
-            with registry.using({"sample": impl}):
-                assert 2 not in sampler.choose(Adjuster(3).adjust(logits, batch), batch).tolist()
+            with registry.using({"sample": impl, "greedy": impl}):
+                assert 2 not in sampler.draw(Adjuster(3).adjust(logits, batch), batch).tolist()
+
+    def test_a_row_that_is_not_finite_fails_alone(self) -> None:
+        logits = torch.zeros(4, 9)
+        logits[1, 3], logits[2] = float("nan"), float("-inf")
+        logits[3, 5] = 9.0
+        logits[3, 2] = float("-inf")
+        for temperatures in ((0.0,) * 4, (1e-3,) * 4, (0.0, 1e-3, 0.0, 1e-3)):
+            batch = tuple(work(i, 0, SamplingParams(temperature=t)) for i, t in enumerate(temperatures))
+            drawn = sampler.draw(logits, batch).tolist()
+            assert drawn[0] >= 0 and drawn[1:] == [sampler.FAILED, sampler.FAILED, 5]
 
     def test_prompt_flag_does_not_count_as_generated(self) -> None:
         counts = torch.tensor([[PROMPT, PROMPT + 2, 1, 0]], dtype=torch.int32)
