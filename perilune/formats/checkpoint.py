@@ -95,13 +95,15 @@ def weight_map(path: Path) -> dict[str, Path]:
     listed = read_object(path / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path / INDEX}: weight_map must be a non-empty object")
-    placed = {}
+    files: dict[str, Path] = {}  # one object for each: a full-size index has 200,000 entries
     for name, shard in listed.items():
+        if isinstance(shard, str) and shard in files:
+            continue
         # A shard is a file of this directory: an index must not make us read elsewhere.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path / INDEX}: weight_map[{name!r}] is {shard!r}, not a .safetensors file name")
-        placed[name] = path / shard
-    return placed
+        files[shard] = path / shard
+    return {name: files[shard] for name, shard in listed.items()}
 
 
 def _agree(path: Path, placed: Mapping[str, Path], files: Mapping[Path, SafetensorsFile]) -> dict[str, TensorInfo]:

@@ -1,20 +1,31 @@
 """What MODEL on the command line stands for: a directory, the bundled model, or a Hugging Face repository."""
 
+import contextlib
 import errno
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from perilune.core.errors import ConfigError
+from perilune.formats.safetensors_file import MAX_HEADER
 
 BUNDLED = "kimi-nano"
 # Data only. Repositories of this family also carry Python files; they are never fetched, let alone run.
-PATTERNS = ("*.safetensors", "*.json", "tiktoken.model")
+TEXTS = ("*.json", "tiktoken.model", "*.jinja")
+PATTERNS = ("*.safetensors", *TEXTS)
 MEANING = f"MODEL is a directory, a Hugging Face repository id such as moonshotai/Kimi-K2.5, or {BUNDLED}"
+
+_FIRST_BYTES = 1 << 20  # holds the whole header of most shards
+_TIMEOUT = 30  # seconds
+_ATTEMPTS = 4
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -53,18 +64,87 @@ def resolve_model(
     return _download(name, revision, progress, endpoint)
 
 
-def _download(name: str, revision: str | None, progress: bool, endpoint: str | None) -> Path:
+@contextlib.contextmanager
+def headers(name: str, *, revision: str | None = None, endpoint: str | None = None) -> Iterator[Path]:
+    """A temporary directory like the repository's, without its weights: of each shard the header is there, fetched by
+    an HTTP range, and behind it a hole of the data's size, which takes no room. ConfigError as `resolve_model`.
+    """
+    texts = _download(name, revision, False, endpoint, patterns=TEXTS)
+    with tempfile.TemporaryDirectory(prefix="perilune-headers-") as temporary:
+        path = Path(temporary)
+        for file in texts.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, path / file.name)
+        with _explained(name, revision):
+            _fetch_headers(name, revision, endpoint, path)
+        yield path
+
+
+def _fetch_headers(name: str, revision: str | None, endpoint: str | None, to: Path) -> None:
+    info = huggingface_hub.HfApi(endpoint=endpoint).model_info(name, revision=revision, files_metadata=True)
+
+    def fetch(file: str, size: int) -> None:
+        url = huggingface_hub.hf_hub_url(name, file, revision=info.sha, endpoint=endpoint)
+        start = _range(url, 0, min(size, _FIRST_BYTES))
+        length = 8 + int.from_bytes(start[:8], "little")
+        # A length beyond these is damage, which whoever reads the file finds out.
+        if len(start) < length <= min(size, 8 + MAX_HEADER):
+            start += _range(url, len(start), length)
+        with (to / file).open("wb") as out:
+            out.write(start[:length])
+            out.truncate(size)
+
+    with ThreadPoolExecutor(8, thread_name_prefix="headers") as pool:
+        running = [
+            pool.submit(fetch, file.rfilename, file.size or 0)
+            for file in info.siblings or ()
+            if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
+        ]
+    for future in running:
+        future.result()
+
+
+def _range(url: str, first: int, end: int) -> bytes:
+    """Bytes first to end - 1 of a file of the hub."""
+    if end <= first:
+        return b""
+    wanted = {**build_hf_headers(), "range": f"bytes={first}-{end - 1}"}
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            response = get_session().get(url, headers=wanted, timeout=_TIMEOUT)
+            break
+        except Exception:  # a lost connection, whose class depends on the library's version
+            if attempt == _ATTEMPTS:
+                raise
+    hf_raise_for_status(response)
+    return bytes(response.content[: end - first])
+
+
+def is_repository(name: str) -> bool:
+    """Whether MODEL is a hub repository's id: no such directory is here, and it is spelt like one."""
+    return not Path(name).expanduser().is_dir() and name != BUNDLED and _REPOSITORY.fullmatch(name) is not None
+
+
+def _download(
+    name: str, revision: str | None, progress: bool, endpoint: str | None, *, patterns: Sequence[str] = PATTERNS
+) -> Path:
+    with _explained(name, revision):
+        directory = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            endpoint=endpoint,
+            allow_patterns=list(patterns),
+            tqdm_class=None if progress else _Silent,
+        )
+    return Path(directory)
+
+
+@contextlib.contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub's library raises into a ConfigError with the remedy."""
     at = f"{name}@{revision}" if revision else name
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                endpoint=endpoint,
-                allow_patterns=list(PATTERNS),
-                tqdm_class=None if progress else _Silent,
-            )
-        )
+        yield
     except hub_errors.GatedRepoError as e:
         raise ConfigError(f"{at} is gated: accept its terms on the hub, then run `hf auth login`") from e
     except hub_errors.RepositoryNotFoundError as e:

@@ -16,7 +16,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,8 +103,12 @@ def load(
         with _progress(path.name, total) if progress else contextlib.nullcontext(_ignore) as advance:
             # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
             jobs, plan.jobs = plan.jobs, []
-            _run(jobs, threads or min(MAX_THREADS, os.cpu_count() or 1), torch.device(device), advance)
+            _run(jobs, threads or default_threads(), torch.device(device), advance)
     return config, weights
+
+
+def default_threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)
 
 
 def row_step(inputs: int) -> int:
@@ -429,34 +432,47 @@ class _Stopped(Exception):
 def _run(jobs: list[_Job], threads: int, device: torch.device, advance: Advance) -> None:
     """Runs every job; the first error stops the rest and is raised here."""
     queue = deque(sorted(jobs, key=lambda job: job.at))
-
     stopping = threading.Event()
+    errors: list[BaseException] = []
 
     def advance_or_stop(nbytes: int) -> None:
         if stopping.is_set():
             raise _Stopped
         advance(nbytes)
 
-    def work() -> None:
+    def work(ended: threading.Event) -> None:
         stage = _Stage(device, advance_or_stop)
-        with torch.no_grad(), contextlib.suppress(_Stopped):  # no_grad is a thread's own setting
-            while queue:
-                try:
-                    job = queue.popleft()
-                except IndexError:  # another thread took the last one
-                    return
-                job.run(stage)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-        running = [pool.submit(work) for _ in range(threads)]
         try:
-            wait(running, return_when=FIRST_EXCEPTION)
-        finally:
-            # After an error or the user's interrupt nothing more is started, and what is under way ends with its piece.
-            queue.clear()
+            with torch.no_grad(), contextlib.suppress(_Stopped):  # no_grad is a thread's own setting
+                while not stopping.is_set():
+                    try:
+                        job = queue.popleft()
+                    except IndexError:  # another thread took the last one
+                        return
+                    job.run(stage)
+        except BaseException as e:
+            errors.append(e)
             stopping.set()
-    for future in running:
-        future.result()
+        finally:
+            ended.set()
+
+    # Not a pool, nor joined before they end: interrupted in those, Python 3.11 may leave a thread running.
+    ends = [threading.Event() for _ in range(threads)]
+    readers = [threading.Thread(target=work, args=(ended,), name=f"load-{k}") for k, ended in enumerate(ends)]
+    try:
+        for reader in readers:
+            reader.start()
+        for ended in ends:
+            ended.wait()
+    finally:
+        # After the user's interrupt nothing more is started, and what is under way ends with its piece.
+        stopping.set()
+        for reader, ended in zip(readers, ends):
+            if reader.ident is not None:  # else it was not started, or will find that there is nothing to do
+                ended.wait()
+                reader.join()
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -112,12 +112,12 @@ def compare(
             continue
         linear = name.removesuffix(".weight")
         form = format_of(tensors, prefix + linear) or scheme.DENSE
-        formats[linear], shapes[linear] = form, shape
         try:
             parts = SERVED[form].parts(shape)
         except CheckpointError as e:
             unsuited.append(f"tensor {prefix + name}: {e}")
             continue
+        formats[linear], shapes[linear] = form, shape
         wanted |= {prefix + linear + suffix: part for suffix, part in parts.items()}
 
     faults += _first(unsuited)
@@ -198,6 +198,20 @@ def read_linear(
 
     CheckpointError if scales or other stored values cannot be right.
     """
+    stored = read_parts(checkpoint, found, name, rows=rows, device=device, advance=advance)
+    return SERVED[found.formats[name]].decode(stored, dtype)
+
+
+def read_parts(
+    checkpoint: Checkpoint,
+    found: Survey,
+    name: str,
+    *,
+    rows: slice = slice(None),
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, torch.Tensor]:
+    """What `read_linear` decodes: the rows of the stored parts, by the suffixes of their names, found sound."""
     out, _ = found.shapes[name]
     start, stop, _ = rows.indices(out)
     stored: dict[str, torch.Tensor] = {}
@@ -212,7 +226,7 @@ def read_linear(
         if covers or start == 0:
             advance(piece.nbytes)
         stored[suffix] = piece.to(device)
-    return SERVED[found.formats[name]].decode(stored, dtype)
+    return stored
 
 
 def require_sound(checkpoint: Checkpoint, info: TensorInfo, part: Part, values: torch.Tensor) -> None:

@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 import huggingface_hub
 import pytest
 
+from perilune.cli import doctor
 from perilune.core.errors import ConfigError
 from perilune.model import hub
 from perilune.model.hub import resolve_model
 
 COMMIT = "a" * 40
+DATA = ["chat_template.jinja", "config.json", "model.safetensors", "tiktoken.model"]
 
 
 class Hub:
@@ -42,7 +44,7 @@ class Hub:
         if self.status != 200:
             return self.plain(request, self.status, b"{}", {"X-Error-Code": self.error_code()})
         if re.fullmatch(r"/api/models/org/tiny(/revision/(main|v1|" + COMMIT + "))?", path):
-            siblings = [{"rfilename": name} for name in self.files]
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
             return self.json(request, {"id": "org/tiny", "sha": COMMIT, "siblings": siblings})
         if path.startswith("/api/models/org/tiny/revision/"):
             return self.plain(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -61,15 +63,16 @@ class Hub:
 
     def file(self, request, name):
         data, spec = self.files[name], request.headers.get("Range")
-        start = int(re.fullmatch(r"bytes=(\d+)-", spec)[1]) if spec else 0
+        start, last = re.fullmatch(r"bytes=(\d+)-(\d*)", spec).groups() if spec else ("0", "")
+        start, end = int(start), int(last) + 1 if last else len(data)
         head = {
             "ETag": f'"{self.tag(name)}"',
             "X-Repo-Commit": COMMIT,
             "Accept-Ranges": "bytes",
-            "Content-Length": str(len(data) - start),
+            "Content-Length": str(end - start),
         }
         if spec:
-            head["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            head["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         if request.command == "GET":
             self.requests.append((name, spec))
             if name in self.fail:
@@ -79,7 +82,7 @@ class Hub:
             request.send_header(key, value)
         request.end_headers()
         if request.command == "GET":
-            request.wfile.write(data[start : self.cut.pop(name, None)])
+            request.wfile.write(data[start : self.cut.pop(name, end)])
             request.close_connection = True
         return None
 
@@ -138,12 +141,12 @@ def refused(words, name, **options):
 
 def test_downloads_data_only(served, capfd):
     path = get(served)
-    assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors", "tiktoken.model"]
+    assert sorted(p.name for p in path.iterdir()) == DATA
     for file in path.iterdir():
         assert file.read_bytes() == served.files[file.name]
     asked = len(served.requests)
     assert get(served) == path and get(served, revision="v1") == path
-    assert len(served.requests) == asked == 3
+    assert len(served.requests) == asked == 4
     assert capfd.readouterr().out == ""
 
 
@@ -164,8 +167,36 @@ def test_failed_download_goes_on(served):
     done = {p.name for p in (hub.Path(huggingface_hub.constants.HF_HUB_CACHE)).rglob("snapshots/*/*")}
     served.requests.clear()
     path = get(served)
-    assert {name for name, _ in served.requests} == {"config.json", "model.safetensors", "tiktoken.model"} - done
+    assert {name for name, _ in served.requests} == set(DATA) - done
     assert (path / "model.safetensors").read_bytes() == served.files["model.safetensors"]
+
+
+@pytest.mark.parametrize("first", [1 << 20, 100])
+def test_headers_without_the_weights(served, monkeypatch, first):
+    """Enough of a repository to check it, whether the first range of a shard holds its whole header or not."""
+    monkeypatch.setattr(hub, "_FIRST_BYTES", first)
+    nano = resolve_model(hub.BUNDLED)
+    served.files = {p.name: p.read_bytes() for p in nano.iterdir()} | {"modeling_kimi.py": b"raise SystemExit"}
+    shards = [name for name in served.files if name.endswith(".safetensors")]
+    with hub.headers("org/tiny", endpoint=served.url) as path:
+        assert not (path / "modeling_kimi.py").exists()
+        for name in shards:
+            whole, got = served.files[name], (path / name).read_bytes()
+            length = 8 + int.from_bytes(whole[:8], "little")
+            assert len(got) == len(whole) and got[:length] == whole[:length] and not any(got[length:])
+        report = doctor.diagnose(path, "org/tiny", values=False)
+        assert report.findings == [] and report.sound.startswith("805 tensors") and "values" not in report.sound
+    assert not path.exists()
+    assert all(spec for name, spec in served.requests if name in shards)
+    served.files[shards[0]] = served.files[shards[0]][:5]
+    with hub.headers("org/tiny", endpoint=served.url) as path:
+        (finding,) = doctor.diagnose(path, "org/tiny", values=False).findings
+        assert "truncated" in finding.text
+    served.fail[shards[1]] = 403
+    with pytest.raises(ConfigError, match="HTTP 403"), hub.headers("org/tiny", endpoint=served.url):
+        pass
+    with pytest.raises(ConfigError, match="no such repository"), hub.headers("org/absent", endpoint=served.url):
+        pass
 
 
 def test_hub_refusals(served):

@@ -1,0 +1,263 @@
+"""`perilune doctor`: is this checkpoint whole and consistent, what do its files say, and what runs it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from perilune.core.errors import CheckpointError
+from perilune.core.finding import Finding
+from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
+from perilune.formats import examine as shards_examine
+from perilune.formats.jsonfile import read_object
+from perilune.formats.registry import require_served
+from perilune.model import examine as weights_examine
+from perilune.model import hub
+from perilune.model.config import KimiConfig
+from perilune.model.survey import VISION_PREFIXES, Survey, expected, is_linear
+from perilune.plan import memory
+from perilune.text import examine as text_examine
+
+GB = 1e9
+KV_BYTES = 2  # bfloat16
+# Too narrow to split over GPUs: every one of them computes the whole.
+_WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "media_placeholder_token_id")
+
+
+@dataclass(slots=True)
+class Report:
+    model: str
+    title: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    sound: str = ""  # what was looked at and found right
+    answers: dict[str, str] = field(default_factory=dict)
+    rows: list[tuple[memory.Gpu, list[memory.Fit]]] = field(default_factory=list)
+    machine: list[tuple[str, list[memory.Fit]]] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> bool:
+        return any(f.severity == "wrong" for f in self.findings)
+
+
+@click.command("doctor")
+@click.argument("model", default=hub.BUNDLED)
+@click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a page.")
+def command(model: str, revision: str | None, as_json: bool) -> None:
+    """Check MODEL without loading it, answer what its files say, and show which GPUs hold it.
+
+    Reads headers, a few megabytes of values, and the tokenizer's files. Of a hub repository only headers and small
+    files are fetched: give the directory to check a download. Exit code 1 if something is wrong.
+    """
+    with _opened(model, revision) as (path, local):
+        report = diagnose(path, model, values=local)
+    if as_json:
+        click.echo(json.dumps(_document(report)))
+    else:
+        for line in page(report):
+            click.echo(line)
+    if report.wrong:
+        raise click.exceptions.Exit(1)
+
+
+@contextlib.contextmanager
+def _opened(model: str, revision: str | None) -> Iterator[tuple[Path, bool]]:
+    """The directory, and whether the values are in it too."""
+    if hub.is_repository(model):
+        with hub.headers(model, revision=revision) as path:
+            yield path, False
+    else:
+        yield hub.resolve_model(model, revision=revision), True
+
+
+def diagnose(path: Path, model: str, *, values: bool = True) -> Report:
+    """Everything that can be found out about a directory. `values`: whether its shards hold more than headers."""
+    report = Report(model)
+    shards = shards_examine.examine(path)
+    report.findings += shards.findings
+    try:
+        raw = read_object(path / "config.json")
+        if (draft := _draft(raw)) is not None:
+            report.title, report.answers = f"{model}: an EAGLE-3 draft", draft
+            text = f"{model} is a draft model, which speeds up another one and cannot be served by itself"
+            report.findings.append(Finding("wrong", text, "check and serve the model that it was trained for"))
+            return report
+        config = KimiConfig.from_directory(path)
+        require_served(config.quantization, "config.json")
+    except CheckpointError as e:
+        report.title = model
+        report.findings.append(Finding("wrong", str(e), "nothing further can be checked without it"))
+        return report
+    has_vision = any(name.startswith(VISION_PREFIXES) for name in (*shards.tensors, *shards.unread))
+    text = text_examine.examine(
+        path, vocab_size=config.vocab_size, ids=_ids(raw), vision=config.has_vision and has_vision
+    )
+    report.title = _title(model, config, text, shards)
+    if shards.shards:
+        _weights(report, shards, config, values)
+        report.answers = weights_examine.answers(shards, config)
+    report.findings += text.findings
+    report.answers |= text.answers
+    report.answers["draft"] = "not part of a model's files; `perilune doctor DRAFT` shows a draft's configuration"
+    report.sound += f"; vocabulary of {text.vocab_size:,}" if text.vocab_size else ""
+    return report
+
+
+def _weights(report: Report, shards: shards_examine.Shards, config: KimiConfig, values: bool) -> None:
+    found, findings = weights_examine.examine(shards, config)
+    report.findings += findings
+    report.sound = f"{len(shards.tensors):,} tensors by name, shape and type"
+    if values:
+        sample, findings = weights_examine.sample(found)
+        report.findings += findings
+        part = "all" if sample.tensors == sample.of else f"{sample.tensors:,} of {sample.of:,}"
+        report.sound += f"; values of {part} tensors with scales or floats looked at ({sample.nbytes / 1e6:.0f} MB)"
+    if not shards.unread:  # else the weights' size is not known
+        _plan(report, config, found)
+
+
+def _title(model: str, config: KimiConfig, text: text_examine.Text, shards: shards_examine.Shards) -> str:
+    kind = text.member.name if text.member is not None else config.model_type
+    return (
+        f"{model}: {kind}, {config.quantization}, {config.num_hidden_layers} layers, "
+        f"{_count(config.parameters().total)} parameters, {shards.nbytes / GB:.2f} GB in {shards.shards} "
+        f"file{'s' * (shards.shards != 1)}"
+    )
+
+
+def _ids(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The token ids that config.json names; KimiConfig has found them to be such."""
+    inner = raw.get("text_config")
+    levels = (raw, inner if isinstance(inner, dict) else {})
+    ids: dict[str, tuple[int, ...]] = {}
+    for key in _TOKENS:
+        values = [v for level in levels for v in (level[key] if isinstance(level.get(key), list) else [level.get(key)])]
+        ids[key] = tuple(dict.fromkeys(v for v in values if type(v) is int))
+    return ids
+
+
+def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
+    """What a draft's configuration says; None if it is no draft's."""
+    eagle = raw.get("eagle_config")
+    names = raw.get("architectures")
+    if not isinstance(eagle, dict) and "eagle3" not in str(names).lower():
+        return None
+    keys = (
+        "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size",
+        "rms_norm_eps", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "fc_norm",
+    )  # fmt: skip
+    told = {"architectures": str(names)} | {k: str(raw[k]) for k in keys if k in raw}
+    return told | {f"eagle_config.{k}": str(v) for k, v in (eagle or {}).items()}
+
+
+def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
+    model, stored = _model(config, found)
+    formats = memory.footprints(model, stored)
+    kv_bytes = model.kv_values * KV_BYTES
+    report.rows = memory.table(formats, kv_bytes)
+    free = free_bytes(torch.device("cpu"))
+    wide = memory.footprints(model, stored, width=4.0)
+    on_cpu = [memory.fit(f, 1, free, 2 * kv_bytes, WORKSPACE_BYTES["cpu"]) for f in wide]
+    report.machine.append((f"CPU, float32, {free / GB:.1f} GB free", on_cpu))
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        least = min(torch.cuda.mem_get_info(i)[0] for i in range(count))
+        name = f"{count} x {torch.cuda.get_device_name()}, {least / GB:.1f} GB free"
+        report.machine.append((name, [memory.fit(f, count, least, kv_bytes) for f in formats]))
+
+
+def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
+    """The numbers of weights by how GPUs share them, and the bytes of the routed experts as stored."""
+    routed_rows = linear = unquantised = whole_linear = whole = 0
+    for name, (rows, *inputs) in expected(config).items():
+        size = rows * (inputs[0] if inputs else 1)
+        if ".mlp.experts." in name:
+            routed_rows += rows
+        elif name.endswith(("embed_tokens.weight", ".kv_b_proj.weight")):
+            unquantised += size
+        elif not is_linear(name):
+            whole += size
+        elif name.endswith(_WHOLE):
+            whole_linear += size
+        else:
+            linear += size
+    model = memory.Model(
+        routed=config.parameters().routed,
+        routed_rows=routed_rows,
+        linear=linear,
+        unquantised=unquantised,
+        whole_linear=whole_linear,
+        whole=whole + found.vision_bytes // 2,
+        kv_values=config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim),
+    )
+    return model, float(sum(t.nbytes for name, t in found.tensors.items() if ".mlp.experts." in name))
+
+
+def page(report: Report) -> list[str]:
+    """The report for people: what is wrong first."""
+    lines = [report.title or report.model]
+    lines += [str(f) for f in sorted(report.findings, key=lambda f: f.severity != "wrong")]
+    if not report.wrong:
+        lines.append(f"sound: {report.sound}")
+    if report.answers:
+        lines += ["", "What its files say"]
+        width = max(map(len, report.answers))
+        lines += [f"  {topic:<{width}}  {text}" for topic, text in report.answers.items()]
+    if report.rows:
+        lines += ["", *_grid(report)]
+    return lines
+
+
+def _grid(report: Report) -> Iterator[str]:
+    """Devices down, formats across. A cell: GB of weights per device, GB left there, tokens of context in all."""
+    rows = [(f"{fits[0].count} x {gpu.name}", fits) for gpu, fits in report.rows]
+    fits = report.rows[0][1]
+    width = max(len(name) for name, _ in [*rows, *report.machine])
+    yield "What holds it: GB of weights per GPU + GB left there = tokens of context (bfloat16 KV, split over the GPUs)"
+    yield " ".join([f"  {'':<{width}}", *(f"{f.footprint.name:>24}" for f in fits)])
+    for name, cells in rows:
+        yield " ".join([f"  {name:<{width}}", *(f"{_cell(c):>24}" for c in cells)])
+    yield "This machine"
+    for name, cells in report.machine:
+        yield " ".join([f"  {name:<{width}}", *(f"{_cell(c):>24}" for c in cells)])
+
+
+def _cell(fit: memory.Fit) -> str:
+    if fit.fits:
+        return f"{fit.weights / GB:.1f} + {fit.left / GB:.1f} = {_count(fit.tokens)}"
+    return f"{fit.weights / GB:.1f}, {-fit.left / GB:.1f} short"
+
+
+def _count(number: float) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.4g} {letter}"
+    return str(int(number))
+
+
+def _document(report: Report) -> dict[str, Any]:
+    def entry(fit: memory.Fit) -> dict[str, Any]:
+        return {
+            "format": fit.footprint.name,
+            "devices": fit.count,
+            "weights_gb": round(fit.weights / GB, 3),
+            "left_gb": round(fit.left / GB, 3),
+            "tokens": fit.tokens,
+            "fits": fit.fits,
+        }
+
+    return {
+        "model": report.model,
+        "title": report.title,
+        "wrong": report.wrong,
+        "findings": [asdict(f) for f in report.findings],
+        "answers": report.answers,
+        "plan": [{"gpu": gpu.name, **entry(f)} for gpu, fits in report.rows for f in fits],
+        "machine": [{"device": name, **entry(f)} for name, fits in report.machine for f in fits],
+    }
