@@ -16,24 +16,37 @@ FILES = [
     ("engine/engine.py", "the loop: plan step N+1 while step N runs; **start here**"),
     ("engine/scheduler.py", "which request advances by how many tokens (pure Python)"),
     ("engine/batch.py", "a plan becomes tensors"),
+    ("engine/graphs.py", "a decode step as one CUDA graph"),
     ("model/kimi_k2.py", "the model, as in the paper"),
     ("ops/mla_absorbed.py", "one op, one file: contract, cases, reference, implementations"),
     ("ops/experts.cpp", "the routed experts on CPU, straight from packed INT4"),
+    ("ops/linear.cu", "a stream of weights at the memory's rate: the shortest CUDA kernel to read"),
+    ("ops/moe_int4.cu", "the MoE block of a decode step on INT4 experts"),
     ("kv/prefix.py", "prefix tree over KV blocks"),
     ("model/load.py", "checkpoints: checked, parallel, bounded memory"),
     ("formats/int4.py", "INT4 pack-quantized"),
-    ("text/chat.py", "messages to prompt, the family's template"),
+    ("text/chat.py", "messages to prompt, the family's templates"),
+    ("text/enforcer.py", "tool calls and structured answers, enforced token by token"),
     ("text/stream.py", "tokens to reasoning, content and tool calls"),
-    ("server/chat.py", "`/v1/chat/completions`"),
+    ("server/turn.py", "from a request body to an assistant turn, for every API"),
 ]
 
 
-def latest(bench: str) -> list[dict]:
-    """The newest row of each configuration."""
+# vLLM 0.26.0 on the same card, the same shapes and precision (INT4 experts by Marlin, bf16 rest, CUDA graphs), measured
+# once by the same method: microseconds per MoE layer by (batch, context), milliseconds per layer by prompt length.
+PEER_DECODE = {(1, 1024): 213, (1, 10240): 220, (1, 102400): 292, (2, 1024): 267, (4, 1024): 389, (8, 1024): 624,
+               (16, 1024): 1027, (64, 1024): 2543}  # fmt: skip
+PEER_PREFILL = {1000: 5.9, 4000: 17.5, 10000: 40.4}
+
+
+def latest(bench: str, *, shapes: bool = False) -> list[dict]:
+    """The newest row of each configuration: of a model's real weights, or of a slice of exact shapes."""
+    keys = ("model", "shape", "batch", "context", "tokens", "gpu", "expert_format", "rest_dtype")
     rows: dict[tuple, dict] = {}
     for line in (ROOT / "bench/results" / f"{bench}.jsonl").read_text().splitlines():
         row = json.loads(line)
-        rows[tuple(row.get(k) for k in ("model", "batch", "context", "gpu", "expert_format", "rest_dtype"))] = row
+        if ("shape" in row) == shapes and row.get("balanced", True):
+            rows[tuple(row.get(k) for k in keys)] = row
     return list(rows.values())
 
 
@@ -49,6 +62,30 @@ def table() -> str:
             f"context {r['context']} | {r['tokens_per_s'] / r['batch']:,.0f} | {r['tokens_per_s']:,.0f} | "
             f"{r['step_ms']:.2f} ms | {100 * r['fraction']:.0f} % | {where} | {r['commit']} |"
         )
+    return "\n".join(lines)
+
+
+def layers() -> str:
+    """One MoE layer of full shapes on one GPU, beside the peer's."""
+    lines = [
+        "| one MoE layer, Kimi K2.5 shapes | Perilune | floor | of floor | vLLM 0.26.0 | ratio | on | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+    def line(what: str, r: dict, ours: float, floor: float, peer: float | None, unit: str) -> str:
+        beside = f"{peer:g} {unit} | {peer / ours:.2f}" if peer else "- | -"
+        return (
+            f"| {what}, {r['rest_dtype']} rest | {ours:g} {unit} | {floor:g} {unit} | {100 * r['fraction']:.0f} % | "
+            f"{beside} | {r['gpu']} | {r['commit']} |"
+        )
+
+    for r in sorted(latest("decode", shapes=True), key=lambda r: (r["rest_dtype"], r["batch"], r["context"])):
+        peer = PEER_DECODE.get((r["batch"], r["context"])) if r["rest_dtype"] == "bf16" else None
+        what = f"decode, {r['batch']} at once, context {r['context']:,}"
+        lines.append(line(what, r, r["us_per_layer"], r["floor_us_per_layer"], peer, "us"))
+    for r in sorted(latest("prefill", shapes=True), key=lambda r: r["tokens"]):
+        what = f"prefill, {r['tokens']:,} tokens"
+        lines.append(line(what, r, r["ms_per_layer"], r["floor_ms_per_layer"], PEER_PREFILL.get(r["tokens"]), "ms"))
     return "\n".join(lines)
 
 
@@ -73,8 +110,8 @@ def replaced(text: str, name: str, content: str) -> str:
 
 def stale(text: str) -> str | None:
     """What is out of date, or None. Line counts may drift by a third before they count as stale."""
-    if block(text, "table")[2] != table():
-        return "the measured table differs from bench/results"
+    if block(text, "table")[2] != table() or block(text, "layers")[2] != layers():
+        return "the measured tables differ from bench/results"
     written = dict(re.findall(r"\| `(\S+)` \| (\d+) \|", block(text, "files")[2]))
     real = dict(re.findall(r"\| `(\S+)` \| (\d+) \|", file_map()))
     if written.keys() != real.keys():
@@ -91,7 +128,9 @@ def main() -> None:
         if why := stale(text):
             sys.exit(f"README.md is stale ({why}): run python runs/readme.py")
         return
-    README.write_text(replaced(replaced(text, "table", table()), "files", file_map()))
+    for name, content in (("layers", layers()), ("table", table()), ("files", file_map())):
+        text = replaced(text, name, content)
+    README.write_text(text)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,9 @@ class Bench:
                 engine.close()
         per_layer = (ms[self.layers] - ms[self.layers - STEP]) / STEP
         c = shape(self.name, self.layers)
-        floor = _prefill_flops(c, tokens) / CEILING_TFLOP_S / 1e9
+        touched = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens)
+        read = self.layer_bytes(touched, 1, tokens) / CEILING_TB_S / 1e9
+        floor = max(_prefill_flops(c, tokens) / CEILING_TFLOP_S / 1e9, read)
         row = {
             "bench": "prefill",
             "shape": self.name,

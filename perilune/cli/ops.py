@@ -1,13 +1,15 @@
 """`perilune ops`: list the operations; check one against its reference on every case, then time it."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
 import torch
 
 from perilune.core.errors import ConfigError
-from perilune.ops import check, registry, timing
+from perilune.ops import check, compile, registry, timing
 from perilune.ops.case import Make
 from perilune.ops.registry import REFERENCE, Op
 
@@ -22,6 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
 @click.option("--check-only", is_flag=True, help="do not time")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document instead of tables")
+@click.option("--build", is_flag=True, help="compile every kernel source for which a compiler is here, and stop")
 def command(
     name: str | None,
     impls: tuple[str, ...],
@@ -30,12 +33,16 @@ def command(
     device: str,
     check_only: bool,
     as_json: bool,
+    build: bool,
 ) -> None:
     """List the operations, or check and time operation NAME.
 
     Every implementation of NAME that runs here is compared with the reference on every case; then the same cases are
     timed, with the fraction of what this machine's memory and arithmetic allow. A failed check ends with exit code 1.
     """
+    if build:
+        _build()
+        return
     where = _device(device)
     ops = registry.all_ops()
     if name is None:
@@ -55,6 +62,18 @@ def command(
     times = [] if check_only or failed else _time(op, where, dtypes, pattern, names, as_json)
     if as_json:
         click.echo(json.dumps({"op": name, "device": _describe(where), "checks": checks, "times": times}))
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _build() -> None:
+    """What would otherwise happen on first use. A source whose compiler is missing is named and skipped."""
+    failed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, built in zip(compile.sources(), pool.map(compile.library, compile.sources())):
+            missing = isinstance(built, str) and built.startswith(compile.NO_COMPILER)
+            failed += isinstance(built, str) and not missing
+            click.echo(f"{name}: {built if isinstance(built, str) else 'ready'}")
     if failed:
         raise click.exceptions.Exit(1)
 

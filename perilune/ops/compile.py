@@ -15,6 +15,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -26,7 +27,9 @@ CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xc
 HOPPER = (9, 0)
 KEPT = 64  # built libraries kept in the cache; the least recently built ones go first
 
-_lock = threading.Lock()
+NO_COMPILER = "no compiler"
+
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one source is built once, several at a time
 _loaded: dict[str, "ctypes.CDLL | str"] = {}
 
 
@@ -37,12 +40,17 @@ def library(source: str) -> "ctypes.CDLL | str":
     """
     found = _loaded.get(source)
     if found is None:
-        with _lock:
+        with _locks[source]:
             found = _loaded.get(source)
             if found is None:
                 path = SOURCES / source
                 found = _loaded[source] = _build(path) if path.suffix else _build(path.with_suffix(".cpp"))
     return found
+
+
+def sources() -> list[str]:
+    """Every kernel source, as `library` takes it."""
+    return sorted([p.stem for p in SOURCES.glob("*.cpp")] + [p.name for p in SOURCES.glob("*.cu")])
 
 
 def on_cpu(stem: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
@@ -87,7 +95,7 @@ def _build(source: Path) -> "ctypes.CDLL | str":
     name = "nvcc" if on_gpu else "g++"
     compiler = _nvcc() if on_gpu else shutil.which(name)
     if compiler is None:
-        return f"no {'CUDA' if on_gpu else 'C++'} compiler (install {name})"
+        return f"{NO_COMPILER} for {'CUDA' if on_gpu else 'C++'} (install {name})"
     openmp = None if on_gpu else _torch_openmp()
     if openmp is None and not on_gpu:
         return "torch's OpenMP library was not found in this process"

@@ -245,11 +245,11 @@ def test_decisions_are_bounded(doubling: registry.Op, monkeypatch: pytest.Monkey
 def test_without_a_compiler_the_reason_is_given_and_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert compile.library("rmsnorm") == "no C++ compiler (install g++)"
+    assert compile.library("rmsnorm") == "no compiler for C++ (install g++)"
     op = OPS["rmsnorm"]
     chosen, refused = op.explain([torch.ones(1, 8), torch.ones(8), 1e-6])
     assert chosen is not None and chosen.name == "torch"
-    assert refused == {"cpp": "no C++ compiler (install g++)"}
+    assert refused == {"cpp": "no compiler for C++ (install g++)"}
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

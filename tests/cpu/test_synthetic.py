@@ -1,0 +1,169 @@
+"""Random weights of a shape, the engine on them, everything but the experts in FP8, and prompts found in the cache."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perilune.bench.shapes import SHAPES, shape
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.core.messages import Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine.engine import Engine
+from perilune.engine.graphs import NARROWEST, rounded_up, table_width
+from perilune.model.config import KimiConfig
+from perilune.model.fp8_rest import to_fp8
+from perilune.model.kimi_k2 import KimiK2, Span, Step
+from perilune.model.synthetic import random_weights
+from perilune.model.weights import Dense, Fp8, Int4Experts, Moe, Weights
+
+TINY = KimiConfig.from_dict(
+    {
+        **SHAPES["kimi-k2.5"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "pad_token_id": 2,
+    }
+)
+
+
+def tiny_weights() -> Weights:
+    return random_weights(TINY, dtype=torch.float32, device="cpu", seed=3)
+
+
+def tiny_source(path: Path, **_: Any) -> tuple[KimiConfig, Weights]:
+    return TINY, tiny_weights()
+
+
+def engine(**config: Any) -> Engine:
+    return Engine(Path("tiny"), EngineConfig(device="cpu", max_model_len=64, seed=1, **config), source=tiny_source)
+
+
+def run(e: Engine, prompt: tuple[int, ...], tokens: int = 6) -> tuple[list[int], int]:
+    """(greedy tokens, prompt tokens found in the cache)"""
+    e.submit(Submit(7, prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)))
+    deltas = [d for _ in range(tokens + 8) if e.busy for d in e.step()]
+    return [t for d in deltas for t in d.tokens], max(d.cached_tokens for d in deltas)
+
+
+def test_the_shape_of_k2_has_the_published_number_of_parameters() -> None:
+    counted = shape("kimi-k2.5", 61).parameters()
+    assert round(counted.routed / 1e9, 3) == 1014.686
+    assert round(counted.other / 1e9, 3) == 11.722
+    assert shape("kimi-k2.5", 9).num_hidden_layers == 9
+
+
+@pytest.mark.parametrize(("name", "layers"), [("kimi-k9", 4), ("kimi-k2.5", 0), ("kimi-k2.5", 62)])
+def test_shapes_that_do_not_exist(name: str, layers: int) -> None:
+    with pytest.raises(ConfigError):
+        shape(name, layers)
+
+
+def test_levels_are_zero_mean_and_never_the_lowest() -> None:
+    experts = tiny_weights().layers[1].ffn
+    assert isinstance(experts, Moe) and isinstance(experts.experts, Int4Experts)
+    packed = experts.experts.gate_up_packed
+    levels = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)]) - 8
+    assert levels.min() == -7 and levels.max() == 7
+    assert abs(levels.float().mean()) < 0.05
+
+
+def test_the_engine_runs_on_any_source_of_weights() -> None:
+    e = engine()
+    try:
+        tokens, cached = run(e, tuple(range(3, 40)))
+        assert len(tokens) == 6 and cached == 0 and e.info.model == "tiny"
+    finally:
+        e.close()
+
+
+def test_adopted_blocks_are_found_by_prompts_that_begin_with_them() -> None:
+    e = engine(block_size=4)
+    try:
+        prompt = tuple(range(100, 130))
+        cold, none = run(e, prompt)
+        e.close()
+        e = engine(block_size=4)
+        held = e.scheduler.adopt(prompt[:-1])
+        assert len(held) == 7 and none == 0
+        e.scheduler.check_integrity()
+        assert e.scheduler.adopt(prompt[:-1]) == held  # nothing is adopted twice
+        e.runner.pages.data.zero_()  # adopted KV is whatever its owner put there
+        warm, found = run(e, prompt)
+        assert found == 28 and len(warm) == len(cold)
+        e.scheduler.check_integrity()
+    finally:
+        e.close()
+
+
+def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
+    model = KimiK2(TINY, weights, max_positions=64)
+    cache = torch.zeros(TINY.num_hidden_layers, 4, 16, TINY.kv_lora_rank + TINY.qk_rope_head_dim)
+    count = len(tokens)
+    table = torch.arange(4, dtype=torch.int32).view(1, 4)
+    starts, context = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    where = torch.arange(count)
+    step = Step(torch.tensor(tokens), where, where, Span(slice(0, count), table, starts, context), None)
+    with torch.inference_mode():
+        return model.logits(model.hidden(step, cache))
+
+
+def test_fp8_is_what_its_dequantised_weights_compute() -> None:
+    narrow = tiny_weights()
+    loss = to_fp8(narrow)
+    assert loss.matrices == 3 * 5 + 1 and 25 < loss.worst_db <= loss.sqnr_db < 40 and loss.saved_bytes > 0
+    widened = tiny_weights()
+    for layer, small in zip(widened.layers, narrow.layers):
+        pairs = [(layer.attention, small.attention, f) for f in ("qkv_a", "q_b", "o")]
+        mlp, little = (f.shared if isinstance(f, Moe) else f for f in (layer.ffn, small.ffn))
+        for to, made, field in (*pairs, (mlp, little, "gate_up"), (mlp, little, "down")):
+            fp8 = getattr(made, field)
+            assert isinstance(fp8, Fp8)
+            setattr(to, field, Dense(fp8.weight.float() * fp8.scale.unsqueeze(-1)))
+    assert isinstance(narrow.lm_head, Fp8)
+    widened.lm_head = Dense(narrow.lm_head.weight.float() * narrow.lm_head.scale.unsqueeze(-1))
+    tokens = list(range(5, 25))
+    got, want = logits(narrow, tokens), logits(widened, tokens)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert (got - logits(tiny_weights(), tokens)).norm() > 1e-3 * want.norm()  # it did change something
+
+
+def test_the_engine_says_what_fp8_cost() -> None:
+    e = engine(rest_dtype="fp8")
+    try:
+        ((_, value, why),) = [c for c in e.info.choices if c[0] == "rest_dtype"]
+        assert value == "fp8" and "SQNR" in why
+        assert len(run(e, (5, 6, 7))[0]) == 6
+    finally:
+        e.close()
+
+
+def test_an_exact_matrix_loses_nothing() -> None:
+    weights = dataclasses.replace(tiny_weights(), layers=[], lm_head=Dense(torch.eye(64)))
+    loss = to_fp8(weights)
+    assert loss.matrices == 1 and loss.sqnr_db == float("inf")
+
+
+def test_graph_sizes() -> None:
+    assert [rounded_up(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 25, 65, 100, 200)] == [
+        1, 2, 3, 4, 6, 6, 8, 12, 16, 32, 96, 128, 256,
+    ]  # fmt: skip
+    assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
+    assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [32, 32, 128, 512]
+    assert table_width(5, 20) == 20 and table_width(600, 700) == 700
