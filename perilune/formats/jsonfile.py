@@ -9,6 +9,8 @@ from typing import Any
 
 from perilune.core.errors import CheckpointError
 
+MAX_HEADER = 100_000_000  # bytes of the JSON header of a safetensors file; the format's own bound
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. CheckpointError if the file is absent, unreadable, not JSON or not an object."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from perilune.core.errors import CheckpointError
+from perilune.formats.jsonfile import MAX_HEADER
 
-MAX_HEADER = 100_000_000
 LFS_POINTER = b"version https://git-lfs"
 
 DTYPES = {

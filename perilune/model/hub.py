@@ -15,7 +15,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from perilune.core.errors import ConfigError
-from perilune.formats.safetensors_file import MAX_HEADER
+from perilune.formats.jsonfile import MAX_HEADER
 
 BUNDLED = "kimi-nano"
 # Data only. Repositories of this family also carry Python files; they are never fetched, let alone run.

@@ -22,9 +22,9 @@ MAY = {
     "spec": {"model", "ops", "core"},
     "engine": {"spec", "model", "kv", "ops", "dist", "plan", "text", "core"},
     "server": {"core", "text", "engine.client"},
-    "convert": {"formats", "ops", "core"},
-    "convert.calibrate": {"formats", "ops", "core", "engine", "text"},
-    "convert.report": {"formats", "ops", "core", "engine", "text"},
+    "convert": {"model", "formats", "ops", "core"},
+    "convert.calibrate": {"model", "formats", "ops", "core", "engine", "text", "kv", "tasks"},
+    "convert.report": {"model", "formats", "ops", "core", "engine", "text", "kv", "tasks"},
     "draft": {"engine", "spec", "model", "formats", "text", "dist", "kv", "core"},
     "cluster": {"core", "engine.client", "kv", "dist"},
     "bench": None,  # may import anything
@@ -32,7 +32,7 @@ MAY = {
 }
 NO_TORCH = (
     "core", "text", "tasks", "server", "plan", "cluster.router", "kv.blocks", "kv.prefix", "engine.scheduler",
-    "engine.client", "engine.wire",
+    "engine.client", "engine.wire", "model.hub", "cli.serve",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"
