@@ -27,7 +27,7 @@ from perilune.engine.engine import Engine
 from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.synthetic import random_weights
-from perilune.model.weights import Moe, Weights
+from perilune.model.weights import Int4Experts, Moe, Weights
 from perilune.ops.timing import measure_roof
 
 STEP = 4  # layers between the two engines
@@ -36,6 +36,7 @@ CEILING_TFLOP_S = 790.0
 BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
 REPLAYS = 60
 STEPS = 24
+LAYER = "the last MoE layer"
 TRACED = 12  # replays under the profiler
 
 Report = Callable[[str], None]
@@ -76,6 +77,31 @@ class Bench:
         kv = batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
         return sum(t.nbytes for t in _tensors(layer)) - experts * (1 - distinct / c.n_routed_experts) + kv
 
+    def layer_reads(self, distinct: float, batch: int, context: int) -> list[tuple[str, float]]:
+        """(what it does, bytes it must read) of the kernels of one MoE layer for up to 16 tokens, in order."""
+        layer = self._weights.layers[-1]
+        a, moe = layer.attention, layer.ffn
+        assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts) and moe.shared is not None
+        c, e = shape(self.name, self.layers), moe.experts
+        hit = distinct / c.n_routed_experts
+
+        def size(*trees: object) -> float:
+            return sum(t.nbytes for tree in trees for t in _tensors(tree))
+
+        return [
+            ("norm", 0.0),
+            ("qkv_a", size(a.qkv_a)),
+            ("q_b, with its norm", size(a.q_b)),
+            ("rope, KV write, W_UK", size(a.w_uk)),
+            ("attention", batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2.0),
+            ("combine, W_UV", size(a.w_uv)),
+            ("o", size(a.o)),
+            ("norm", 0.0),
+            ("router, choice", size(moe.gate)),
+            ("gate and up", hit * size(e.gate_up_packed, e.gate_up_scale) + size(moe.shared.gate_up)),
+            ("down", hit * size(e.down_packed, e.down_scale) + size(moe.shared.down)),
+        ]
+
     def decode(
         self, batch: int, context: int, report: Report, *, kernels: bool = False, rest_dtype: str = "dtype"
     ) -> dict[str, Any]:
@@ -103,7 +129,7 @@ class Bench:
                 engine.runner.call(_scatter, engine)
                 graph_ms[layers] = engine.runner.call(_replay_ms, engine.runner.graphs.latest())
                 if kernels and layers == self.layers:
-                    for line in _kernels(engine.runner.graphs.latest()):
+                    for line in _kernels(engine.runner.graphs.latest(), self.layer_reads(distinct, batch, context)):
                         report(line)
             finally:
                 engine.close()
@@ -254,7 +280,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return statistics.median(times[5:])
 
 
-def _kernels(graph: torch.cuda.CUDAGraph) -> list[str]:
+def _kernels(graph: torch.cuda.CUDAGraph, reads: list[tuple[str, float]]) -> list[str]:
     """What each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after it.
 
     A kernel's own span would count the wait for its predecessor, under which it has already loaded weights. Runs on the
@@ -283,14 +309,21 @@ def _kernels(graph: torch.cuda.CUDAGraph) -> list[str]:
     first, last = routers[0] + 3, routers[-1] + 3 - length
     parts = (
         ("before the MoE layers", 0, first),
-        ("the last MoE layer", last, last + length),
+        (LAYER, last, last + length),
         ("after", last + length, count),
     )
     lines = []
     for title, begin, end in parts:
         lines.append(f"{title}: {sum(gaps[begin:end]):.1f} us, {end - begin} kernels")
-        lines += [f"  {gaps[i]:8.2f}  {names[i][:100]}" for i in range(begin, end)]
+        known = reads if title == LAYER and end - begin == len(reads) else [("", 0.0)] * (end - begin)
+        lines += [described(gaps[i], names[i], *what) for i, what in zip(range(begin, end), known)]
     return lines
+
+
+def described(us: float, kernel: str, what: str, nbytes: float) -> str:
+    """A line of the breakdown; the rate only where the kernel reads enough for one to mean something."""
+    rate = f"{nbytes / us / 1e6:5.2f} TB/s" if nbytes > 1e6 else " " * 10
+    return f"  {us:8.2f} us {rate}  {what:<22} {kernel[:70]}"
 
 
 def _timed(step: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from perilune.bench.microscope import described
 from perilune.bench.shapes import SHAPES, shape
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
@@ -167,3 +168,10 @@ def test_graph_sizes() -> None:
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
     assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [32, 32, 128, 512]
     assert table_width(5, 20) == 20 and table_width(600, 700) == 700
+
+
+def test_a_kernel_is_described_with_its_rate() -> None:
+    assert described(30.0, "void linear_kernel<x>()", "o", 117.4e6).split() == [
+        "30.00", "us", "3.91", "TB/s", "o", "void", "linear_kernel<x>()",
+    ]  # fmt: skip
+    assert "TB/s" not in described(2.0, "k", "norm", 0.0)
