@@ -46,7 +46,7 @@ class EngineConfig:
     )
     memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
-    block_size: int = _doc("tokens in a KV block", 16)
+    block_size: int | None = _doc("tokens in a KV block; default: 64 on GPUs, 16 on CPU", None)
     prefix_cache: bool = _doc("keep KV of finished requests for prompts that begin alike", True)
     absorb_limit: int = _doc(
         "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",

@@ -66,7 +66,7 @@ class Engine:
         except BaseException:
             worker.shutdown(cancel_futures=True)
             raise
-        assert config.kv_blocks and config.max_model_len and config.max_step_tokens
+        assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
         self.config = config
         self.scheduler = Scheduler(
             num_blocks=config.kv_blocks,
@@ -188,7 +188,7 @@ def _build(
             f"worst {loss.worst_db:.1f} dB ({loss.worst})",
         )
     config = resolve_sizes(config, model_config, device, kv_dtype, choices)
-    assert config.kv_blocks and config.max_model_len
+    assert config.kv_blocks and config.block_size and config.max_model_len
     model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)
     pages = Pages.allocate(
         model_config.num_hidden_layers,

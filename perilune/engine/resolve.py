@@ -63,7 +63,13 @@ def resolve_dtypes(
 def resolve_sizes(
     config: EngineConfig, model: KimiConfig, device: torch.device, kv_dtype: torch.dtype, choices: Choices
 ) -> EngineConfig:
-    """Fills max_model_len, max_step_tokens and kv_blocks; called when the weights are on the device."""
+    """Fills block_size, max_model_len, max_step_tokens and kv_blocks; called when the weights are on the device."""
+    if config.block_size is None:
+        # A tile of the attention kernel is one copy from a block of 64, up to 36 from blocks of 16.
+        size, why = (64, "one copy per tile of attention") if device.type == "cuda" else (16, "default on cpu")
+        config = dataclasses.replace(config, block_size=size)
+        choices.note("block_size", size, why)
+    assert config.block_size is not None
     block = Pages.block_bytes(
         model.num_hidden_layers, config.block_size, model.kv_lora_rank + model.qk_rope_head_dim, kv_dtype
     )
