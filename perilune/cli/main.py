@@ -13,6 +13,8 @@ VERBS = {
     "chat": "talk with a model in the terminal",
     "evaluate": "score a model or an endpoint on checked tasks",
     "ops": "list, check and time the operations",
+    "doctor": "check a checkpoint without loading it, and show what runs it",
+    "convert": "write a checkpoint in another format",
     "bench": "measure speed, with its ceiling beside it",
 }
 

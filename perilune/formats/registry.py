@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats import dense, fp8_block, int4, int4_compact, nvfp4, nvfp4_packed, scheme
+from perilune.formats import dense, fp8_block, fp8_scaled, int4, int4_compact, nvfp4, nvfp4_packed, scheme
 from perilune.formats.parts import Part
 from perilune.formats.safetensors_file import TensorInfo
 
@@ -32,6 +32,8 @@ SERVED: Mapping[str, Format] = {
     scheme.INT4: Format(int4.parts, int4.decode),
     scheme.INT4_COMPACT: Format(int4_compact.parts, int4_compact.decode),
     scheme.FP8_BLOCK: Format(fp8_block.parts, fp8_block.decode),
+    scheme.FP8_ROWS: Format(fp8_scaled.row_parts, fp8_scaled.decode_rows),
+    scheme.FP8_SCALED: Format(fp8_scaled.block_parts, fp8_scaled.decode_blocks),
     scheme.NVFP4: Format(nvfp4.parts, nvfp4.decode),
     scheme.NVFP4_PACKED: Format(nvfp4_packed.parts, nvfp4_packed.decode),
 }
@@ -48,7 +50,10 @@ def format_of(tensors: Mapping[str, TensorInfo], linear: str) -> str | None:
     if weight is None:
         return None
     if weight.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return scheme.FP8_BLOCK
+        scale = tensors.get(f"{linear}.weight_scale")
+        if scale is None:
+            return scheme.FP8_BLOCK
+        return scheme.FP8_ROWS if scale.shape == (weight.shape[0], 1) else scheme.FP8_SCALED
     return scheme.NVFP4 if weight.dtype == torch.uint8 else scheme.DENSE
 
 
@@ -56,7 +61,7 @@ def require_served(name: str, where: str) -> None:
     """CheckpointError if a checkpoint declares a quantisation that is not read."""
     if name not in SERVED:
         raise CheckpointError(
-            f"{where}: quantisation {name!r} is not served; served: plain bfloat16, FP8 in blocks of 128 x 128, INT4 "
-            f"pack-quantized in groups of {scheme.INT4_GROUP} and its compact form, NVFP4 in groups of "
+            f"{where}: quantisation {name!r} is not served; served: plain bfloat16, FP8 in 128 x 128 blocks or rows, "
+            f"INT4 pack-quantized in groups of {scheme.INT4_GROUP} and its compact form, NVFP4 in groups of "
             f"{scheme.NVFP4_GROUP} (ModelOpt's layout and nvfp4-pack-quantized)"
         )

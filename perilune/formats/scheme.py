@@ -12,6 +12,8 @@ from perilune.core.errors import CheckpointError
 DENSE = "dense"
 INT4 = "int4"
 FP8_BLOCK = "fp8-block"
+FP8_ROWS = "float-quantized by rows"
+FP8_SCALED = "float-quantized in blocks"
 NVFP4 = "nvfp4"
 NVFP4_PACKED = "nvfp4-pack-quantized"
 INT4_COMPACT = "perilune-int4-compact"
@@ -19,6 +21,7 @@ INT4_COMPACT = "perilune-int4-compact"
 INT4_GROUP = 32
 NVFP4_GROUP = 16
 FP8_BLOCK_SIZE = [128, 128]
+MIXED = "mixed-precision"
 # What pack-quantized must say to be the INT4 of this family. Absent keys take compressed-tensors' own defaults.
 _INT4_ARGS = {
     "num_bits": (8, (4,)),
@@ -36,6 +39,14 @@ _NVFP4_ARGS = {
     "strategy": (None, (None, "tensor_group", "group")),
     "group_size": (None, (NVFP4_GROUP,)),
     "actorder": (None, (None, False)),
+}
+_FP8_ARGS = {
+    "num_bits": (8, (8,)),
+    "type": ("int", ("float",)),
+    "symmetric": (True, (True,)),
+    "strategy": (None, ("channel", "block")),
+    "block_structure": (None, (None, FP8_BLOCK_SIZE)),
+    "dynamic": (False, (False,)),
 }
 _MODELOPT_ARGS = {"num_bits": (4, (4,)), "type": ("float", ("float",)), "group_size": (NVFP4_GROUP, (NVFP4_GROUP,))}
 
@@ -75,10 +86,32 @@ def _block(block: Mapping[str, Any], where: str) -> str:
     if form == NVFP4_PACKED:
         fault = _groups(block, _NVFP4_ARGS, where) if "config_groups" in block else None
         return f"{NVFP4_PACKED} with {fault}" if fault else NVFP4_PACKED
+    if form == MIXED and "config_groups" in block:
+        return _mixed(block, where)
     if form != "pack-quantized":
         return f"compressed-tensors {form}"
     fault = _groups(block, _INT4_ARGS, where, activations=False)
     return f"pack-quantized with {fault}" if fault else INT4
+
+
+def _mixed(block: Mapping[str, Any], where: str) -> str:
+    """INT4 experts, if any are quantised, beside FP8 for everything else: named after the FP8."""
+    strategies = set()
+    for name, group in _table(block, "config_groups", where).items():
+        alone = {"config_groups": {name: group}}
+        form = group.get("format") if isinstance(group, Mapping) else None
+        if form == "pack-quantized":
+            fault = _groups(alone, _INT4_ARGS, where, activations=False)
+        elif form == "float-quantized":
+            fault = _groups(alone, _FP8_ARGS, where)
+            strategies.add(group["weights"].get("strategy"))
+        else:
+            fault = f"{name} in {form}"
+        if fault:
+            return f"{MIXED} with {fault}"
+    if len(strategies) != 1:
+        return f"{MIXED} with {len(strategies)} kinds of FP8"
+    return FP8_ROWS if strategies == {"channel"} else FP8_SCALED
 
 
 def _fp8(block: Mapping[str, Any]) -> str:

@@ -1,0 +1,136 @@
+"""`perilune convert`: a checkpoint in another format, in bounded memory."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import torch
+
+from perilune.convert import report as quality
+from perilune.convert.journal import NAME as JOURNAL
+from perilune.convert.stream import RECORD, Conversion, Loss, sizes
+from perilune.convert.target import Layout, Recipe, Scales, Target, To
+from perilune.core.errors import ConfigError
+from perilune.formats.jsonfile import read_object
+from perilune.formats.writer import SHARD_BYTES
+from perilune.model import hub
+
+GB = 1e9
+
+
+@click.command("convert")
+@click.argument("source", metavar="SRC")
+@click.argument("directory", metavar="DST", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--to", type=click.Choice(get_args(To)), required=True, help="Format of the result.")
+@click.option(
+    "--layout", type=click.Choice(get_args(Layout)), default="modelopt", show_default=True, help="Of NVFP4's tensors."
+)
+@click.option(
+    "--recipe",
+    type=click.Choice(get_args(Recipe)),
+    default="optimal",
+    show_default=True,
+    help="NVFP4's block scales: with the least squared error, or the usual largest value / 6.",
+)
+@click.option(
+    "--scales", type=click.Choice(get_args(Scales)), default="row", show_default=True, help="Of fp8-dense's weights."
+)
+@click.option(
+    "--sidecar/--no-sidecar",
+    default=True,
+    show_default=True,
+    help="With bf16: keep the INT4 scales beside the weights, so that int4 gives the same bits again.",
+)
+@click.option(
+    "--shard-gb", type=click.FloatRange(min=0.001), default=SHARD_BYTES / GB, show_default=True, help="Size of files."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads that convert.  [default: one per CPU, at most 16]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
+@click.option("--dry-run", is_flag=True, help="Only check SRC's headers and the disk, and show sizes.")
+@click.option("--report", "reporting", is_flag=True, help="Also compare the result with SRC; it may be there already.")
+@click.option("--report-tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared.")
+@click.option(
+    "--problems", type=click.IntRange(min=0), default=16, show_default=True, help="Per task family, for the report."
+)
+@click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR (dB) is below.")
+@click.option("--max-kl", type=float, help="With --report: exit with 1 if the mean KL (nats per token) is above.")
+def command(
+    source: str,
+    directory: Path,
+    to: Any,
+    layout: Any,
+    recipe: Any,
+    scales: Any,
+    sidecar: bool,
+    shard_gb: float,
+    threads: int | None,
+    device: str,
+    revision: str | None,
+    dry_run: bool,
+    reporting: bool,
+    report_tokens: int,
+    problems: int,
+    min_sqnr: float | None,
+    max_kl: float | None,
+) -> None:
+    """Write the checkpoint SRC (a directory or a hub repository) to DST in another format.
+
+    Repeat the same command to continue a conversion that was stopped. INT4 stays the best source for serving on Hopper
+    GPUs and CPUs, where NVFP4 weights are expanded anyway; NVFP4 is for GPUs that multiply in FP4.
+    """
+    if not reporting and (min_sqnr is not None or max_kl is not None):
+        raise ConfigError("--min-sqnr and --max-kl bound what --report measures: add it")
+    target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar)
+    path = hub.resolve_model(source, revision=revision)
+    finished = (directory / RECORD).is_file() and not (directory / JOURNAL).exists()
+    if finished and reporting and not dry_run:
+        if (made := read_object(directory / RECORD).get("target")) != dataclasses.asdict(target):
+            raise ConfigError(
+                f"{directory} was converted with other options ({made}): give the same, or another directory"
+            )
+        click.echo(f"{directory} is complete: only reporting", err=True)
+    else:
+        where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
+            _show(conversion, directory)
+            if dry_run:
+                return
+            loss = conversion.run(directory, threads=threads, progress=sys.stderr.isatty())
+        _tell(loss, directory)
+    if reporting:
+        record = quality.measure(
+            path,
+            directory,
+            tokens=report_tokens,
+            problems=problems,
+            say=lambda line: click.echo(line, err=True),
+        )
+        for line in quality.table(record):
+            click.echo(line, err=True)
+        quality.write(record, directory)
+        click.echo(json.dumps(record))
+        if faults := quality.faults(record, min_sqnr=min_sqnr, max_kl=max_kl):
+            raise ConfigError(f"{directory} is below the bound: {'; '.join(faults)}")
+
+
+def _show(conversion: Conversion, directory: Path) -> None:
+    """Sizes before anything is written, and whether they fit."""
+    before, parts = conversion.checkpoint.nbytes, sizes(conversion.files)
+    click.echo(f"{conversion.source.name}: {before / GB:.3f} GB -> {conversion.nbytes / GB:.3f} GB", err=True)
+    for what, nbytes in parts.items():
+        click.echo(f"  {what}: {nbytes / GB:.3f} GB", err=True)
+    present = sum((directory / s.file).stat().st_size for s in conversion.shards if (directory / s.file).is_file())
+    needed, free = conversion.require_room(directory, present)
+    click.echo(
+        f"  in {len(conversion.shards)} files; {max(needed, 0) / GB:.3f} GB to write, {free / GB:.1f} GB free", err=True
+    )
+
+
+def _tell(loss: Loss, directory: Path) -> None:
+    click.echo(f"{directory}: {loss.layers:,} layers converted, SQNR {loss.sqnr_db:.2f} dB", err=True)
+    for name, db in loss.worst[:3]:
+        click.echo(f"  {db:6.2f} dB  {name}", err=True)

@@ -1,0 +1,329 @@
+"""From a checkpoint and a target to jobs: what becomes of every tensor."""
+
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perilune.convert import int4 as int4_again
+from perilune.convert import nvfp4 as search
+from perilune.convert.job import Job, Out, Piece, copy, row_slices
+from perilune.convert.target import INPUT_SCALE, Target
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.formats import fp8_block, fp8_scaled, int4_compact, scheme
+from perilune.formats import int4 as int4_format
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.nvfp4 import MAX, SCALE_MAX
+from perilune.formats.registry import SERVED
+from perilune.model.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
+
+EXPERT = re.compile(r"(.*\.mlp\.experts\.\d+\.)(gate|up|down)_proj")
+SCALE_NAMES = ".weight_scale"
+GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats whose weights are q * s
+KEPT_FACTORS = 64  # of matrices that are being converted
+
+
+class Encoder:
+    """Makes jobs. `scales` holds the INT4 scales that were kept when the source was made, if they were."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        found: Survey,
+        target: Target,
+        device: torch.device,
+        scales: Checkpoint | None = None,
+    ) -> None:
+        self._checkpoint, self._found, self._target, self._device = checkpoint, found, target, device
+        self._scales = scales
+        self._factors: dict[tuple[str, ...], Tensor] = {}
+        self._lock = threading.Lock()
+        kinds = {form for name, form in found.formats.items() if EXPERT.fullmatch(name)}
+        if len(kinds) > 1:
+            raise ConfigError(f"{checkpoint.path}: experts in several formats ({', '.join(sorted(kinds))}) at once")
+        self.experts = kinds.pop() if kinds else scheme.DENSE
+        if target.to == "fp8-dense" and self.experts not in (scheme.INT4, scheme.DENSE):
+            raise ConfigError(
+                f"fp8-dense leaves the experts as they are and combines with INT4 or bfloat16 ones, not "
+                f"{self.experts}: convert to int4 first"
+            )
+
+    def jobs(self) -> list[Job]:
+        """All jobs in the order of the source's files. ConfigError if nothing would change."""
+        jobs = [*self._linears(), *self._rest()]
+        if not any(job.linear for job in jobs):
+            raise ConfigError(f"{self._checkpoint.path} is {self._target.to} already: nothing to convert")
+        return sorted(jobs, key=lambda job: job.at)
+
+    def sidecar(self) -> list[Job]:
+        """Copies of the INT4 scales, without which bfloat16 weights cannot become the same INT4 again."""
+        if self._target.to != "bf16" or not self._target.sidecar or self.experts != scheme.INT4:
+            return []
+        names = (name + SCALE_NAMES for name in self._found.formats if EXPERT.fullmatch(name))
+        jobs = [copy(self._checkpoint, self._found.tensors[name], self._stored(name)) for name in names]
+        return sorted(jobs, key=lambda job: job.at)
+
+    # ---- which job for which tensor ------------------------------------------------------------------------------
+
+    def _linears(self) -> Iterator[Job]:
+        make: dict[str, Callable[[str], Job]] = {
+            scheme.DENSE: self._to_dense,
+            scheme.INT4: self._to_int4,
+            scheme.INT4_COMPACT: self._to_compact,
+            scheme.NVFP4: self._to_nvfp4,
+            scheme.NVFP4_PACKED: self._to_nvfp4,
+            scheme.FP8_ROWS: self._to_fp8,
+            scheme.FP8_SCALED: self._to_fp8,
+        }
+        for name, form in self._found.formats.items():
+            wanted = self._target.experts if EXPERT.fullmatch(name) else self._target.others
+            if wanted is None or wanted == form:
+                for suffix, part in self._found.parts(name).items():
+                    yield copy(self._checkpoint, self._found.tensors[name + suffix], self._stored(name) + suffix, part)
+            else:
+                yield make[wanted](name)
+
+    def _rest(self) -> Iterator[Job]:
+        """Norms, embedding, router and vision tensors, under the names they should have."""
+        for name, info in self._found.tensors.items():
+            if not is_linear(name.rpartition(".")[0] + ".weight"):
+                yield copy(self._checkpoint, info, self._found.prefix + name)
+        for name, info in self._checkpoint.tensors.items():
+            if name.startswith(VISION_PREFIXES) and not SKIPPED.fullmatch(name):
+                yield copy(self._checkpoint, info)
+
+    # ---- the encodings -------------------------------------------------------------------------------------------
+
+    def _to_nvfp4(self, name: str) -> Job:
+        o, i = self._found.shapes[name]
+        form, packed = self._found.formats[name], self._target.layout == "compressed-tensors"
+        maximum = self._target.recipe == "max"
+        if form in (scheme.NVFP4, scheme.NVFP4_PACKED):
+            return self._nvfp4_layout(name)
+        pair = self._pair(name)
+
+        def piece(rows: slice) -> Piece:
+            factor = self._factor(pair)
+            if maximum:
+                done = search.by_maximum(self._weights(name, rows), factor.to(self._device))
+            else:
+                exponent = math.frexp(factor.item())[1] - 1
+                if form in GRID:
+                    done = search.from_int4(*self._grid(name, rows), exponent)
+                else:
+                    done = search.from_weights(self._weights(name, rows), exponent)
+            return Piece(done.values, (done.scale,), done.signal, done.error)
+
+        values = Out(".weight_packed" if packed else ".weight", torch.uint8, (o, i // 2))
+        scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
+        return self._job(name, (values, scale, *self._numbers()), piece, lambda: self._tail(self._factor(pair)))
+
+    def _nvfp4_layout(self, name: str) -> Job:
+        """From one of the two layouts to the other."""
+        o, i = self._found.shapes[name]
+        to_packed = self._target.layout == "compressed-tensors"
+        old = ".weight" if to_packed else ".weight_packed"
+
+        def piece(rows: slice) -> Piece:
+            stored = self._parts(name, rows)
+            return Piece(stored[old], (stored[SCALE_NAMES],))
+
+        def tail() -> tuple[Tensor, ...]:
+            number = ".weight_scale_2" if to_packed else ".weight_global_scale"
+            factor = self._checkpoint.read(self._found.tensors[name + number].name).reshape(())
+            return self._tail(factor if to_packed else factor.reciprocal())
+
+        values = Out(".weight_packed" if to_packed else ".weight", torch.uint8, (o, i // 2))
+        scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
+        return self._job(name, (values, scale, *self._numbers()), piece, tail)
+
+    def _numbers(self) -> tuple[Out, ...]:
+        if self._target.layout == "compressed-tensors":
+            return (Out(".weight_global_scale", torch.float32, (1,)),)
+        return (Out(".weight_scale_2", torch.float32, ()), Out(".input_scale", torch.float32, ()))
+
+    def _tail(self, factor: Tensor) -> tuple[Tensor, ...]:
+        if self._target.layout == "compressed-tensors":
+            # Of a matrix of zeros every scale is 0, whatever this says.
+            return (torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1),)
+        return (factor, torch.tensor(INPUT_SCALE))
+
+    def _pair(self, name: str) -> tuple[str, ...]:
+        """The matrices that share a scale with `name`: engines put gate and up together, and keep one for both."""
+        stem, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        return (name,) if kind == "down" else (f"{stem}gate_proj", f"{stem}up_proj")
+
+    def _factor(self, pair: tuple[str, ...]) -> Tensor:
+        """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once, and alike."""
+        with self._lock:
+            known = self._factors.get(pair)
+        if known is not None:
+            return known
+        if self._target.recipe == "max":
+            factor = torch.stack([self._largest(name) for name in pair]).amax() / (MAX * SCALE_MAX)
+        else:
+            factor = torch.tensor(2.0 ** search.exponent_for(self._largest_scale(name) for name in pair))
+        with self._lock:
+            if len(self._factors) >= KEPT_FACTORS:
+                self._factors.clear()
+            self._factors[pair] = factor
+        return factor
+
+    def _largest(self, name: str) -> Tensor:
+        rows, inputs = self._found.shapes[name]
+        return torch.stack([self._weights(name, part).abs().amax().cpu() for part in row_slices(rows, inputs)]).amax()
+
+    def _largest_scale(self, name: str) -> Tensor:
+        form = self._found.formats[name]
+        if form not in GRID:
+            return self._largest(name) / int4_format.MAX_LEVEL
+        suffix = SCALE_NAMES if form == scheme.INT4 else ".weight_scale_row"
+        scale = self._checkpoint.read(self._found.tensors[name + suffix].name).to(torch.bfloat16)
+        if not scale.isfinite().all():
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {self._stored(name)}{suffix} is not finite")
+        return scale.amax()
+
+    def _to_int4(self, name: str) -> Job:
+        o, i = self._found.shapes[name]
+        form = self._found.formats[name]
+        kept = None
+        if self._scales is not None and (kept := self._scales.tensors.get(self._stored(name) + SCALE_NAMES)) is None:
+            raise CheckpointError(f"{self._scales.path}: tensor {self._stored(name)}{SCALE_NAMES} is missing")
+
+        def piece(rows: slice) -> Piece:
+            if form in GRID:
+                packed, scale = self._grid(name, rows)
+                w = self._weights(name, rows)
+                lost = int4_format.dequantize(packed, scale, torch.float32) - w
+                return Piece(packed, (scale,), search.energy(w), search.energy(lost))
+            stored = self._parts(name, rows)
+            w = stored[".weight"] if form == scheme.DENSE else SERVED[form].decode(stored, torch.float32)
+            if kept is not None and self._scales is not None:
+                scale = torch.empty(rows.stop - rows.start, *kept.shape[1:], dtype=kept.dtype)
+                self._scales.read_into(kept, scale, rows.start * (kept.nbytes // kept.shape[0]))
+                scale = scale.to(self._device)
+                packed, same = int4_again.onto(w, scale)
+                if not same:
+                    text = "do not belong to the weights beside them: remove the directory to convert without"
+                    raise CheckpointError(f"{self._scales.path}: the scales of {self._stored(name)} {text}")
+                return Piece(packed, (scale,), search.energy(w), 0.0)
+            try:
+                packed, scale = int4_again.quantize(w)
+            except ValueError as e:
+                raise CheckpointError(f"{self._checkpoint.path}: {self._stored(name)}: {e}") from e
+            lost = int4_format.dequantize(packed, scale, w.dtype).float() - w.float()
+            return Piece(packed, (scale,), search.energy(w), search.energy(lost))
+
+        dtype = torch.bfloat16 if kept is None else kept.dtype
+        return self._job(name, self._int4_outs(o, i, dtype), piece, lambda: (torch.tensor([o, i]),))
+
+    def _to_compact(self, name: str) -> Job:
+        o, i = self._found.shapes[name]
+        form = self._found.formats[name]
+        packed_out, _, shape_out = self._int4_outs(o, i, torch.uint8)
+        outs = (
+            packed_out,
+            Out(SCALE_NAMES, torch.uint8, (o, i // scheme.INT4_GROUP)),
+            Out(".weight_scale_row", torch.bfloat16, (o,)),
+            shape_out,
+        )
+
+        def piece(rows: slice) -> Piece:
+            if form == scheme.INT4:
+                stored = self._parts(name, rows)
+                try:
+                    *made, signal, error = int4_again.compact(stored[".weight_packed"], stored[SCALE_NAMES])
+                except ValueError as e:
+                    raise CheckpointError(f"{self._checkpoint.path}: {self._stored(name)}: {e}") from e
+                return Piece(made[0], (made[1], made[2]), signal, error)
+            w = self._weights(name, rows)
+            (_, packed), (_, scale), (_, row), _ = int4_compact.encode(self._stored(name), w)
+            lost = int4_compact.dequantize(packed, scale, row, torch.float32) - w
+            return Piece(packed, (scale, row), search.energy(w), search.energy(lost))
+
+        return self._job(name, outs, piece, lambda: (torch.tensor([o, i]),))
+
+    def _int4_outs(self, o: int, i: int, scale: torch.dtype) -> tuple[Out, Out, Out]:
+        int4_format.parts((o, i))  # refuses widths that do not divide
+        return (
+            Out(".weight_packed", torch.int32, (o, i // 8)),
+            Out(SCALE_NAMES, scale, (o, i // scheme.INT4_GROUP)),
+            Out(".weight_shape", torch.int64, (2,)),
+        )
+
+    def _to_dense(self, name: str) -> Job:
+        def piece(rows: slice) -> Piece:
+            w = self._weights(name, rows)
+            rounded = w.to(torch.bfloat16)
+            return Piece(rounded, (), search.energy(w), search.energy(rounded.float() - w))
+
+        return self._job(name, (Out(".weight", torch.bfloat16, self._found.shapes[name]),), piece)
+
+    def _to_fp8(self, name: str) -> Job:
+        o, i = self._found.shapes[name]
+        by_row = self._target.scales == "row"
+
+        def piece(rows: slice) -> Piece:
+            w = self._weights(name, rows)
+            (_, q), (_, scale) = fp8_scaled.encode(self._stored(name), w, rows=by_row)
+            stored = {".weight": q, SCALE_NAMES: scale}
+            lost = SERVED[self._target.others].decode(stored, torch.float32) - w
+            return Piece(q, (scale,), search.energy(w), search.energy(lost))
+
+        shape = (o, 1) if by_row else (fp8_block.blocks(o), fp8_block.blocks(i))
+        outs = (Out(".weight", torch.float8_e4m3fn, (o, i)), Out(SCALE_NAMES, torch.float32, shape))
+        return self._job(name, outs, piece)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _job(
+        self,
+        name: str,
+        outs: tuple[Out, ...],
+        piece: Callable[[slice], Piece],
+        tail: Callable[[], tuple[Tensor, ...]] = tuple,
+    ) -> Job:
+        infos = [self._found.tensors[name + suffix] for suffix in self._found.parts(name)]
+        first = min(infos, key=lambda info: (info.file.name, info.offset))
+        return Job(
+            at=(first.file.name, first.offset),
+            reads=sum(info.nbytes for info in infos),
+            outs=tuple(Out(self._stored(name) + out.name, out.dtype, out.shape) for out in outs),
+            pieces=tuple(partial(piece, rows) for rows in row_slices(*self._found.shapes[name])),
+            tail=tail,
+            linear=self._stored(name),
+        )
+
+    def _stored(self, name: str) -> str:
+        return self._found.prefix + name
+
+    def _parts(self, name: str, rows: slice) -> dict[str, Tensor]:
+        return read_parts(self._checkpoint, self._found, name, rows=rows, device=self._device)
+
+    def _weights(self, name: str, rows: slice) -> Tensor:
+        """In float32, and finite."""
+        w = SERVED[self._found.formats[name]].decode(self._parts(name, rows), torch.float32)
+        if not w.isfinite().all():
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {self._stored(name)}.weight is not finite")
+        return w
+
+    def _grid(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
+        """Levels as INT4 packs them, and scales in bfloat16: exact if they are stored so."""
+        stored = self._parts(name, rows)
+        scale = stored[SCALE_NAMES]
+        if self._found.formats[name] == scheme.INT4_COMPACT:
+            scale = int4_compact.expand(scale, stored[".weight_scale_row"])
+        if (scale < 0).any():
+            where = f"{self._checkpoint.path}: tensor {self._stored(name)}{SCALE_NAMES}"
+            raise CheckpointError(f"{where} holds scales that are negative")
+        return stored[".weight_packed"], scale.to(torch.bfloat16)
+
+
+def kept_scales(path: Path) -> Path:
+    """Where the INT4 scales of a bfloat16 conversion lie."""
+    return path / "int4_scales"

@@ -1,0 +1,121 @@
+"""What of a conversion is done: one line of JSON per shard, so that a killed conversion goes on where it stood.
+
+A line is appended only when its shard has its final name and is on the disk. The first line says what is being
+converted to what; a directory with the journal of another conversion is left alone.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from perilune.core.errors import CheckpointError
+
+NAME = ".perilune-convert.jsonl"
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished shard. losses: (linear layer, energy of its weights, energy of the error), in the file's order."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    losses: tuple[tuple[str, float, float], ...]
+
+
+class Journal:
+    """Open on a directory that exists; locked while open, so that two conversions cannot write to one directory."""
+
+    def __init__(self, directory: Path, job: Mapping[str, Any]) -> None:
+        self.path = directory / NAME
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock()
+            self.done = self._read(job)
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise CheckpointError(f"{self.path.parent} is being written by another conversion: wait for it") from e
+
+    def _read(self, job: Mapping[str, Any]) -> dict[str, Done]:
+        raw = Path(self.path).read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]  # a kill may have left half a line
+        os.ftruncate(self._handle, len(whole))
+        os.lseek(self._handle, 0, os.SEEK_END)
+        lines = whole.splitlines()
+        if not lines:
+            self._append(job)
+            return {}
+        try:
+            first, *rest = (json.loads(line) for line in lines)
+            done = {r["file"]: _done(r) for r in rest}
+        except (ValueError, KeyError, TypeError) as e:
+            raise CheckpointError(f"{self.path} is damaged: remove {self.path.parent} and convert again") from e
+        if first != job:
+            keys = sorted(k for k in {*first, *job} if first.get(k) != job.get(k)) if isinstance(first, dict) else []
+            raise CheckpointError(
+                f"{self.path.parent} holds an unfinished conversion that differs in {', '.join(keys) or 'everything'}: "
+                "repeat that one, or remove the directory"
+            )
+        return done
+
+    def add(self, done: Done) -> None:
+        self._append({"file": done.file, "nbytes": done.nbytes, "sha256": done.sha256, "losses": done.losses})
+        self.done[done.file] = done
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record).encode() + b"\n"
+        while line:
+            line = line[os.write(self._handle, line) :]
+        os.fsync(self._handle)
+
+    def remove(self) -> None:
+        """The conversion is complete."""
+        self.path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._handle)
+
+
+def _done(record: Mapping[str, Any]) -> Done:
+    losses = tuple((name, signal, error) for name, signal, error in record["losses"])
+    return Done(record["file"], record["nbytes"], record["sha256"], losses)
+
+
+def sha256(path: Path) -> str:
+    digest, piece = hashlib.sha256(), bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while n := file.readinto(piece):
+            digest.update(memoryview(piece)[:n])
+    return digest.hexdigest()
+
+
+def fingerprint(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def sync(directory: Path) -> None:
+    """Makes renames in a directory last through a power failure."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,82 @@
+"""Weights to NVFP4: the block scale with the least squared error, under a power of two for the matrix.
+
+From INT4 the search is exact and runs on tables (ops/nvfp4_from_int4.py). From any other weights every e4m3 number
+between that which puts a block's largest value on 8 and that which puts it on 4 is tried. `by_maximum` is the usual
+recipe, largest value on 6, for comparison.
+
+A power of two costs nothing, because e4m3 scales have exponents of their own, and gate and up of an expert can share
+it: engines that fuse the two keep one number for both.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.formats import nvfp4
+from perilune.formats.scheme import NVFP4_GROUP
+from perilune.ops.nvfp4_from_int4 import HIGHEST, nvfp4_from_int4
+
+EXPONENTS = (-100, 120)  # of a matrix's power of two
+BELOW, ABOVE = 3, 5  # e4m3 numbers tried around the one that puts the largest value on 6
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """values [o, i / 2] uint8 and scale [o, i / 16] float8_e4m3fn as checkpoints hold them; energies of the weights and
+    of the error.
+    """
+
+    values: Tensor
+    scale: Tensor
+    signal: float
+    error: float
+
+
+def exponent_for(largest: Iterable[Tensor]) -> int:
+    """The power of two for matrices that share one, from their largest INT4 scales (or largest weights / 7)."""
+    most = max(float(x) for x in largest)
+    return min(max(math.frexp(most)[1] - 1 - HIGHEST, EXPONENTS[0]), EXPONENTS[1]) if most > 0 else 0
+
+
+def from_int4(packed: Tensor, scale: Tensor, exponent: int) -> Encoded:
+    """packed [o, i / 8] int32, scale [o, i / 32] bfloat16, finite and not negative; exact."""
+    values, steps, energy = nvfp4_from_int4(packed, scale, exponent)
+    signal, error = energy.sum(0).tolist()
+    return Encoded(values, steps, signal, error)
+
+
+def from_weights(w: Tensor, exponent: int) -> Encoded:
+    """[o, i] float32, finite."""
+    blocks = (w * 2.0**-exponent).unflatten(-1, (-1, NVFP4_GROUP))
+    start = (blocks.abs().amax(-1) / nvfp4.MAX).clamp(max=nvfp4.SCALE_MAX).to(torch.float8_e4m3fn)
+    first = start.view(torch.uint8).int()
+    best, least, chosen = first, torch.full(first.shape, math.inf, device=w.device), torch.zeros_like(blocks)
+    for offset in range(-BELOW, ABOVE + 1):
+        byte = (first + offset).clamp(1, 126)  # 126 is 448
+        step = byte.to(torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(-1)
+        codes = nvfp4.round_e2m1(blocks / step)
+        error = (nvfp4.values(codes) * step - blocks).square().sum(-1)
+        better = error < least
+        best, least = torch.where(better, byte, best), torch.where(better, error, least)
+        chosen = torch.where(better.unsqueeze(-1), codes.float(), chosen)
+    packed = nvfp4.pack(chosen.to(torch.uint8).flatten(-2))
+    square = 4.0**exponent
+    return Encoded(
+        packed,
+        best.to(torch.uint8).view(torch.float8_e4m3fn),
+        energy(w),
+        least.sum(dtype=torch.float64).item() * square,
+    )
+
+
+def by_maximum(w: Tensor, factor: Tensor) -> Encoded:
+    """[o, i] float32 and the matrix's scale, a number: the recipe that ModelOpt and llm-compressor use by default."""
+    values, scale, _ = nvfp4.quantize(w, factor)
+    return Encoded(values, scale, energy(w), energy(nvfp4.dequantize(values, scale, factor, torch.float32) - w))
+
+
+def energy(x: Tensor) -> float:
+    return x.float().square().sum(dtype=torch.float64).item()

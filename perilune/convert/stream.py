@@ -1,0 +1,350 @@
+"""A checkpoint in another format, written shard by shard in bounded memory, and resumable.
+
+Headers alone decide which bytes go where (`Conversion`). Threads then make pieces of at most 16 M weights, a few ahead
+of the one that is written; a shard is written under a temporary name, synced, renamed and entered in the journal.
+Small files and the index follow, config.json comes last: until then no loader takes the directory for a checkpoint.
+Every step gives the same bytes each time, so a conversion that was killed and repeated equals one that was not.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from perilune.convert import journal
+from perilune.convert.encode import Encoder, kept_scales
+from perilune.convert.job import Job, Piece
+from perilune.convert.journal import Done, Journal
+from perilune.convert.shards import Files, Shard, arrange
+from perilune.convert.target import Target, configuration, hf_quant_config
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.formats.checkpoint import INDEX, Checkpoint
+from perilune.formats.jsonfile import read_object, write_object
+from perilune.formats.registry import require_served
+from perilune.formats.writer import SHARD_BYTES
+from perilune.model.config import KimiConfig
+from perilune.model.survey import survey
+
+RECORD = "conversion.json"
+MAX_THREADS = 16
+AHEAD = 2  # pieces made beyond those in the threads' hands
+VERSION = 1  # of the bytes that are written: a conversion begun by another is not continued
+WORST = 10
+SMALL_FILE = 100_000_000
+_OWN = {"config.json", "hf_quant_config.json", RECORD, INDEX}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`sqnr_db` is 10 log10 of the weights' energy over the error's: of all converted layers, and of the worst."""
+
+    layers: int
+    sqnr_db: float
+    worst: tuple[tuple[str, float], ...]
+
+
+class Conversion:
+    """A source opened and everything about its result decided. Use as a context manager.
+
+    CheckpointError or ConfigError if the source is not whole or cannot become the target.
+    """
+
+    def __init__(
+        self, source: Path, target: Target, *, device: torch.device | str = "cpu", shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        if shard_bytes < 1:
+            raise ConfigError(f"shards must have a positive size, not {shard_bytes} bytes")
+        self.source, self.target = source, target
+        self._device, self._shard_bytes = torch.device(device), shard_bytes
+        self._open = contextlib.ExitStack()
+        try:
+            self._plan()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _plan(self) -> None:
+        config = KimiConfig.from_directory(self.source)
+        require_served(config.quantization, str(self.source))
+        self.checkpoint = self._open.enter_context(Checkpoint.open(self.source))
+        found = survey(self.checkpoint, config)
+        kept = None
+        if self.target.to == "int4" and kept_scales(self.source).is_dir():
+            kept = self._open.enter_context(Checkpoint.open(kept_scales(self.source)))
+        encoder = Encoder(self.checkpoint, found, self.target, self._device, kept)
+        self.files = [arrange(encoder.jobs(), self._shard_bytes)]
+        if sidecar := encoder.sidecar():
+            folder = kept_scales(Path()).name + "/"
+            self.files.append(arrange(sidecar, self._shard_bytes, folder))
+        self._raw = read_object(self.source / "config.json")
+        self.config = configuration(self.target, self._raw, encoder.experts)
+        # What is about to be written must be what we can read.
+        KimiConfig.from_dict(self.config, hf_quant=hf_quant_config(self.target), where="the result's config.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for files in self.files for shard in files.shards]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the result's tensors."""
+        return sum(files.nbytes for files in self.files)
+
+    def small_files(self) -> list[Path]:
+        """What else of the source's directory belongs to the result: tokenizer, templates, licence, code."""
+        return sorted(
+            file
+            for file in self.source.iterdir()
+            if file.is_file()
+            and file.name not in _OWN
+            and not file.name.startswith(".")
+            and file.suffix not in _WEIGHTS
+            and not file.name.endswith(".index.json")
+            and file.stat().st_size <= SMALL_FILE
+        )
+
+    def require_room(self, directory: Path, present: int = 0) -> tuple[int, int]:
+        """(bytes still to write, bytes free). ConfigError if they do not fit."""
+        parent = directory.absolute()
+        while not parent.exists():
+            parent = parent.parent
+        free, needed = shutil.disk_usage(parent).free, self.nbytes - present
+        if needed > free:
+            raise ConfigError(
+                f"{directory} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, or choose another "
+                "directory"
+            )
+        return needed, free
+
+    def run(self, directory: Path, *, threads: int | None = None, progress: bool = False) -> Loss:
+        """Writes the result to `directory`, or the rest of it if an earlier run was stopped.
+
+        threads   default: one per CPU, at most 16
+        progress  show a bar on stderr
+
+        CheckpointError names the tensor or the file at fault; what was finished by then is kept for another run.
+        """
+        if directory.resolve() == self.source.resolve():
+            raise ConfigError(f"{directory} is the source: choose another directory for the result")
+        try:
+            return self._run(directory, threads or min(os.cpu_count() or 1, MAX_THREADS), progress)
+        except OSError as e:
+            where = e.filename or directory
+            raise CheckpointError(
+                f"cannot write {where}: {e.strerror or e}; what is finished is kept: repeat the command to go on"
+            ) from e
+
+    def _run(self, directory: Path, threads: int, progress: bool) -> Loss:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / journal.NAME).exists() and (
+            strays := sorted(p.name for p in directory.iterdir() if p.suffix == ".safetensors" or p.name in _OWN)
+        ):
+            raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
+        with Journal(directory, self._identity()) as done:
+            for files in self.files:
+                (directory / files.folder).mkdir(exist_ok=True)
+            for part in directory.rglob("*.part"):
+                part.unlink()
+            total = sum(job.reads for shard in self.shards for job in shard.jobs)
+            with _bar(self.source.name, total, progress) as advance:
+                missing = self._missing(directory, done, advance)
+                self.require_room(directory, self.nbytes - sum(shard.nbytes for shard in missing))
+                self._write(directory, missing, done, threads, advance)
+            loss = self._complete(directory, done)
+            done.remove()
+        return loss
+
+    def _missing(self, directory: Path, done: Journal, advance: Advance) -> list[Shard]:
+        """Shards that are not there, or not as they were written."""
+        missing = []
+        for shard in self.shards:
+            entry, file = done.done.get(shard.file), directory / shard.file
+            there = entry is not None and file.is_file() and file.stat().st_size == entry.nbytes
+            if entry is None or not there or journal.sha256(file) != entry.sha256:
+                missing.append(shard)
+            else:
+                advance(sum(job.reads for job in shard.jobs))
+        return missing
+
+    def _write(self, directory: Path, shards: list[Shard], done: Journal, threads: int, advance: Advance) -> None:
+        before = torch.get_num_threads()
+        # Threads work on pieces of their own: more threads inside each would only wait for one another.
+        torch.set_num_threads(max(before // threads, 1))
+        pool = ThreadPoolExecutor(threads, "convert", torch.set_grad_enabled, (False,))
+        makers = (make for shard in shards for job in shard.jobs for make in job.pieces)
+        try:
+            pieces = _ahead(pool, makers, threads + AHEAD)
+            for shard in shards:
+                done.add(_write_shard(directory, shard, pieces, advance))
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)
+
+    def _complete(self, directory: Path, done: Journal) -> Loss:
+        losses = [loss for shard in self.shards for loss in done.done[shard.file].losses]
+        loss = summary(losses)
+        for file in self.small_files():
+            temporary = directory / f".{file.name}.part"
+            shutil.copyfile(file, temporary)
+            os.replace(temporary, directory / file.name)
+        for files in self.files:
+            if (index := files.index()) is not None:
+                write_object(directory / index[0], index[1])
+        write_object(
+            directory / RECORD,
+            {
+                "producer": "perilune convert",
+                "target": dataclasses.asdict(self.target),
+                "sqnr_db": None if math.isinf(loss.sqnr_db) else round(loss.sqnr_db, 4),  # None: exact
+                "worst": [[name, round(db, 4)] for name, db in loss.worst if not math.isinf(db)],
+                "layers": loss.layers,
+                "sha256": {shard.file: done.done[shard.file].sha256 for shard in self.shards},
+            },
+        )
+        if (extra := hf_quant_config(self.target)) is not None:
+            write_object(directory / "hf_quant_config.json", extra)
+        write_object(directory / "config.json", self.config)
+        journal.sync(directory)
+        return loss
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a conversion to be continued."""
+        tensors = sorted(
+            (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
+        )
+        parts = (repr(tensors).encode(), json.dumps(self._raw, sort_keys=True).encode())
+        return {
+            "version": VERSION,
+            "source": journal.fingerprint(parts),
+            "shard_bytes": self._shard_bytes,
+            **dataclasses.asdict(self.target),
+        }
+
+
+def summary(losses: list[tuple[str, float, float]]) -> Loss:
+    """Of (layer, energy of its weights, energy of the error)."""
+    each = sorted(((name, decibels(s, e)) for name, s, e in losses), key=lambda pair: pair[1])
+    total = decibels(sum(s for _, s, _ in losses), sum(e for *_, e in losses))
+    return Loss(len(losses), total, tuple(each[:WORST]))
+
+
+def decibels(signal: float, error: float) -> float:
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(signal / error) if signal else -math.inf
+
+
+def _ahead(pool: ThreadPoolExecutor, makers: Iterator[Callable[[], Piece]], depth: int) -> Iterator[Piece]:
+    """What the makers make, in their order, with at most `depth` under way or waiting."""
+    waiting: deque[Future[Piece]] = deque()
+    for make in makers:
+        waiting.append(pool.submit(make))
+        if len(waiting) >= depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _write_shard(directory: Path, shard: Shard, pieces: Iterator[Piece], advance: Advance) -> Done:
+    final = directory / shard.file
+    part = final.with_name(f".{final.name}.part")
+    digest = hashlib.sha256()
+    losses = []
+    try:
+        with part.open("wb", buffering=0) as file:
+
+            def write(data: Any) -> None:
+                view = memoryview(data)
+                digest.update(view)
+                while len(view):
+                    view = view[file.write(view) :]
+
+            def tensor(values: torch.Tensor) -> None:
+                # A view as bytes needs at least one dimension.
+                write(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+            write(shard.header())
+            for job in shard.jobs:
+                signal, error = _write_job(job, pieces, tensor, advance)
+                if job.linear is not None:
+                    losses.append((job.linear, signal, error))
+            os.fsync(file.fileno())
+            nbytes = file.tell()
+        os.replace(part, final)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise OSError(e.errno, e.strerror, str(final)) from e
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    journal.sync(final.parent)
+    return Done(shard.file, nbytes, digest.hexdigest(), tuple(losses))
+
+
+def _write_job(
+    job: Job, pieces: Iterator[Piece], write: Callable[[torch.Tensor], None], advance: Advance
+) -> tuple[float, float]:
+    waiting: list[tuple[torch.Tensor, ...]] = []
+    signal = error = 0.0
+    written = told = 0
+    for number in range(len(job.pieces)):
+        piece = next(pieces)
+        write(piece.rows)
+        written += piece.rows.nbytes
+        waiting.append(piece.waiting)
+        signal, error = signal + piece.signal, error + piece.error
+        share = job.reads * (number + 1) // len(job.pieces)
+        advance(share - told)
+        told = share
+    for column in (*(torch.cat(parts) for parts in zip(*waiting)), *job.tail()):
+        write(column)
+        written += column.nbytes
+    assert written == job.nbytes, (job.linear, job.outs, written, job.nbytes)
+    return signal, error
+
+
+@contextlib.contextmanager
+def _bar(name: str, total: int, show: bool) -> Iterator[Advance]:
+    """On stderr: GB read of the source, GB in all, GB/s, time left."""
+    columns = (
+        TextColumn("converting {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def sizes(files: list[Files]) -> dict[str, int]:
+    """Bytes by what they are: "experts" and "everything else", and "INT4 scales" kept beside them."""
+    main, *rest = files
+    jobs = [job for shard in main.shards for job in shard.jobs]
+    experts = sum(job.nbytes for job in jobs if any(".mlp.experts." in out.name for out in job.outs))
+    found = {"routed experts": experts, "everything else": main.nbytes - experts}
+    return found | ({"INT4 scales kept beside them": sum(f.nbytes for f in rest)} if rest else {})

@@ -1,0 +1,86 @@
+"""What a conversion is to make, and how its configuration says so."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from perilune.core.errors import ConfigError
+from perilune.formats import fp8_scaled, int4, int4_compact, nvfp4, nvfp4_packed, scheme
+from perilune.formats.writer import with_quantization
+
+To = Literal["nvfp4", "int4", "int4-compact", "bf16", "fp8-dense"]
+Layout = Literal["modelopt", "compressed-tensors"]
+Recipe = Literal["optimal", "max"]
+Scales = Literal["row", "block"]
+# Inputs of up to 672 are represented, and 16 neighbours below 0.02 lose precision. A power of two, so exact.
+INPUT_SCALE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """layout and recipe are NVFP4's; scales are fp8-dense's; sidecar: bf16 keeps the INT4 scales beside it."""
+
+    to: To
+    layout: Layout = "modelopt"
+    recipe: Recipe = "optimal"
+    scales: Scales = "row"
+    sidecar: bool = True
+
+    def __post_init__(self) -> None:
+        for value, kind in ((self.to, To), (self.layout, Layout), (self.recipe, Recipe), (self.scales, Scales)):
+            if value not in get_args(kind):
+                raise ConfigError(f"cannot convert with {value!r}: choose from {', '.join(get_args(kind))}")
+
+    @property
+    def experts(self) -> str | None:
+        """The format of routed experts; None if they stay as they are."""
+        if self.to == "nvfp4":
+            return scheme.NVFP4 if self.layout == "modelopt" else scheme.NVFP4_PACKED
+        return {"int4": scheme.INT4, "int4-compact": scheme.INT4_COMPACT, "bf16": scheme.DENSE}.get(self.to)
+
+    @property
+    def others(self) -> str:
+        """The format of all other linear layers."""
+        if self.to != "fp8-dense":
+            return scheme.DENSE
+        return scheme.FP8_ROWS if self.scales == "row" else scheme.FP8_SCALED
+
+
+def configuration(target: Target, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
+    """config.json of the result; `experts` is the format of routed experts in the source."""
+    blocks = {
+        "nvfp4": nvfp4.quantization_config if target.layout == "modelopt" else nvfp4_packed.quantization_config,
+        "int4": int4.quantization_config,
+        "int4-compact": int4_compact.quantization_config,
+        "bf16": lambda: None,
+        "fp8-dense": lambda: _mixed(target, experts),
+    }
+    return with_quantization(config, blocks[target.to]())
+
+
+def hf_quant_config(target: Target) -> dict[str, Any] | None:
+    """hf_quant_config.json, which ModelOpt's checkpoints have beside config.json."""
+    if target.to != "nvfp4" or target.layout != "modelopt":
+        return None
+    return {
+        "producer": {"name": "perilune"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": scheme.NVFP4_GROUP,
+            "exclude_modules": nvfp4.quantization_config()["ignore"],
+        },
+    }
+
+
+def _mixed(target: Target, experts: str) -> dict[str, Any]:
+    rows = fp8_scaled.group(rows=target.scales == "row")
+    block = copy.deepcopy(int4.quantization_config()) | {"format": scheme.MIXED, "ignore": []}
+    if experts == scheme.INT4:
+        (first,) = block["config_groups"].values()
+        first |= {"format": "pack-quantized", "targets": ["re:.*mlp\\.experts\\.\\d+\\..*_proj$"]}
+        block["config_groups"]["group_1"] = rows
+    else:
+        block["config_groups"] = {"group_0": rows}
+    return block
