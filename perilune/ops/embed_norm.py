@@ -4,7 +4,7 @@ ids [T] int64; where an id is PENDING, the token is last[rows[t]], with rows [T]
 id is pending); positions [T] int64; table [V, D]; norm [D] -> h and x [T, D] as table; cos, sin [P, r] float32 ->
 [T, r] each. Squares are summed in fp32, x is rounded once. Tokens lie in the table and positions in the rope tables:
 they are checked where requests come in. "cuda" is one launch in place of eight, and reads the nearest row of the table
-for a token outside it; "composed" is the ops it stands for.
+for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops it stands for.
 """
 
 import functools
@@ -91,6 +91,7 @@ def _tokens(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
 
 
 MOST_WIDTH = 8192
+FEW_TOKENS = 64
 
 
 @functools.cache
@@ -137,6 +138,56 @@ def cuda(
         torch.cuda.current_stream().cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {ids.shape=} {table.shape=}"
+    return h, x, cos_rows, sin_rows
+
+
+@functools.cache
+def _on_cpu() -> Any:
+    return compile.function("rmsnorm", "embed_norm", "ppplp" + "p" * 8 + "l" * 6 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "rmsnorm",
+        device,
+        (a.table.dtype == FLOAT32 and a.ids.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
+        (a.table.shape[1] % 8 == 0, "a width that is a multiple of 8"),
+    ),
+)
+def cpp(
+    ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, table: Tensor, norm: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> Rows:  # fmt: skip
+    T, (V, D), (P, r) = len(ids), table.shape, cos.shape
+    h, x = torch.empty(T, D), torch.empty(T, D)
+    cos_rows, sin_rows = torch.empty(T, r), torch.empty(T, r)
+    ids, positions, table, cos, sin = (t.contiguous() for t in (ids, positions, table, cos, sin))
+    if rows is not None and last is not None:
+        rows, last = rows.contiguous(), last.contiguous()
+    failed = _on_cpu()(
+        ids.data_ptr(),
+        None if rows is None else rows.data_ptr(),
+        None if last is None else last.data_ptr(),
+        0 if last is None else len(last),
+        positions.data_ptr(),
+        table.data_ptr(),
+        norm.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        h.data_ptr(),
+        x.data_ptr(),
+        cos_rows.data_ptr(),
+        sin_rows.data_ptr(),
+        T,
+        V,
+        D,
+        P,
+        r,
+        PENDING,
+        eps,
+    )
+    assert not failed, f"a token, slot or position is outside its table: {ids=} {rows=} {positions=} {V=} {P=}"
     return h, x, cos_rows, sin_rows
 
 

@@ -2,6 +2,8 @@
 // each expert's weights are read once per call; work is cut into (expert, tile of rows) for gate and up, and into tiles
 // of rows for down, where a thread owns its columns of y and adds the experts in ascending order: no atomics, the same
 // bits every time.
+#include <algorithm>
+
 #include "gemm.h"
 
 namespace {
@@ -82,15 +84,18 @@ struct NvFp4 {
 
 struct Sorted {
   int64_t* start;  // [E + 1] first position of each expert
+  int64_t* used;   // [hit] the experts that have any, in ascending order
+  int64_t hit = 0;
   int64_t* token;  // [T * k]
   float* share;    // [T * k]
   void* memory;
 
   Sorted(const int32_t* ids, const float* weights, int64_t T, int64_t k, int64_t E) {
-    memory = malloc((E + 1) * 8 + T * k * 16);
+    memory = malloc((2 * E + 1) * 8 + T * k * 16);
     if (memory == nullptr) abort();
     start = static_cast<int64_t*>(memory);
-    token = start + E + 1;
+    used = start + E + 1;
+    token = used + E;
     share = reinterpret_cast<float*>(token + T * k);
     memset(start, 0, (E + 1) * 8);
     for (int64_t p = 0; p < T * k; p++) start[ids[p] + 1]++;
@@ -102,57 +107,78 @@ struct Sorted {
     }
     for (int64_t e = E; e > 0; e--) start[e] = start[e - 1];
     start[0] = 0;
+    for (int64_t e = 0; e < E; e++)
+      if (start[e + 1] > start[e]) used[hit++] = e;
   }
   ~Sorted() { free(memory); }
   Sorted(const Sorted&) = delete;
 };
 
-// at(e): the weights of expert e. h is [T * k, I] scratch, y [T, D].
+// One expert that every token goes to, with weight 1: rows as in gemm.h, [2 S, D] and [D, S]; S may be 0.
+struct Shared {
+  const float *gate_up, *down;
+  int64_t S;
+};
+
+// h[first + t, row..] = silu(gate) * up * share(t) for the rows of one tile of an expert and t < count.
+template <class W, class X, class Share>
+INLINE void gated(const W& w, int64_t I, int64_t tile, int64_t count, float* scratch, X x, Share share, float* h) {
+  const int64_t row = tile * TILE, rows = I - row < TILE ? I - row : TILE;
+  dots(w, row, rows, count, scratch, x, [&](int64_t t, int64_t r, float gate) { h[t * I + r] = gate; });
+  for (int64_t t = 0; t < count; t++)
+    for (int64_t r = row; r < row + rows; r += 8) store(h + t * I + r, silu(load(h + t * I + r)));
+  dots(w, I + row, rows, count, scratch, x,
+       [&](int64_t t, int64_t r, float up) { h[t * I + r - I] *= up * share(t); });
+}
+
+// gate_up(e), down(e): the weights of expert e. h is [T * k, I] scratch, and [T, S] after it; y [T, D].
 template <class GateUp, class Down>
-INLINE int run(GateUp gate_up, Down down, const float* x, const int32_t* ids, const float* weights, float* h, float* y,
-               int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int threads) {
+INLINE int run(GateUp gate_up, Down down, const Shared& shared, const float* x, const int32_t* ids,
+               const float* weights, float* h, float* y, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I,
+               int64_t threads) {
   for (int64_t p = 0; p < T * k; p++)
     if (ids[p] < 0 || ids[p] >= E) return 1;
   const Sorted pairs(ids, weights, T, k, E);
-  const int64_t inner = (I + TILE - 1) / TILE, outer = (D + TILE - 1) / TILE;
-  const int64_t widest = D > I ? D : I;
-#pragma omp parallel num_threads(threads) if (T * k * D * I > PARALLEL)
-  {
-    Scratch scratch(2 * TILE * widest);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t piece = 0; piece < E * inner; piece++) {
-      const int64_t e = piece / inner, first = pairs.start[e], count = pairs.start[e + 1] - first;
-      if (count == 0) continue;
-      const int64_t row = piece % inner * TILE, rows = I - row < TILE ? I - row : TILE;
-      const auto w = gate_up(e);
-      auto vector = [&](int64_t t) { return x + pairs.token[first + t] * D; };
-      dots(w, row, rows, count, scratch.data, vector,
-           [&](int64_t t, int64_t r, float gate) { h[(first + t) * I + r] = gate; });
-      for (int64_t t = first; t < first + count; t++)
-        for (int64_t r = row; r < row + rows; r += 8) store(h + t * I + r, silu(load(h + t * I + r)));
-      dots(w, I + row, rows, count, scratch.data, vector,
-           [&](int64_t t, int64_t r, float up) { h[(first + t) * I + r - I] *= up * pairs.share[first + t]; });
+  const int64_t S = shared.S, inner = (I + TILE - 1) / TILE, outer = (D + TILE - 1) / TILE;
+  const int64_t beside = T > 0 ? (S + TILE - 1) / TILE : 0, widest = std::max({D, I, S});
+  float* const h_shared = h + T * k * I;
+  if (T * (k * I + S) * D <= PARALLEL) threads = 1;
+  const Scratch scratch(threads * TILE * widest);
+  share(pairs.hit * inner + beside, threads, [&](int64_t piece, int worker) {
+    float* const own = scratch.data + worker * TILE * widest;
+    if (piece < beside) {
+      gated(Plain<float>{shared.gate_up, D}, S, piece, T, own, [&](int64_t t) { return x + t * D; },
+            [](int64_t) { return 1.0f; }, h_shared);
+    } else {
+      const int64_t e = pairs.used[(piece - beside) / inner], first = pairs.start[e];
+      gated(gate_up(e), I, (piece - beside) % inner, pairs.start[e + 1] - first, own,
+            [&](int64_t t) { return x + pairs.token[first + t] * D; },
+            [&](int64_t t) { return pairs.share[first + t]; }, h + first * I);
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t tile = 0; tile < outer; tile++) {
-      const int64_t row = tile * TILE, rows = D - row < TILE ? D - row : TILE;
-      for (int64_t t = 0; t < T; t++) memset(y + t * D + row, 0, rows * sizeof(float));
-      for (int64_t e = 0; e < E; e++) {
-        const int64_t first = pairs.start[e], count = pairs.start[e + 1] - first;
-        if (count == 0) continue;
-        dots(down(e), row, rows, count, scratch.data, [&](int64_t t) { return h + (first + t) * I; },
-             [&](int64_t t, int64_t r, float value) { y[pairs.token[first + t] * D + r] += value; });
-      }
+  });
+  share(outer, threads, [&](int64_t tile, int worker) {
+    float* const own = scratch.data + worker * TILE * widest;
+    const int64_t row = tile * TILE, rows = D - row < TILE ? D - row : TILE;
+    for (int64_t t = 0; t < T; t++) memset(y + t * D + row, 0, rows * sizeof(float));
+    for (int64_t i = 0; i < pairs.hit; i++) {
+      const int64_t e = pairs.used[i], first = pairs.start[e];
+      dots(down(e), row, rows, pairs.start[e + 1] - first, own, [&](int64_t t) { return h + (first + t) * I; },
+           [&](int64_t t, int64_t r, float value) { y[pairs.token[first + t] * D + r] += value; });
     }
-  }
+    if (S > 0)
+      dots(Plain<float>{shared.down, S}, row, rows, T, own, [&](int64_t t) { return h_shared + t * S; },
+           [&](int64_t t, int64_t r, float value) { y[t * D + r] += value; });
+  });
   return 0;
 }
+
+constexpr Shared NONE = {nullptr, nullptr, 0};
 
 template <class T>
 INLINE int dense(const float* x, const int32_t* ids, const float* weights, const T* gate_up, const T* down, float* h,
                  float* y, int64_t tokens, int64_t k, int64_t E, int64_t D, int64_t I, int64_t threads) {
   return run([=](int64_t e) { return Plain<T>{gate_up + e * 2 * I * D, D}; },
-             [=](int64_t e) { return Plain<T>{down + e * D * I, I}; }, x, ids, weights, h, y, tokens, k, E, D, I,
+             [=](int64_t e) { return Plain<T>{down + e * D * I, I}; }, NONE, x, ids, weights, h, y, tokens, k, E, D, I,
              threads);
 }
 
@@ -168,9 +194,10 @@ API experts_bf16(const float* x, const int32_t* ids, const float* weights, const
   return dense(x, ids, weights, gate_up, down, h, y, T, k, E, D, I, threads);
 }
 
-API experts_int4(const float* x, const int32_t* ids, const float* weights, const uint32_t* gate_up,
-                 const bf16* gate_up_scale, const uint32_t* down, const bf16* down_scale, float* h, float* y, int64_t T,
-                 int64_t k, int64_t E, int64_t D, int64_t I, int64_t threads) {
+API moe_int4(const float* x, const int32_t* ids, const float* weights, const uint32_t* gate_up,
+             const bf16* gate_up_scale, const uint32_t* down, const bf16* down_scale, const float* shared_gate_up,
+             const float* shared_down, float* h, float* y, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I,
+             int64_t S, int64_t threads) {
   return run(
       [=](int64_t e) {
         return Int4{gate_up + e * 2 * I * (D / 8), gate_up_scale + e * 2 * I * (D / 32), D};
@@ -178,7 +205,14 @@ API experts_int4(const float* x, const int32_t* ids, const float* weights, const
       [=](int64_t e) {
         return Int4{down + e * D * (I / 8), down_scale + e * D * (I / 32), I};
       },
-      x, ids, weights, h, y, T, k, E, D, I, threads);
+      Shared{shared_gate_up, shared_down, S}, x, ids, weights, h, y, T, k, E, D, I, threads);
+}
+
+API experts_int4(const float* x, const int32_t* ids, const float* weights, const uint32_t* gate_up,
+                 const bf16* gate_up_scale, const uint32_t* down, const bf16* down_scale, float* h, float* y, int64_t T,
+                 int64_t k, int64_t E, int64_t D, int64_t I, int64_t threads) {
+  return moe_int4(x, ids, weights, gate_up, gate_up_scale, down, down_scale, nullptr, nullptr, h, y, T, k, E, D, I, 0,
+                  threads);
 }
 
 API experts_int4_compact(const float* x, const int32_t* ids, const float* weights, const uint32_t* gate_up,
@@ -193,7 +227,7 @@ API experts_int4_compact(const float* x, const int32_t* ids, const float* weight
       [=](int64_t e) {
         return Int4Compact{down + e * D * (I / 8), down_scale + e * D * (I / 32), down_row + e * D, I};
       },
-      x, ids, weights, h, y, T, k, E, D, I, threads);
+      NONE, x, ids, weights, h, y, T, k, E, D, I, threads);
 }
 
 API experts_fp8(const float* x, const int32_t* ids, const float* weights, const uint8_t* gate_up,
@@ -207,7 +241,7 @@ API experts_fp8(const float* x, const int32_t* ids, const float* weights, const 
       [=](int64_t e) {
         return Fp8{down + e * D * I, down_scale + e * across * along, I, D};
       },
-      x, ids, weights, h, y, T, k, E, D, I, threads);
+      NONE, x, ids, weights, h, y, T, k, E, D, I, threads);
 }
 
 API experts_nvfp4(const float* x, const int32_t* ids, const float* weights, const uint8_t* gate_up,
@@ -221,5 +255,5 @@ API experts_nvfp4(const float* x, const int32_t* ids, const float* weights, cons
       [=](int64_t e) {
         return NvFp4{down + e * D * (I / 2), down_scale + e * D * (I / 16), down_global + e, I, D};
       },
-      x, ids, weights, h, y, T, k, E, D, I, threads);
+      NONE, x, ids, weights, h, y, T, k, E, D, I, threads);
 }

@@ -3,11 +3,13 @@
 // A tile of output rows is the unit of parallel work. Where more than `SMALL` vectors meet the same rows, these are
 // widened (dequantised) once into fp32 scratch; with fewer, on the way through the registers.
 #pragma once
-#include "vec.h"
+#include <type_traits>
+
+#include "pool.h"
 
 constexpr int64_t TILE = 16;  // output rows of one piece of work
 constexpr int64_t SMALL = 3;  // vectors in registers at once
-constexpr int64_t PARALLEL = 1 << 17;  // multiplications below which waking threads costs more than it saves
+constexpr int64_t PARALLEL = 1 << 15;  // multiplications below which sharing costs more than it saves
 
 // Rows of weights. `chunk` is how many groups of eight `get` yields at once; K is a multiple of 8 * chunk.
 template <class T>
@@ -17,6 +19,11 @@ struct Plain {
   int64_t K;
   inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
     out[0] = load(data + row * K + c * 8);
+  }
+  // Rows are too short for the processor to find its stride in time: a row is fetched while one before it is used.
+  // Without a condition: a branch here can part a product from its sum, and what is not fused is rounded twice.
+  inline __attribute__((always_inline)) void fetch(int64_t row, int64_t c) const {
+    __builtin_prefetch(data + row * K + c * 8);
   }
 };
 
@@ -38,7 +45,15 @@ struct Int4 {
       out[j] = __builtin_convertvector(bits<i8>(nibbles), f8) * s + offset;
     }
   }
+  inline __attribute__((always_inline)) void fetch(int64_t row, int64_t c) const {
+    __builtin_prefetch(packed + row * (K / 8) + c * 4);
+  }
 };
+
+template <class W, class = void>
+struct fetches : std::false_type {};
+template <class W>
+struct fetches<W, std::void_t<decltype(&W::fetch)>> : std::true_type {};
 
 // out[r][t] = W[row + r] . x[t] for r < M, t < N.
 template <int M, int N, class W>
@@ -49,6 +64,7 @@ INLINE void block(const W& w, int64_t row, const float* const* x, float (*out)[S
 #pragma GCC unroll 4
     for (int r = 0; r < M; r++) {
       f8 v[W::chunk];
+      if constexpr (fetches<W>::value) w.fetch(row + M + r, c);
       w.get(row + r, c, v);
 #pragma GCC unroll 4
       for (int j = 0; j < W::chunk; j++)
@@ -111,10 +127,10 @@ INLINE void dots(const W& w, int64_t row, int64_t rows, int64_t count, float* sc
   }
 }
 
-// Scratch of one thread; an allocation failure ends the process like any other out-of-memory in C.
+// Scratch memory; an allocation failure ends the process like any other out-of-memory in C.
 struct Scratch {
   float* data;
-  explicit Scratch(int64_t floats) : data(static_cast<float*>(aligned_alloc(64, (floats * 4 + 63) / 64 * 64))) {
+  explicit Scratch(int64_t floats) : data(static_cast<float*>(aligned_alloc(64, (floats * 4 + 127) / 64 * 64))) {
     if (data == nullptr) abort();
   }
   ~Scratch() { free(data); }
@@ -123,16 +139,13 @@ struct Scratch {
 
 // y[T, o] = x[T, K] W^T; x rows `ldx` apart.
 template <class W>
-inline void matmul(const W& w, const float* x, int64_t ldx, float* y, int64_t T, int64_t o, int threads) {
-  const int64_t tiles = (o + TILE - 1) / TILE;
-#pragma omp parallel num_threads(threads) if (T * o * w.K > PARALLEL)
-  {
-    Scratch scratch(T > SMALL ? TILE * w.K : 16);
-#pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = tile * TILE, rows = o - row < TILE ? o - row : TILE;
-      dots(w, row, rows, T, scratch.data, [&](int64_t t) { return x + t * ldx; },
-           [&](int64_t t, int64_t r, float value) { y[t * o + r] = value; });
-    }
-  }
+inline void matmul(const W& w, const float* x, int64_t ldx, float* y, int64_t T, int64_t o, int64_t threads) {
+  const int64_t tiles = (o + TILE - 1) / TILE, size = T > SMALL ? TILE * w.K : 0;
+  if (T * o * w.K <= PARALLEL) threads = 1;
+  Scratch scratch(threads * size);
+  share(tiles, threads, [&](int64_t tile, int worker) {
+    const int64_t row = tile * TILE, rows = o - row < TILE ? o - row : TILE;
+    dots(w, row, rows, T, scratch.data + worker * size, [&](int64_t t) { return x + t * ldx; },
+         [&](int64_t t, int64_t r, float value) { y[t * o + r] = value; });
+  });
 }

@@ -1,19 +1,22 @@
-// mla_absorbed on CPU. A request's context is cut into at most SPLITS parts, a function of its own length alone, so
-// that one request keeps several threads busy and the result does not depend on the batch. Within a part the softmax
-// is carried online over STEP positions at a time, whose latents stay in the cache for all rows (token, head).
-#include "gemm.h"
+// mla_absorbed and mla_decode on CPU. A request's context is cut into at most SPLITS parts, a function of its own length
+// alone, so that one request keeps several threads busy and the result does not depend on the batch. Within a part the
+// softmax is carried online over STEP positions at a time, whose latents stay in the cache for all rows (token, head).
+#include "heads.h"
 
 namespace {
 
 constexpr int64_t SPLITS = 8, SHORTEST = 128;  // parts of a request, positions of a part
+constexpr int64_t NONE = INT64_MIN;
 constexpr int64_t STEP = 48;                   // a multiple of SMALL
 
 struct Problem {
   const float *q_lat, *q_pe;
+  int64_t ld_lat, ld_pe;  // from one (token, head) to the next
   const int32_t *tables, *query_start, *context;
   float* out;
   int64_t B, M, H, R, r, block_size;
   float scale;
+  int64_t padding;  // the context of a request whose rows are left as they are; NONE if there is none such
 };
 
 struct Piece {
@@ -21,9 +24,15 @@ struct Piece {
   float* partial;                     // [rows, R + 2]: sum, then its maximum and weight; or null: this is all there is
 };
 
+// A worker's part of the scratch memory.
 struct Space {
-  Scratch q, scores, acc, latent;
-  Space(int64_t R, int64_t width) : q(TILE * width), scores(TILE * STEP), acc(TILE * R), latent(STEP * width) {}
+  float *q, *scores, *acc, *latent;
+  static int64_t floats(int64_t R, int64_t width) { return TILE * (width + STEP + R) + STEP * width; }
+  Space(float* all, int64_t worker, int64_t R, int64_t width)
+      : q(all + worker * floats(R, width)),
+        scores(q + TILE * width),
+        acc(scores + TILE * STEP),
+        latent(acc + TILE * R) {}
 };
 
 template <int M, int V>
@@ -57,18 +66,18 @@ INLINE void add_values(const float* const* at, int64_t n, const float* scores, f
 }
 
 template <class T>
-void compute(const Problem& a, const T* cache, const Piece& piece, Space& space) {
+void compute(const Problem& a, const T* cache, const Piece& piece, const Space& space) {
   const int64_t width = a.R + a.r, b = piece.b, rows = piece.rows;
   const int64_t begin = int64_t(a.query_start[b]) * a.H;
   const int64_t before = a.context[b] - (a.query_start[b + 1] - a.query_start[b]);  // tokens before the queries
-  float* const q = space.q.data;
-  float* const scores = space.scores.data;
-  float* const acc = space.acc.data;
+  float* const q = space.q;
+  float* const scores = space.scores;
+  float* const acc = space.acc;
   float top[TILE], weight[TILE];
   for (int64_t r = 0; r < rows; r++) {
     const int64_t at = piece.row + r;
-    for (int64_t k = 0; k < a.R; k += 8) store(q + r * width + k, load(a.q_lat + at * a.R + k) * a.scale);
-    for (int64_t k = 0; k < a.r; k += 8) store(q + r * width + a.R + k, load(a.q_pe + at * a.r + k) * a.scale);
+    for (int64_t k = 0; k < a.R; k += 8) store(q + r * width + k, load(a.q_lat + at * a.ld_lat + k) * a.scale);
+    for (int64_t k = 0; k < a.r; k += 8) store(q + r * width + a.R + k, load(a.q_pe + at * a.ld_pe + k) * a.scale);
     top[r] = -INFINITY;
     weight[r] = 0;
   }
@@ -82,8 +91,8 @@ void compute(const Problem& a, const T* cache, const Piece& piece, Space& space)
       if constexpr (sizeof(T) == sizeof(float)) {
         at[p] = latent;
       } else {
-        at[p] = space.latent.data + p * width;
-        for (int64_t k = 0; k < width; k += 8) store(space.latent.data + p * width + k, load(latent + k));
+        at[p] = space.latent + p * width;
+        for (int64_t k = 0; k < width; k += 8) store(space.latent + p * width + k, load(latent + k));
       }
     }
     for (int64_t p = 0; p < n; p += SMALL) {
@@ -155,12 +164,12 @@ int64_t part_length(int64_t context) {
 }
 
 template <class T>
-int run(const Problem& a, const T* cache, int64_t blocks, int threads) {
+int run(const Problem& a, const T* cache, int64_t blocks, int64_t threads) {
   int64_t pieces = 0, partials = 0;
   for (int64_t b = 0; b < a.B; b++) {
     const int64_t count = a.query_start[b + 1] - a.query_start[b], context = a.context[b];
-    if (count < 0 || (count > 0 && (context < count || context > a.M * a.block_size))) return 2;
-    if (count == 0) continue;
+    if (count < 0 || (count > 0 && context != a.padding && (context < count || context > a.M * a.block_size))) return 2;
+    if (count == 0 || context == a.padding) continue;
     for (int64_t i = 0; i * a.block_size < context; i++)
       if (a.tables[b * a.M + i] < 0 || a.tables[b * a.M + i] >= blocks) return 1;
     const int64_t parts = (context + part_length(context) - 1) / part_length(context);
@@ -174,7 +183,7 @@ int run(const Problem& a, const T* cache, int64_t blocks, int threads) {
   int64_t filled = 0, cost = 0;
   for (int64_t b = 0; b < a.B; b++) {
     const int64_t rows = (a.query_start[b + 1] - a.query_start[b]) * a.H, context = a.context[b];
-    if (rows == 0) continue;
+    if (rows == 0 || context == a.padding) continue;
     const int64_t length = part_length(context);
     cost += rows * context * (2 * a.R + a.r);
     for (int64_t first = 0; first < context; first += length) {
@@ -185,12 +194,11 @@ int run(const Problem& a, const T* cache, int64_t blocks, int threads) {
       if (length < context) next += rows * (a.R + 2);
     }
   }
-#pragma omp parallel num_threads(threads) if (cost > PARALLEL)
-  {
-    Space space(a.R, a.R + a.r);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < pieces; i++) compute(a, cache, work[i], space);
-  }
+  if (cost <= PARALLEL) threads = 1;
+  const Scratch space(threads * Space::floats(a.R, a.R + a.r));
+  share(pieces, threads, [&](int64_t i, int worker) {
+    compute(a, cache, work[i], Space(space.data, worker, a.R, a.R + a.r));
+  });
   // The pieces of a request lie together, those of its first part first.
   for (int64_t i = 0; i < pieces; i++) {
     const Piece& p = work[i];
@@ -204,18 +212,57 @@ int run(const Problem& a, const T* cache, int64_t blocks, int threads) {
   return 0;
 }
 
+template <class C>
+int decode(const float* q_full, const C* cache, const int32_t* tables, const int32_t* query_start,
+           const int32_t* context, const float* w_uv, float* out, int64_t T, int64_t B, int64_t M, int64_t H, int64_t R,
+           int64_t r, int64_t v, int64_t blocks, int64_t block_size, int64_t threads, float scale) {
+  if (query_start[0] != 0 || query_start[B] > T) return 2;
+  const Scratch latent(T * H * R);
+  const int failed = run(Problem{q_full, q_full + R, R + r, R + r, tables, query_start, context, latent.data, B, M, H,
+                                 R, r, block_size, scale, 0},
+                         cache, blocks, threads);
+  if (failed) return failed;
+  bool whole = query_start[B] == T;
+  for (int64_t b = 0; b < B; b++) whole = whole && context[b] > 0;
+  if (!whole) {  // weights may be anything: zeros are written, not computed
+    memset(out, 0, T * H * v * sizeof(float));
+    for (int64_t b = 0; b < B; b++) {
+      const int64_t first = query_start[b] * H, count = query_start[b + 1] - query_start[b];
+      if (context[b] > 0)
+        heads_matmul(latent.data + first * R, H * R, R, w_uv, out + first * v, v, count, H, R, v, threads);
+    }
+    return 0;
+  }
+  heads_matmul(latent.data, H * R, R, w_uv, out, v, T, H, R, v, threads);
+  return 0;
+}
+
 }  // namespace
 
 API mla_absorbed_f32(const float* q_lat, const float* q_pe, const float* cache, const int32_t* tables,
                      const int32_t* query_start, const int32_t* context, float* out, int64_t B, int64_t M, int64_t H,
                      int64_t R, int64_t r, int64_t blocks, int64_t block_size, int64_t threads, float scale) {
-  return run(Problem{q_lat, q_pe, tables, query_start, context, out, B, M, H, R, r, block_size, scale}, cache, blocks,
-             threads);
+  return run(Problem{q_lat, q_pe, R, r, tables, query_start, context, out, B, M, H, R, r, block_size, scale, NONE},
+             cache, blocks, threads);
 }
 
 API mla_absorbed_bf16(const float* q_lat, const float* q_pe, const bf16* cache, const int32_t* tables,
                       const int32_t* query_start, const int32_t* context, float* out, int64_t B, int64_t M, int64_t H,
                       int64_t R, int64_t r, int64_t blocks, int64_t block_size, int64_t threads, float scale) {
-  return run(Problem{q_lat, q_pe, tables, query_start, context, out, B, M, H, R, r, block_size, scale}, cache, blocks,
-             threads);
+  return run(Problem{q_lat, q_pe, R, r, tables, query_start, context, out, B, M, H, R, r, block_size, scale, NONE},
+             cache, blocks, threads);
+}
+
+API mla_decode_f32(const float* q_full, const float* cache, const int32_t* tables, const int32_t* query_start,
+                   const int32_t* context, const float* w_uv, float* out, int64_t T, int64_t B, int64_t M, int64_t H,
+                   int64_t R, int64_t r, int64_t v, int64_t blocks, int64_t block_size, int64_t threads, float scale) {
+  return decode(q_full, cache, tables, query_start, context, w_uv, out, T, B, M, H, R, r, v, blocks, block_size,
+                threads, scale);
+}
+
+API mla_decode_bf16(const float* q_full, const bf16* cache, const int32_t* tables, const int32_t* query_start,
+                    const int32_t* context, const float* w_uv, float* out, int64_t T, int64_t B, int64_t M, int64_t H,
+                    int64_t R, int64_t r, int64_t v, int64_t blocks, int64_t block_size, int64_t threads, float scale) {
+  return decode(q_full, cache, tables, query_start, context, w_uv, out, T, B, M, H, R, r, v, blocks, block_size,
+                threads, scale);
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.ops import compile, paged
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
-from perilune.ops.head_matmul import head_matmul
+from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.mla_absorbed import mla_absorbed
 from perilune.ops.registry import Op
 
@@ -195,6 +195,65 @@ def cuda(
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"mla_decode does not start: CUDA error {failed}"
+    return out
+
+
+@functools.cache
+def _on_cpu(dtype: torch.dtype) -> Any:
+    name = "mla_decode_f32" if dtype == FLOAT32 else "mla_decode_bf16"
+    return compile.function("mla_absorbed", name, "p" * 7 + "l" * 10 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "mla_absorbed",
+        device,
+        (a.q_full.dtype == FLOAT32 and a.q_full.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
+        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.cache.shape[2] % 8 == 0, "latent and rope widths that are multiples of 8"),
+    ),
+)
+def cpp(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, width), (_, R, v), (N, block_size, _), (B, M) = q_full.shape, w_uv.shape, cache.shape, tables.shape
+    if R % 8 or v % 8:
+        return composed(q_full, cache, tables, query_start, context, scale, w_uv)
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    w_uv = w_uv.contiguous()
+    out = torch.empty(T, H, v)
+    failed = _on_cpu(cache.dtype)(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        tables.data_ptr(),
+        query_start.data_ptr(),
+        context.data_ptr(),
+        w_uv.data_ptr(),
+        out.data_ptr(),
+        T,
+        B,
+        M,
+        H,
+        R,
+        width - R,
+        v,
+        N,
+        block_size,
+        torch.get_num_threads(),
+        scale,
+    )
+    assert not failed, (
+        f"a block is outside the cache: {tables=} {N=}"
+        if failed == 1
+        else f"queries and contexts disagree: {T=} {query_start=} {context=} {tables.shape=} {block_size=}"
+    )
     return out
 
 

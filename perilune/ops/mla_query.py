@@ -9,7 +9,7 @@ block_size + offset, distinct; q_full [T, H, R + r] as q. Sums in fp32, each par
 below 0 marks a padding row: nothing is written for it, and its q_full is computed like any other.
 
 "cuda" is one launch for Kimi's widths and streams W_UK while the kernel before it ends; a token's result does not
-depend on the batch. "composed" is the four ops in turn.
+depend on the batch. "cpp" is one call for few tokens of float32. "composed" is the four ops in turn.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.ops import compile
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
-from perilune.ops.head_matmul import head_matmul
+from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.kv_write import kv_write
 from perilune.ops.registry import Op
 from perilune.ops.rmsnorm import rmsnorm
@@ -162,6 +162,63 @@ def cuda(
         torch.cuda.current_stream(q.device).cuda_stream,
     )
     assert not failed, f"mla_query does not start: CUDA error {failed}"
+    return out
+
+
+@functools.cache
+def _on_cpu(dtype: torch.dtype) -> Any:
+    name = "mla_query_f32" if dtype == FLOAT32 else "mla_query_bf16"
+    return compile.function("mla_query", name, "pplpppppl" + "pp" + "l" * 6 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "mla_query",
+        device,
+        (a.q.dtype == FLOAT32 and a.q.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
+        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+    ),
+)
+def cpp(
+    q: Tensor,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (T, H, _), (_, n, R), (N, block_size, width) = q.shape, w_uk.shape, cache.shape
+    if R % 8:
+        return composed(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+    if ckv.stride(1) != 1:
+        ckv = ckv.contiguous()
+    q, cos, sin, w_uk, slots = q.contiguous(), cos.contiguous(), sin.contiguous(), w_uk.contiguous(), slots.contiguous()
+    out = torch.empty(T, H, width)
+    failed = _on_cpu(cache.dtype)(
+        q.data_ptr(),
+        ckv.data_ptr(),
+        ckv.stride(0),
+        kv_norm.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        w_uk.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        slots.data_ptr(),
+        out.data_ptr(),
+        T,
+        H,
+        n,
+        R,
+        width - R,
+        torch.get_num_threads(),
+        eps,
+    )
+    assert not failed, f"a slot is outside the cache: {slots.max()=} {cache.shape=}"
     return out
 
 

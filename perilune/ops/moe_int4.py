@@ -13,6 +13,7 @@ weights, x and h are exact, sums are fp32. Up to 16 tokens a token's rows do not
 expert is three library calls. gate_up reads an expert once for every 4 of its tokens (7 above 96 tokens, for K2's
 sizes), down once for every 8. An id that is no expert is passed over and its row left unwritten.
 "cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
+"cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4, linear and swiglu: P = 1.
 """
 
@@ -31,7 +32,7 @@ from perilune.ops.experts import routing
 from perilune.ops.experts_int4 import experts_int4
 from perilune.ops.experts_int4 import reference as routed_reference
 from perilune.ops.int4 import GROUP
-from perilune.ops.linear import linear
+from perilune.ops.linear import FEW_ROWS, linear
 from perilune.ops.registry import Op
 from perilune.ops.swiglu import swiglu
 
@@ -195,6 +196,46 @@ def cuda_prefill(
     return moe_int4_prefill.prefill(
         x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale, shared_gate_up, shared_down
     )
+
+
+@functools.cache
+def _on_cpu() -> Any:
+    return compile.function("experts", "moe_int4", "p" * 11 + "l" * 7)
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "experts",
+        device,
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS, f"at most {FEW_ROWS} tokens of float32"),
+        (a.gate_up_scale.dtype == BFLOAT16, "bfloat16 scales"),
+    ),
+)
+def cpp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    partial: bool,
+) -> Tensor:
+    (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
+    read = [t.contiguous() for t in (x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale)]
+    pointers, S = [t.data_ptr() for t in read], 0
+    if shared_gate_up is not None and shared_down is not None:
+        upper, lower, S = shared_gate_up.contiguous(), shared_down.contiguous(), shared_down.shape[1]
+        pointers += upper.data_ptr(), lower.data_ptr()
+    else:
+        pointers += 0, 0
+    h, y = torch.empty(T * (k * I + S)), torch.empty(T, 1, D)
+    failed = _on_cpu()(*pointers, h.data_ptr(), y.data_ptr(), T, k, E, D, I, S, torch.get_num_threads())
+    assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
+    return y
 
 
 @op.impl("composed")

@@ -1,9 +1,11 @@
 """y = rmsnorm(x) w^T: a linear layer that normalises its input itself.
 
 x [T, i], rows may be strided; norm [i]; w [o, i]; y [T, o] as x. The normalised x is rounded to x's type, as the
-two ops would; sums in fp32, rounded once. "cuda" (linear.cu) saves a launch and its latency; "composed" is the two ops.
+two ops would; sums in fp32, rounded once. "cuda" (linear.cu) saves a launch and its latency, "cpp" a call
+from Python, for few rows of float32; "composed" is the two ops.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops import compile
-from perilune.ops.case import K2, NANO, Make, Sized, sums
-from perilune.ops.linear import linear, run_streamed, streamable
+from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, sums
+from perilune.ops.linear import FEW_ROWS, linear, run_streamed, streamable
 from perilune.ops.registry import Op
 from perilune.ops.rmsnorm import reference as norm_reference
 from perilune.ops.rmsnorm import rmsnorm
@@ -58,6 +60,31 @@ op = Op("norm_linear", CASES, TOL, inputs, cost, reference, decides=(0, 2))
 @op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
 def cuda(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
     return run_streamed(x, w, False, norm=norm, eps=eps)
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("linear", "norm_linear", "plpppllllf")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: compile.on_cpu(
+        "linear",
+        device,
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS, f"at most {FEW_ROWS} rows of float32"),
+        (a.x.shape[1] % 8 == 0, "an input width that is a multiple of 8"),
+    ),
+)
+def cpp(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    w = w.contiguous()
+    (T, i), o = x.shape, w.shape[0]
+    y = torch.empty(T, o)
+    threads = torch.get_num_threads()
+    _kernel()(x.data_ptr(), x.stride(0), norm.data_ptr(), w.data_ptr(), y.data_ptr(), T, i, o, threads, eps)
+    return y
 
 
 @op.impl("composed")
