@@ -52,13 +52,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer sent whole."""
+    """An answer sent whole. `ids` are those of `tool_calls`."""
 
     content: str
     reasoning: str
     tool_calls: tuple[tuple[str, str], ...]  # (name, arguments as the model wrote them)
     finish_reason: str | None
     usage: Usage | None
+    ids: tuple[str, ...] = ()
 
 
 class Endpoint:
@@ -110,13 +111,14 @@ class Endpoint:
             raise EndpointError(f"{self.base} failed: {_message(parsed.error)}")
         if not parsed.choices or (message := parsed.choices[0].message) is None:
             raise EndpointError(f"{self.base} sent an answer without a message: is it an OpenAI-compatible server?")
-        calls = [c.function for c in message.tool_calls or () if c.function is not None]
+        calls = [(c.id or "", c.function) for c in message.tool_calls or () if c.function is not None]
         return Reply(
             content=message.content or "",
             reasoning=message.thoughts,
-            tool_calls=tuple((f.name or "", f.arguments or "") for f in calls),
+            tool_calls=tuple((f.name or "", f.arguments or "") for _, f in calls),
             finish_reason=parsed.choices[0].finish_reason,
             usage=_usage(parsed.usage),
+            ids=tuple(id for id, _ in calls),
         )
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:

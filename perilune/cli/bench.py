@@ -10,7 +10,7 @@ import click
 from perilune.bench import decode as decode_bench
 from perilune.bench import ledger, microscope
 from perilune.bench.shapes import SHAPES
-from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals
+from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals, bench_schemas
 from perilune.core.config import EngineConfig, build
 from perilune.model.hub import resolve_model
 
@@ -24,6 +24,7 @@ command.add_command(bench_aa.command, "aa")
 command.add_command(bench_convert.command, "convert")
 command.add_command(bench_loading.command, "loading")
 command.add_command(bench_rivals.command, "rivals")
+command.add_command(bench_schemas.command, "schemas")
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -25,6 +25,7 @@ from perilune.server.sse import CLIENT_GONE
 from perilune.server.turn import prompt_ids
 
 MAX_BODY = 32 << 20  # bytes
+_ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
 
 
 def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
@@ -46,6 +47,7 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics_page, methods=["GET"]),
     ]
@@ -155,3 +157,12 @@ async def detokenize(request: Request) -> Response:
     if any(not 0 <= t < vocabulary for t in body.tokens):
         raise RequestError(f"tokens must be ids between 0 and {vocabulary - 1}", param="tokens")
     return json_response({"prompt": await service.offload(len(raw), lambda: service.tokenizer.decode(body.tokens))})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What clients that count tokens themselves ask for before they rely on /tokenize."""
+    service: Service = request.app.state.service
+    known = {role: name if service.tokenizer.special_id(name) is not None else None for role, name in _ROLES.items()}
+    return json_response(
+        {"tokenizer_class": "TikTokenTokenizer", **known, "model_max_length": service.engine.info.max_model_len}
+    )

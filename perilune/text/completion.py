@@ -4,8 +4,8 @@ llguidance tells which bytes may come next, not how far the end is: it has to be
 a completion; that there is no shorter one is likely, not certain.
 """
 
+import functools
 import heapq
-import itertools
 import re
 import re._constants as sre  # type: ignore[import-not-found]
 import re._parser as parser  # type: ignore[import-not-found]
@@ -19,6 +19,7 @@ _BEAM = 4  # states of one length that are looked into
 _FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
 _FREE_CHOICES = 300  # steps of a first attempt
 _NEW, _TRIED = 8, 40
+_ENDINGS = 400  # of hints, tried at one place
 _RUN = 8_192  # bytes of a run, as of a string with a least length
 _PROSE = 40  # bytes that may come next inside a string, at least; between values there are fewer
 _VALUES = b'"0123456789TZntf[{-'
@@ -32,17 +33,18 @@ def shortest(start: LLMatcher, hints: Sequence[bytes] = (), *, enough: int = 0) 
     """
     if start.is_accepting():
         return b""
-    greedy = _greedy(start, _FREE_CHOICES)
+    greedy = _greedy(start, hints, _FREE_CHOICES)
     if greedy is not None and len(greedy) <= enough:
         return greedy
     found = _search(start, hints, MAX_BYTES if greedy is None else len(greedy), few=True)
-    return found or greedy or _greedy(start, 10 * _FREE_CHOICES) or _search(start, hints, MAX_BYTES, few=False)
+    return found or greedy or _greedy(start, hints, 10 * _FREE_CHOICES) or _search(start, hints, MAX_BYTES, few=False)
 
 
-def _greedy(start: LLMatcher, choices: int) -> bytes | None:
+def _greedy(start: LLMatcher, hints: Sequence[bytes], choices: int) -> bytes | None:
     """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
 
-    In a string that may not end yet it goes where it has not been, the first few times.
+    In a string that may not end yet it takes the end of a hint that ends it; else it goes where it has not been, the
+    first few times.
     """
     state, text = start.deep_copy(), bytearray()
     seen: set[bytes] = set()
@@ -52,18 +54,33 @@ def _greedy(start: LLMatcher, choices: int) -> bytes | None:
         piece = bytes(state.compute_ff_bytes())
         if not piece:
             mask = bytes(state.compute_bitmask())
-            pieces = list(itertools.islice(_continuations(mask, few=True), _TRIED))
+            pieces = _continuations(mask, True)[:_TRIED]
             piece = pieces[0] if pieces else b""
-            if piece and piece not in _CLOSERS and _inside_string(mask) and len(seen) < _NEW:
-                piece = _unseen(state, pieces, seen) or piece
-                seen.add(mask)
+            again = text[-2:] == 2 * piece
+            if piece and piece not in _CLOSERS and (again or _inside_string(mask)):
+                if ending := _ending(state, mask, hints):
+                    piece = ending
+                elif len(seen) < _NEW:
+                    piece = _unseen(state, pieces, seen) or piece
+                    seen.add(mask)
+                elif again:  # digits of a number that may not be zero
+                    piece = pieces[len(text) % len(pieces)]
         if not piece or not state.consume_tokens(list(piece)):
             return None
         text += piece
     return None
 
 
-def _unseen(state: LLMatcher, pieces: list[bytes], seen: set[bytes]) -> bytes:
+def _ending(state: LLMatcher, mask: bytes, hints: Sequence[bytes]) -> bytes:
+    """The shortest end of a hint after which the string may end, with its quote; empty if there is none."""
+    endings = sorted({hint[i:] for hint in hints for i in range(len(hint)) if _has(mask, hint[i])}, key=len)
+    for text in endings[:_ENDINGS]:
+        if state.deep_copy().try_consume_tokens(list(text + b'"')) == len(text) + 1:
+            return text + b'"'
+    return b""
+
+
+def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> bytes:
     """The first piece after which what may come has not been seen; empty if there is none."""
     for piece in pieces:
         child = state.deep_copy()
@@ -94,7 +111,7 @@ def _search(start: LLMatcher, hints: Sequence[bytes], bound: int, *, few: bool) 
         if not pieces[0]:
             mask = bytes(state.compute_bitmask())
             stuck = _inside_string(mask) and not _has(mask, _QUOTE)
-            pieces = [*_continuations(mask, few), *(hints if stuck else ())]
+            pieces = [*_continuations(mask, few), *(h for h in hints if stuck and _has(mask, h[0]))]
         for piece in pieces:
             child = state.deep_copy()
             reached += 1
@@ -125,7 +142,8 @@ def _inside_string(mask: bytes) -> bool:
     return int.from_bytes(mask[:32], "little").bit_count() >= _PROSE
 
 
-def _continuations(mask: bytes, few: bool) -> Iterator[bytes]:
+@functools.lru_cache(4096)
+def _continuations(mask: bytes, few: bool) -> tuple[bytes, ...]:
     """Bytes worth a try, the most promising first."""
     if _inside_string(mask):
         first = b'"'
@@ -136,9 +154,7 @@ def _continuations(mask: bytes, few: bool) -> Iterator[bytes]:
     every: Sequence[int] = () if few and rest is not _USUAL else range(256)
     if few and not any(_has(mask, b) for b in (*first, *rest)):
         every = range(256)
-    for byte in dict.fromkeys((*first, *rest, *every)):
-        if _has(mask, byte):
-            yield bytes([byte])
+    return tuple(bytes([b]) for b in dict.fromkeys((*first, *rest, *every)) if _has(mask, b))
 
 
 def _run_on(state: LLMatcher, piece: bytes, mask: bytes) -> bytes:

@@ -113,9 +113,7 @@ def recognise(model_dir: Path) -> Member:
 
 _CODE = re.compile(r"{[{%].*?[}%]}", re.DOTALL)
 _READS_THINKING = re.compile(r"\bthinking\b(?!\s*=[^=])")  # no part of preserve_thinking, which is one word
-_FORCES = re.compile(
-    r"\bset\s+(?:preserve_)?thinking\s*=\s*true\b|raise_exception\([^)]*\bthinking\b", re.IGNORECASE
-)
+_FORCES = re.compile(r"\bset\s+(?:preserve_)?thinking\s*=\s*true\b|raise_exception\([^)]*\bthinking\b", re.IGNORECASE)
 _K27_NAME = re.compile(r"kimi[-_]k2[._-]?7\b", re.IGNORECASE)
 
 

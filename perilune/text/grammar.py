@@ -18,6 +18,7 @@ from perilune.text.matcher import (
     regex_grammar,
     vocabulary,
 )
+from perilune.text.schema import enforceable
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
@@ -25,6 +26,9 @@ MAX_CHOICES = 1024
 _JSON_LEAP = 48  # what a token of brackets and quotes opens has to be closed again
 _FREE_LEAP = 256
 _MOST_LEAP = 1 << 15
+_OVERLAP = (
+    "oneOf has alternatives that one value could satisfy together: use anyOf, or tell them apart by type or a const"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
             if isinstance(value, Mapping):
                 check_depth(value, where)
                 _check_schema(value, where)
+            value = enforceable(value)
             return _compiled(known, json_grammar, value, where, "the schema"), _leap(value)
         case "regex":
             if not isinstance(value, str) or not value:
@@ -157,7 +162,8 @@ def _compiled(known: Vocabulary, write: Callable[[Any], str], value: Any, where:
         grammar = write(value)
         known.compile(grammar)
     except GrammarError as e:
-        raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
+        why = _OVERLAP if "coerce_one_of" in str(e) else str(e)
+        raise RequestError(f"{what} cannot be enforced: {why}", param=where, code="unsupported_schema") from e
     return grammar
 
 
@@ -170,14 +176,18 @@ def _of_object(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(f"{where}.type must be 'object', not {show(kind)}", param=where)
     _check_schema(parameters, where)
-    return {**parameters, "type": "object"}
+    made: dict[str, Any] = enforceable({**parameters, "type": "object"})
+    return made
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Refuses what llguidance takes but does not hold: minProperties counts a key that comes twice as two."""
+    """Refuses what llguidance takes but does not hold: minProperties counts a key that comes twice as two.
+
+    One pair is one pair, though, and so are the required ones.
+    """
     for node in _nodes(schema):
         least, required = node.get("minProperties"), _items(node.get("required"))
-        if isinstance(least, int) and least > len({str(name) for name in required}):
+        if isinstance(least, int) and least > max(1, len({str(name) for name in required})):
             raise RequestError(
                 f"minProperties cannot be enforced beyond the required properties: list {least} in 'required'",
                 param=where,

@@ -20,7 +20,7 @@ from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w stands for token 32 w + i
 
-MAX_CACHED = 256  # compiled grammars per vocabulary
+MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to some 15 MB as its states are met
 MAX_HINTS = 32
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 
@@ -229,16 +229,21 @@ def lark_grammar(text: str) -> str:
 
 
 def _hints(grammar: str) -> tuple[bytes, ...]:
-    """A short match of each pattern in the schemas of a grammar: one that is not anchored cannot be found by trying."""
+    """A short match of each pattern in the schemas of a grammar: one that is not anchored cannot be found by trying.
+
+    Where several patterns have to match at once, their matches in a row may do.
+    """
     found: dict[bytes, None] = {}
     level: list[Any] = [json.loads(grammar)] if grammar.startswith('{"grammars"') else []
     while level:
         value = level.pop()
         if isinstance(value, dict):
-            pattern = value.get("pattern")
-            for expression in [pattern] if isinstance(pattern, str) else []:
-                if text := example(expression):
-                    found[text] = None
+            more = value.get("allOf")
+            together = [value, *(n for n in more if isinstance(n, dict))] if isinstance(more, list) else [value]
+            matches = [example(p) for n in together if isinstance(p := n.get("pattern"), str)]
+            for text in (*matches[:1], b"".join(matches)):
+                if text:
+                    found[json.dumps(text.decode(), ensure_ascii=False)[1:-1].encode()] = None
         level += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return tuple(found)[:MAX_HINTS]
 

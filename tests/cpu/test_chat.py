@@ -425,6 +425,32 @@ def test_a_members_history(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_prompt_ends_where_the_answer_begins(name: str) -> None:  # failure mode 5
+    template = TEMPLATES[name]
+    calls = [call("functions.f:0")]
+    called = assistant("", "T", calls)
+    ends: list[list[Any]] = [[], [assistant("A", "T")], [called], [called, result("functions.f:0")]]
+    for end in ends:
+        for tools in (None, [WEATHER]):
+            prompt = template.render_text([user(), *end], tools=tools)
+            assert prompt.endswith(ANSWER + ("<think>" if name in OPENING else "")), end
+            assert prompt.count(ANSWER) == 1 + sum(m["role"] == "assistant" for m in end)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_content_that_is_empty_is_no_text(name: str) -> None:  # failure mode 6
+    template = TEMPLATES[name]
+    calls = [call("functions.f:0", arguments='{"a": 1}')]
+    written = {
+        template.render_text([user(empty), assistant(empty, None, calls), result("functions.f:0", empty), user()])
+        for empty in ("", None, [], [{"type": "text", "text": ""}])
+    }
+    (prompt,) = written
+    assert "'type'" not in prompt and '"type"' not in prompt and "None" not in prompt and "null" not in prompt
+    assert f"<|im_user|>user<|im_middle|><|im_end|>{ANSWER}" in prompt
+
+
 def test_thinking_members_reference_ids(kimi: Tokenizer) -> None:
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},

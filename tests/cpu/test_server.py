@@ -1159,6 +1159,11 @@ def test_tokenize_and_back(serve: Any) -> None:
         assert (await s.client.post("/tokenize", {"prompt": "a", "messages": HELLO})).status == 400
         for bad in ([512], [-1], ["a"], 5):
             assert (await s.client.post("/detokenize", {"tokens": bad})).status == 400
+        info = (await s.client.get("/tokenizer_info")).json
+        assert info["model_max_length"] == 512 and info.keys() >= {"bos_token", "eos_token", "pad_token"}
+        for name in (info["bos_token"], info["eos_token"]):
+            if name is not None:  # a client takes its id from here
+                assert len((await s.client.post("/tokenize", {"prompt": name})).json["tokens"]) == 1
 
     serve(test)
 

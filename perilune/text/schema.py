@@ -1,0 +1,391 @@
+"""JSON schemas in the words that the grammar compiler can enforce, meaning the same.
+
+llguidance refuses some keywords that a schema can do without, and holds a few formats less tightly than their
+readers do (it knows February 29 in every year). What cannot be said in other words stays, and is refused by name when
+the grammar is compiled.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_ONE = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else", "contains")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_REMARKS = (
+    "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
+    "discriminator", "externalDocs", "xml",
+)  # fmt: skip
+_DEEPEST = 16  # references and alternatives followed to tell two schemas apart
+_MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
+
+
+def enforceable(schema: Any) -> Any:
+    """The same schema, or one that holds for exactly the same values, with fewer keywords that cannot be enforced.
+
+    Nearly: strings of some formats are narrowed to what is read everywhere (no year 0, no leap seconds), and numbers
+    by a millionth of a small range.
+    """
+    return _Rewriter(schema).rewrite(schema)
+
+
+class _Rewriter:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MOST
+
+    def rewrite(self, node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        # The compiler takes no remarks beside some references. Other words of a root may be what references name.
+        made = {k: v for k, v in node.items() if k not in _REMARKS and k != "x-guidance"}
+        if node is not self._root:
+            made = {k: v for k, v in made.items() if not k.startswith("x-")}
+        steps = (
+            self._one_of,
+            self._condition,
+            self._string,
+            self._number,
+            self._names,
+            self._dependencies,
+            self._sizes,
+        )
+        for step in steps:
+            made = step(made)
+        for word, value in made.items():
+            if word in _MAPS and isinstance(value, Mapping):
+                made[word] = {name: self.rewrite(v) for name, v in value.items()}
+            elif word in _LISTS or (word == "items" and isinstance(value, list)):
+                made[word] = [self.rewrite(v) for v in value] if isinstance(value, list) else value
+            elif word in _ONE:
+                made[word] = self.rewrite(value)
+        return made
+
+    # ---- keywords
+
+    def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Alternatives of which no two can hold at once are any of them; so is one required property out of several."""
+        choices = node.get("oneOf")
+        if not isinstance(choices, list) or not choices:
+            return node
+        pairs = ((a, b) for i, a in enumerate(choices) for b in choices[:i])
+        if all(self._apart(a, b) for a, b in pairs):
+            made = choices
+        elif all(
+            isinstance(c, Mapping) and c.keys() == {"required"} and len(_items(c["required"])) == 1 for c in choices
+        ):
+            names = [c["required"][0] for c in choices]
+            made = [
+                {"required": [name], "properties": dict.fromkeys((n for n in names if n != name), False)}
+                for name in names
+            ]
+        else:
+            return node
+        rest = {k: v for k, v in node.items() if k != "oneOf"}
+        return _and(rest, {"anyOf": made}) if "anyOf" in rest else rest | {"anyOf": made}
+
+    def _condition(self, node: dict[str, Any]) -> dict[str, Any]:
+        """`if` one required property, of which all values are listed, has some of them: two alternatives."""
+        asked = node.get("if")
+        if not isinstance(asked, Mapping) or asked.keys() - {"properties", "required"}:
+            return node
+        tested = asked.get("properties")
+        if not isinstance(tested, Mapping) or len(tested) != 1:
+            return node
+        ((name, test),) = tested.items()
+        every, some = self._listed(node, name), self._listed({"properties": {name: test}}, name)
+        plain = isinstance(test, Mapping) and test.keys() in ({"const"}, {"enum"})
+        if not plain or every is None or some is None or set(_items(asked.get("required"))) - {name}:
+            return node
+        if name not in self._required(node) or node.get("type") != "object":
+            return node
+        spelled = {_spelled(v) for v in some}
+        rest = {k: v for k, v in node.items() if k not in ("if", "then", "else")}
+        made = []
+        for word, values in (
+            ("then", [v for v in every if _spelled(v) in spelled]),
+            ("else", [v for v in every if _spelled(v) not in spelled]),
+        ):
+            if values:
+                follows = node.get(word, True)
+                held = {"properties": {name: {"enum": values}}}
+                made.append({"allOf": [held, follows]} if follows is not True else held)
+        return _and(rest, {"anyOf": made})
+
+    def _listed(self, node: Any, name: str) -> list[Any] | None:
+        """The only values that a property may have; None: they are not listed."""
+        for facet in self._facets(node):
+            properties = facet.get("properties")
+            for inner in self._facets(properties.get(name)) if isinstance(properties, Mapping) else ():
+                if "const" in inner:
+                    return [inner["const"]]
+                if isinstance(inner.get("enum"), list):
+                    return list(inner["enum"])
+        return None
+
+    def _string(self, node: dict[str, Any]) -> dict[str, Any]:
+        pattern = node.get("pattern")
+        if isinstance(pattern, str) and pattern in EQUIVALENT:
+            node = node | {"pattern": EQUIVALENT[pattern]}
+        elif isinstance(pattern, str) and pattern.startswith("^(?="):
+            ahead, pattern = _ahead(pattern)
+            node = node | {"pattern": pattern}
+            for expression in ahead:
+                node = _and(node, {"pattern": expression})
+        form = node.get("format")
+        if form in HINTS:
+            return {k: v for k, v in node.items() if k != "format"}
+        if not isinstance(form, str) or form not in FORMATS:
+            return node
+        rest = {k: v for k, v in node.items() if k != "format"}
+        wanted: dict[str, Any] = {"pattern": FORMATS[form]}
+        if form in _LENGTHS:
+            wanted["maxLength"] = _LENGTHS[form]
+        if form == "email":
+            wanted["allOf"] = [{"pattern": "^[^@]{1,64}@"}]
+        return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
+
+    def _number(self, node: dict[str, Any]) -> dict[str, Any]:
+        """An open end at a whole number that begins all numbers of a range is moved in by a millionth of the range.
+
+        llguidance lets that whole number itself through: 0 as above 0 and below 0.5.
+        """
+        low, high = node.get("exclusiveMinimum", node.get("minimum")), node.get("exclusiveMaximum", node.get("maximum"))
+        if low is None or high is None or not (_number(low) and _number(high)) or node.get("type") == "integer":
+            return node
+        if not 0 < high - low < 1:
+            return node
+        for word, other, at, away in (
+            ("exclusiveMinimum", "minimum", low, high - low),
+            ("exclusiveMaximum", "maximum", high, low - high),
+        ):
+            if _number(node.get(word)) and float(at).is_integer() and at * away >= 0:
+                node = {k: v for k, v in node.items() if k != word} | {other: at + away * 1e-6}
+        return node
+
+    def _names(self, node: dict[str, Any]) -> dict[str, Any]:
+        names = node.get("propertyNames")
+        if not isinstance(names, Mapping):
+            return node
+        rest = {k: v for k, v in node.items() if k != "propertyNames"}
+        said = {k: v for k, v in names.items() if k not in _REMARKS}
+        if said in ({}, {"type": "string"}):
+            return rest
+        said.pop("type", None)
+        if said.keys() == {"pattern"} and not rest.keys() & {
+            "properties",
+            "patternProperties",
+            "required",
+            "allOf",
+            "$ref",
+        }:
+            return rest | {
+                "patternProperties": {said["pattern"]: rest.get("additionalProperties", True)},
+                "additionalProperties": False,
+            }
+        return node
+
+    def _dependencies(self, node: dict[str, Any]) -> dict[str, Any]:
+        needs = node.get("dependentRequired")
+        if not isinstance(needs, Mapping) or not all(isinstance(v, list) for v in needs.values()):
+            return node
+        made = {k: v for k, v in node.items() if k != "dependentRequired"}
+        for name, others in needs.items():
+            made = _and(made, {"anyOf": [{"properties": {name: False}}, {"required": list(others)}]})
+        return made
+
+    def _sizes(self, node: dict[str, Any]) -> dict[str, Any]:
+        most = node.get("maxItems")
+        if node.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
+            return {k: v for k, v in node.items() if k != "uniqueItems"}
+        return node
+
+    # ---- whether two schemas can hold at once
+
+    def _apart(self, a: Any, b: Any) -> bool:
+        """Whether no value satisfies both, by its type or by a tag; False also where that is not seen."""
+        if self._left <= 0:
+            return False
+        kinds, others = self._kinds(a), self._kinds(b)
+        if not kinds & others:
+            return True
+        if kinds & others != {"object"}:
+            return _values_apart(self._values(a), self._values(b))
+        needed = self._required(a) & self._required(b)
+        return any(_values_apart(self._property(a, name), self._property(b, name)) for name in needed)
+
+    def _facets(self, node: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Schemas that all hold where this one does."""
+        self._left -= 1
+        if not isinstance(node, Mapping) or depth > _DEEPEST or self._left <= 0:
+            return
+        yield node
+        if "$ref" in node:
+            yield from self._facets(self._target(node["$ref"]), depth + 1)
+        for part in _items(node.get("allOf")):
+            yield from self._facets(part, depth + 1)
+
+    def _kinds(self, node: Any, depth: int = 0) -> set[str]:
+        found = set(_EVERY)
+        if depth > _DEEPEST or self._left <= 0:
+            return found
+        for facet in self._facets(node, depth):
+            if "type" in facet:
+                named = facet["type"] if isinstance(facet["type"], list) else [facet["type"]]
+                found &= {kind for name in named if isinstance(name, str) for kind in _KINDS.get(name, _EVERY)}
+            for values in (_items(facet.get("enum")), [facet["const"]] if "const" in facet else []):
+                if values:
+                    found &= {_kind(v) for v in values}
+            for word in ("anyOf", "oneOf"):
+                if choices := _items(facet.get(word)):
+                    found &= {kind for choice in choices for kind in self._kinds(choice, depth + 1)}
+        return found
+
+    def _required(self, node: Any) -> set[str]:
+        return {n for facet in self._facets(node) for n in _items(facet.get("required")) if isinstance(n, str)}
+
+    def _values(self, node: Any) -> set[str] | None:
+        """The only values a schema allows, spelled; None: it does not list them."""
+        return self._property({"properties": {"": node}}, "")
+
+    def _property(self, node: Any, name: str) -> set[str] | None:
+        values = self._listed(node, name)
+        return None if values is None else {_spelled(v) for v in values}
+
+    def _target(self, reference: Any) -> Any:
+        found = self._root
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        for step in reference.split("/")[1:]:
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+_EVERY = frozenset({"object", "array", "string", "boolean", "null", "whole", "broken"})
+_KINDS: dict[str, frozenset[str]] = {
+    "integer": frozenset({"whole"}),
+    "number": frozenset({"whole", "broken"}),
+    **{name: frozenset({name}) for name in ("object", "array", "string", "boolean", "null")},
+}
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "whole"
+        case float():
+            return "whole" if value.is_integer() else "broken"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _spelled(value: Any) -> str:
+    """Equal texts for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
+
+    def plain(v: Any) -> Any:
+        if isinstance(v, float) and v.is_integer():
+            return int(v)
+        if isinstance(v, list):
+            return [plain(e) for e in v]
+        return {k: plain(e) for k, e in v.items()} if isinstance(v, Mapping) else v
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def _ahead(pattern: str) -> tuple[list[str], str]:
+    """The expressions of the look-aheads that a pattern begins with, and the pattern without them.
+
+    None are taken out where that could change the meaning: of a broken pattern, or one of alternatives.
+    """
+    found, rest = [], pattern
+    while rest.startswith("^(?="):
+        end, _ = _scan(rest, 1)
+        if end is None or rest[end : end + 1] in ("*", "+", "?", "{"):
+            return [], pattern
+        found.append(f"^(?:{rest[4 : end - 1]})")
+        rest = "^" + rest[end:]
+    return ([], pattern) if _scan(rest, 0)[1] else (found, rest)
+
+
+def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
+    """Where the group that begins at a place ends (None: it does not), and whether alternatives stand outside all."""
+    depth, in_class, end, alternative = 0, False, None, False
+    while at < len(pattern):
+        c = pattern[at]
+        if c == "\\":
+            at += 1
+        elif in_class or c == "[":
+            in_class = c != "]"
+        else:
+            depth += (c == "(") - (c == ")")
+            alternative = alternative or (c == "|" and depth == 0)
+            if c == ")" and depth == 0 and end is None:
+                end = at + 1
+        at += 1
+    return end, alternative
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
+    return a is not None and b is not None and not a & b
+
+
+def _and(node: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return node | {"allOf": [*_items(node.get("allOf")), other]}
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+# ---- strings
+
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
+_LEAP = r"(?:\d{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][48]|[2468]0|[13579][26])00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
+    rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP}-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_HOURS = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_PCHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+_ICHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}|[\u00a1-\ud7ff\uf900-\ufdcf\ufdf0-\uffef])"
+
+FORMATS: Mapping[str, str] = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "time": f"^{_TIME}$",
+    "duration": rf"^P(?:\d+W|(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)(?:{_HOURS})?|{_HOURS})$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*$",
+    "uri-reference": rf"^(?:https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9]\d{{0,3}})?)?(?:/{_PCHAR}*)*(?:\?{_PCHAR}*)?(?:#{_PCHAR}*)?$",
+    "iri": rf"^https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9]\d{{0,3}})?(?:/{_ICHAR}*)*(?:\?{_ICHAR}*)?(?:#{_ICHAR}*)?$",
+    "json-pointer": r"^(?:/(?:[^/~\x00-\x1f]|~[01])*)*$",
+    "byte": r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?$",
+}
+
+_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
+
+# Formats of OpenAPI that say how a field is shown or sent, not what it holds.
+HINTS = ("password", "binary", "textarea", "markdown")
+
+# Expressions with look-ahead that well-known generators write, in others' words.
+EQUIVALENT: Mapping[str, str] = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
