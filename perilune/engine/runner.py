@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops import registry
+from perilune.ops.linear import FEW_ON_CPU
+from perilune.ops.threads import torch_alone
 
 T = TypeVar("T")
 
@@ -75,7 +78,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> "Readout":
         """Queues the step on the device; nothing here waits for it."""
-        with registry.using(self.overrides):
+        few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
+        with registry.using(self.overrides), torch_alone() if few else nullcontext():
             logits = self.graphs.logits(plan) if self.graphs is not None and self.graphs.takes(plan) else None
             if logits is not None:
                 assert self.graphs is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.registry import Op
 
@@ -77,8 +77,7 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     x = (x if x.dim() == 2 else x[:, 0] if x.shape[1] == 1 else x.sum(1)).contiguous()
     y = torch.empty(x.shape)
     T, D = x.shape
-    threads = torch.get_num_threads()
-    _kernel()(residual.data_ptr(), x.data_ptr(), w.data_ptr(), y.data_ptr(), T, D, threads, eps)
+    _kernel()(residual.data_ptr(), x.data_ptr(), w.data_ptr(), y.data_ptr(), T, D, threads.count(), eps)
     return y
 
 

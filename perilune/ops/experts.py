@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.registry import Op
 
@@ -113,7 +113,7 @@ def cpp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) 
         E,
         D,
         I,
-        torch.get_num_threads(),
+        threads.count(),
     )
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y if x.dtype == FLOAT32 else y.to(x.dtype)

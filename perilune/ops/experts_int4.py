@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make
 from perilune.ops.experts import TOL, Case, each, routing
 from perilune.ops.experts import reference as dense_reference
@@ -105,7 +105,7 @@ def cpp(
         E,
         D,
         I,
-        torch.get_num_threads(),
+        threads.count(),
     )
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y if x.dtype == FLOAT32 else y.to(x.dtype)

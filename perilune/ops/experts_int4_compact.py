@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, Make, dequantized
 from perilune.ops.experts import Case, each, routing
 from perilune.ops.experts import reference as dense_reference
@@ -86,7 +86,7 @@ def cpp(
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     h, y = torch.empty(T * k, I), torch.empty(T, D)
     pointers = [t.data_ptr() for t in (f, ids, weights, *gate_up, *down, h, y)]
-    failed = _kernel()(*pointers, T, k, E, D, I, torch.get_num_threads())
+    failed = _kernel()(*pointers, T, k, E, D, I, threads.count())
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
 

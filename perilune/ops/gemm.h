@@ -1,14 +1,18 @@
 // y = x W^T for rows of W in fp32, bf16 or the checkpoint's INT4, on few or many rows of x, in fp32.
 //
-// A tile of output rows is the unit of parallel work. Where more than `SMALL` vectors meet the same rows, these are
-// widened (dequantised) once into fp32 scratch; with fewer, on the way through the registers.
+// A tile of output rows is the unit of parallel work. Where more than `SMALL` vectors meet the same rows, those that are
+// not fp32 are widened (dequantised) once into fp32 scratch; with fewer, on the way through the registers.
 #pragma once
 #include <type_traits>
 
 #include "pool.h"
 
 constexpr int64_t TILE = 16;  // output rows of one piece of work
-constexpr int64_t SMALL = 3;  // vectors in registers at once
+#ifdef __AVX512VL__
+constexpr int64_t SMALL = 6;  // vectors in registers at once: 4 rows times 6 sums, of 32 registers
+#else
+constexpr int64_t SMALL = 3;  // of 16 registers
+#endif
 constexpr int64_t PARALLEL = 1 << 15;  // multiplications below which sharing costs more than it saves
 
 // Rows of weights. `chunk` is how many groups of eight `get` yields at once; K is a multiple of 8 * chunk.
@@ -24,6 +28,16 @@ struct Plain {
   // Without a condition: a branch here can part a product from its sum, and what is not fused is rounded twice.
   inline __attribute__((always_inline)) void fetch(int64_t row, int64_t c) const {
     __builtin_prefetch(data + row * K + c * 8);
+  }
+};
+
+// Rows of fp32 that are in the cache already.
+struct Near {
+  static constexpr int chunk = 1;
+  const float* data;
+  int64_t K;
+  inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
+    out[0] = load(data + row * K + c * 8);
   }
 };
 
@@ -68,7 +82,7 @@ INLINE void block(const W& w, int64_t row, const float* const* x, float (*out)[S
       w.get(row + r, c, v);
 #pragma GCC unroll 4
       for (int j = 0; j < W::chunk; j++)
-#pragma GCC unroll 3
+#pragma GCC unroll 6
         for (int t = 0; t < N; t++) acc[r][t] += v[j] * load(x[t] + (c * W::chunk + j) * 8);
     }
   }
@@ -87,6 +101,11 @@ INLINE void blocks(const W& w, int64_t row, int64_t rows, const float* const* x,
 template <class W>
 __attribute__((noinline)) void tile_dots(const W& w, int64_t row, int64_t rows, const float* const* x, int64_t n,
                                          float (*out)[SMALL]) {
+  if constexpr (SMALL > 3) {
+    if (n == 6) return blocks<6>(w, row, rows, x, out);
+    if (n == 5) return blocks<5>(w, row, rows, x, out);
+    if (n == 4) return blocks<4>(w, row, rows, x, out);
+  }
   if (n == 3)
     blocks<3>(w, row, rows, x, out);
   else if (n == 2)
@@ -110,16 +129,20 @@ __attribute__((noinline)) void widen_rows(const W& w, int64_t row, int64_t rows,
 // `scratch` holds TILE * K floats.
 template <class W, class X, class Emit>
 INLINE void dots(const W& w, int64_t row, int64_t rows, int64_t count, float* scratch, X x, Emit emit) {
-  const bool wide = count > SMALL;
-  const Plain<float> widened{scratch, w.K};
-  if (wide) widen_rows(w, row, rows, scratch);
+  constexpr bool plain = std::is_same<W, Plain<float>>::value;
+  const bool again = count > SMALL;  // the rows are met more than once
+  Near near{scratch, w.K};
+  if constexpr (plain)
+    near.data = w.data + row * w.K;
+  else if (again)
+    widen_rows(w, row, rows, scratch);
   for (int64_t t = 0; t < count; t += SMALL) {
     const int64_t n = count - t < SMALL ? count - t : SMALL;
     const float* at[SMALL];
     float out[TILE][SMALL];
     for (int64_t b = 0; b < n; b++) at[b] = x(t + b);
-    if (wide)
-      tile_dots(widened, 0, rows, at, n, out);
+    if (again && (t > 0 || !plain))
+      tile_dots(near, 0, rows, at, n, out);
     else
       tile_dots(w, row, rows, at, n, out);
     for (int64_t b = 0; b < n; b++)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.registry import Op
 
@@ -76,8 +76,7 @@ def cpp(x: Tensor, w: Tensor) -> Tensor:
         f = f.contiguous()
     (T, H, a), (by_token, by_head, _), b = f.shape, f.stride(), w.shape[2]
     y = torch.empty(T, H, b)
-    threads = torch.get_num_threads()
-    _kernel(w.dtype)(f.data_ptr(), by_token, by_head, w.data_ptr(), y.data_ptr(), T, H, a, b, threads)
+    _kernel(w.dtype)(f.data_ptr(), by_token, by_head, w.data_ptr(), y.data_ptr(), T, H, a, b, threads.count())
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
 
 

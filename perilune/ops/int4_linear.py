@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.int4 import GROUP, dequantize
 from perilune.ops.registry import Op
@@ -67,8 +67,7 @@ def cpp(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         f = f.contiguous()
     (T, i), o = x.shape, packed.shape[0]
     y = torch.empty(T, o)
-    threads = torch.get_num_threads()
-    _kernel()(f.data_ptr(), f.stride(0), packed.data_ptr(), scale.data_ptr(), y.data_ptr(), T, i, o, threads)
+    _kernel()(f.data_ptr(), f.stride(0), packed.data_ptr(), scale.data_ptr(), y.data_ptr(), T, i, o, threads.count())
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
 
 

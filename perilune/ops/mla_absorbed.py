@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, paged
+from perilune.ops import compile, paged, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.registry import Op
 
@@ -138,7 +138,7 @@ def cpp(
         width - R,
         N,
         block_size,
-        torch.get_num_threads(),
+        threads.count(),
         scale,
     )
     assert not failed, (

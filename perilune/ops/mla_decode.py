@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, paged
+from perilune.ops import compile, paged, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.mla_absorbed import mla_absorbed
@@ -246,7 +246,7 @@ def cpp(
         v,
         N,
         block_size,
-        torch.get_num_threads(),
+        threads.count(),
         scale,
     )
     assert not failed, (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.kv_write import kv_write
@@ -215,7 +215,7 @@ def cpp(
         n,
         R,
         width - R,
-        torch.get_num_threads(),
+        threads.count(),
         eps,
     )
     assert not failed, f"a slot is outside the cache: {slots.max()=} {cache.shape=}"

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, moe_int4_prefill
+from perilune.ops import compile, moe_int4_prefill, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.experts import Case as Routed
 from perilune.ops.experts import routing
 from perilune.ops.experts_int4 import experts_int4
 from perilune.ops.experts_int4 import reference as routed_reference
 from perilune.ops.int4 import GROUP
-from perilune.ops.linear import FEW_ROWS, linear
+from perilune.ops.linear import FEW_ON_CPU, linear
 from perilune.ops.registry import Op
 from perilune.ops.swiglu import swiglu
 
@@ -208,7 +208,7 @@ def _on_cpu() -> Any:
     when=lambda a, device: compile.on_cpu(
         "experts",
         device,
-        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS, f"at most {FEW_ROWS} tokens of float32"),
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ON_CPU, f"at most {FEW_ON_CPU} tokens of float32"),
         (a.gate_up_scale.dtype == BFLOAT16, "bfloat16 scales"),
     ),
 )
@@ -233,7 +233,7 @@ def cpp(
     else:
         pointers += 0, 0
     h, y = torch.empty(T * (k * I + S)), torch.empty(T, 1, D)
-    failed = _on_cpu()(*pointers, h.data_ptr(), y.data_ptr(), T, k, E, D, I, S, torch.get_num_threads())
+    failed = _on_cpu()(*pointers, h.data_ptr(), y.data_ptr(), T, k, E, D, I, S, threads.count())
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y
 

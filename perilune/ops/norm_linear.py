@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, sums
-from perilune.ops.linear import FEW_ROWS, linear, run_streamed, streamable
+from perilune.ops.linear import FEW_ON_CPU, linear, run_streamed, streamable
 from perilune.ops.registry import Op
 from perilune.ops.rmsnorm import reference as norm_reference
 from perilune.ops.rmsnorm import rmsnorm
@@ -72,7 +72,7 @@ def _kernel() -> Any:
     when=lambda a, device: compile.on_cpu(
         "linear",
         device,
-        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS, f"at most {FEW_ROWS} rows of float32"),
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ON_CPU, f"at most {FEW_ON_CPU} rows of float32"),
         (a.x.shape[1] % 8 == 0, "an input width that is a multiple of 8"),
     ),
 )
@@ -82,8 +82,7 @@ def cpp(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
     w = w.contiguous()
     (T, i), o = x.shape, w.shape[0]
     y = torch.empty(T, o)
-    threads = torch.get_num_threads()
-    _kernel()(x.data_ptr(), x.stride(0), norm.data_ptr(), w.data_ptr(), y.data_ptr(), T, i, o, threads, eps)
+    _kernel()(x.data_ptr(), x.stride(0), norm.data_ptr(), w.data_ptr(), y.data_ptr(), T, i, o, threads.count(), eps)
     return y
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.registry import Op
 
@@ -73,7 +73,7 @@ def cpp(x: Tensor, w: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
     y = torch.empty(x.shape)
     T, D = x.shape
-    _kernel()(x.data_ptr(), x.stride(0), w.data_ptr(), y.data_ptr(), T, D, torch.get_num_threads(), eps)
+    _kernel()(x.data_ptr(), x.stride(0), w.data_ptr(), y.data_ptr(), T, D, threads.count(), eps)
     return y
 
 

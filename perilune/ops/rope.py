@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.registry import Op
 
@@ -68,9 +68,7 @@ def cpp(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
     y = torch.empty(x.shape)
     (T, H, r), (by_token, by_head, _) = x.shape, x.stride()
-    _kernel()(
-        x.data_ptr(), by_token, by_head, cos.data_ptr(), sin.data_ptr(), y.data_ptr(), T, H, r, torch.get_num_threads()
-    )
+    _kernel()(x.data_ptr(), by_token, by_head, cos.data_ptr(), sin.data_ptr(), y.data_ptr(), T, H, r, threads.count())
     return y
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.registry import Op
 
@@ -130,7 +130,7 @@ def cpp(
         n_group,
         topk_group,
         norm,
-        torch.get_num_threads(),
+        threads.count(),
         scale,
     )
     return ids, weights

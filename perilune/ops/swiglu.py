@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, Tol, rounded
 from perilune.ops.registry import Op
 
@@ -73,7 +73,7 @@ def cpp(gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
     T, both = gate_up.shape
     y = torch.empty(T, both // 2)
-    _kernel()(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), T, both // 2, torch.get_num_threads())
+    _kernel()(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), T, both // 2, threads.count())
     return y
 
 
