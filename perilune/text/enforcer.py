@@ -14,6 +14,7 @@ follows. Close to that point one careless token (a key whose value is long) coul
 such a token is exchanged for the first of the way before anybody sees it (`tight`, `settle`).
 """
 
+import copy
 import enum
 
 from perilune.core.constraint import Constraint
@@ -71,6 +72,13 @@ class Enforcer:
         self._most = 0  # the shortest completion from here has at most that many tokens
         self._vetted: tuple[int, list[int]] | None = None
         self.tight = False  # the next token has to go through `settle`
+
+    def copy(self) -> "Enforcer":
+        """The same answer, to go on with separately."""
+        made = copy.copy(self)
+        if self._matcher is not None:
+            made._matcher = self._matcher.copy()
+        return made
 
     def shortest(self) -> list[int]:
         """Tokens that complete the answer from here; none where it may be cut off anywhere."""
@@ -199,7 +207,7 @@ class Enforcer:
             case Phase.START | Phase.TEXT if self._tools and token == self._section_begin:
                 self._enter(Phase.SECTION)
             case Phase.START if self._answer is not None and text:
-                self._enter(Phase.ANSWER, self._answer)
+                self._enter(Phase.ANSWER, self._answer.copy())
                 self._step(token)
             case Phase.START | Phase.TEXT if self._constraint.text and text:
                 self.phase = Phase.TEXT

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from perilune.text.completion import example, shortest
 from perilune.text.tokenizer import Tokenizer
+from perilune.text.unordered import rules
 
 Words = NDArray[np.uint32]  # bit i of word w stands for token 32 w + i
 
@@ -200,13 +201,23 @@ def forbid(mask: Words, token: int) -> None:
 def json_grammar(schema: Any) -> str:
     """The grammar of compact JSON by a schema: at most one blank after a comma or a colon, none elsewhere.
 
-    A boolean schema is written as an object. Raises GrammarError for what is no schema at all; what a schema asks that
-    cannot be enforced comes out when the grammar is compiled.
+    Properties come in any order where `text.unordered` knows how. A boolean schema is written as an object. Raises
+    GrammarError for what is no schema at all; what a schema asks that cannot be enforced comes out when the grammar is
+    compiled.
     """
+    found = rules(schema)
+    if found is None:
+        return json.dumps({"grammars": [_by_schema(schema)]})
+    text, schemas = found
+    values = [_by_schema(value) | {"name": f"value{i}"} for i, value in enumerate(schemas)]
+    return json.dumps({"grammars": [{"lark_grammar": text}, *values]})
+
+
+def _by_schema(schema: Any) -> dict[str, Any]:
     if isinstance(schema, bool):
         schema = {} if schema else {"anyOf": []}
     try:
-        return LLMatcher.grammar_from_json_schema(
+        text = LLMatcher.grammar_from_json_schema(
             json.dumps(schema, ensure_ascii=False),
             overrides={
                 "item_separator": ", ?",
@@ -218,6 +229,9 @@ def json_grammar(schema: Any) -> str:
         )
     except (ValueError, RecursionError) as e:
         raise GrammarError(_line(str(e))) from e
+    (made,) = json.loads(text)["grammars"]
+    assert isinstance(made, dict)
+    return made
 
 
 def regex_grammar(expression: str) -> str:
