@@ -17,11 +17,20 @@ from torch import Tensor
 from perilune.bench import ledger
 from perilune.convert import nvfp4 as search
 from perilune.convert import report as quality
+from perilune.convert.calibrate import measure as measure_inputs
 from perilune.convert.stream import Conversion, decibels
 from perilune.convert.target import Target
+from perilune.convert.texts import gather
 from perilune.formats import int4, nvfp4
 
 ROWS, INPUTS = 2048, 7168
+RESAMPLES = 2000
+CALIBRATION_TOKENS = 8192
+TARGETS = {
+    "optimal": Target(to="nvfp4"),
+    "calibrated": Target(to="nvfp4", calibrated=True),
+    "max": Target(to="nvfp4", recipe="max"),
+}
 SPREAD = 0.5  # of the logarithm of rows' and columns' sizes in "lognormal"
 
 
@@ -50,22 +59,47 @@ def measure(model: Path, *, tokens: int, rounds: int, report: Callable[[str], No
 
 
 def _model(model: Path, tokens: int, report: Callable[[str], None]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for recipe in ("optimal", "max"):
+    """KL of three conversions on the same texts, and the ratios of the first two to the last."""
+    texts, device = gather(model, tokens), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    row: dict[str, Any] = {"tokens": texts.tokens, "sequences": len(texts.sequences)}
+    divergences = {}
+    for name, target in TARGETS.items():
         with tempfile.TemporaryDirectory(prefix="perilune-convert-") as scratch:
-            result = Path(scratch) / recipe
-            with Conversion(model, Target(to="nvfp4", recipe=recipe)) as conversion:
-                conversion.run(result)
-            seen = quality.measure(model, result, tokens=tokens, problems=0)
-        report(f"{recipe}: KL {seen['kl_nats']:.3e} nats, top-1 agrees in {100 * seen['top1_agreement']:.2f} %")
+            result = Path(scratch) / name
+            inputs = None
+            if target.calibrated:
+                inputs = measure_inputs(model, gather(model, CALIBRATION_TOKENS, split="train"), device).inputs()
+            with Conversion(model, target) as conversion:
+                conversion.run(result, inputs=inputs)
+            weights = quality.compare_weights(model, result)
+            changed = {layer for layer, *_ in weights.losses}
+            seen = quality.compare_outputs(model, result, texts, device, changed, torch.float32)
+        nats, agreement = seen.divergence.mean().item(), seen.agreed.double().mean().item()
+        report(f"{name}: KL {nats:.3e} nats, top-1 agrees in {100 * agreement:.2f} %")
         row |= {
-            "tokens": seen["tokens"],
-            f"{recipe}_sqnr_db": seen["sqnr_db"],
-            f"{recipe}_kl_nats": round(seen["kl_nats"], 6),
-            f"{recipe}_top1_agreement": round(seen["top1_agreement"], 5),
-            f"{recipe}_layers_db": seen["layers_db"],
+            f"{name}_sqnr_db": round(weights.sqnr_db, 4),
+            f"{name}_kl_nats": round(nats, 6),
+            f"{name}_top1_agreement": round(agreement, 5),
+            f"{name}_layers_db": [round(min(decibels(s, e), 999.0), 4) for s, e in seen.layers],
         }
-    return row | {"kl_ratio": round(row["optimal_kl_nats"] / row["max_kl_nats"], 4)}
+        pieces = seen.divergence.split([len(ids) for ids in texts.sequences])
+        divergences[name] = torch.stack([piece.sum() for piece in pieces])
+    for key, name in (("kl_ratio", "optimal"), ("kl_ratio_calibrated", "calibrated")):
+        low, high = interval(divergences[name], divergences["max"])
+        ratio = (divergences[name].sum() / divergences["max"].sum()).item()
+        report(
+            f"{name}: {ratio:.4f} of the usual recipe's KL, 95 % of resampled texts between {low:.4f} and {high:.4f}"
+        )
+        row |= {key: round(ratio, 4), f"{key}_95": [round(low, 4), round(high, 4)]}
+    return row
+
+
+def interval(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Of the ratio of two sums over the same texts: the middle 95 % when texts are drawn again, with replacement."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(one), (RESAMPLES, len(one)), generator=generator)
+    ratios = (one[drawn].sum(1) / other[drawn].sum(1)).sort().values
+    return ratios[int(0.025 * RESAMPLES)].item(), ratios[int(0.975 * RESAMPLES)].item()
 
 
 def _gaussian(generator: torch.Generator) -> Tensor:

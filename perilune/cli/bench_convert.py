@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
-from perilune.bench import conversion, ledger
+from perilune.bench import conversion, conversion_stream, ledger
 from perilune.model.hub import resolve_model
 
 DB_MARKS = {"gaussian": 22.6, "lognormal": 23.0, "student5": 23.1}  # what this project promises
@@ -16,6 +17,13 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
 @click.argument("model", default="kimi-nano")
 @click.option("--tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared at least.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Per matrix; medians count.")
+@click.option("--stream-gb", type=click.FloatRange(min=1), help="Instead: convert a made-up source of this size.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("."),
+    help="With --stream-gb: where there is room for 2.1 times that.  [default: here]",
+)
 @click.option(
     "--ledger",
     "directory",
@@ -23,18 +31,29 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
     default=None,
     help=f"Also append the row to DIRECTORY/convert.jsonl (the project's is {ledger.DEFAULT}).",
 )
-def command(model: str, tokens: int, rounds: int, directory: Path | None) -> None:
+def command(
+    model: str, tokens: int, rounds: int, stream_gb: float | None, scratch: Path, directory: Path | None
+) -> None:
     """Error and time of the exact search for NVFP4 scales, and the KL it leaves in MODEL, whose experts are INT4."""
-    row = conversion.measure(
-        resolve_model(model), tokens=tokens, rounds=rounds, report=lambda line: click.echo(line, err=True)
-    )
+    if stream_gb is not None:
+        _finish(conversion_stream.measure(scratch, stream_gb, _say), directory)
+        return
+    row = conversion.measure(resolve_model(model), tokens=tokens, rounds=rounds, report=_say)
     marks = ", ".join(f"{name} {row[f'{name}_db']:.2f} (mark: {mark})" for name, mark in DB_MARKS.items())
     click.echo(f"SQNR in dB: {marks}", err=True)
     click.echo(
-        f"{row['seconds_per_matrix']:.3f} s per matrix (mark: {SECONDS_MARK}); KL {row['kl_ratio']:.2f} of the usual "
-        f"recipe's (mark: {KL_MARK})",
+        f"{row['seconds_per_matrix']:.3f} s per matrix (mark: {SECONDS_MARK}); KL {row['kl_ratio']:.3f} of the usual "
+        f"recipe's (mark: {KL_MARK}), {row['kl_ratio_calibrated']:.3f} calibrated",
         err=True,
     )
+    _finish(row, directory)
+
+
+def _finish(row: dict[str, Any], directory: Path | None) -> None:
     if directory is not None:
         click.echo(f"written to {ledger.append([row], directory)}", err=True)
     click.echo(json.dumps(row))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

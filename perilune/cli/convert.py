@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import torch
 
+from perilune.bench import lm_eval
 from perilune.convert import report as quality
+from perilune.convert.calibrate import calibrated
 from perilune.convert.journal import NAME as JOURNAL
 from perilune.convert.stream import RECORD, Conversion, Loss, sizes
 from perilune.convert.target import Layout, Recipe, Scales, Target, To
+from perilune.convert.texts import gather
 from perilune.core.errors import ConfigError
 from perilune.formats.jsonfile import read_object
 from perilune.formats.writer import SHARD_BYTES
@@ -51,11 +53,24 @@ GB = 1e9
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
 @click.option("--dry-run", is_flag=True, help="Only check SRC's headers and the disk, and show sizes.")
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="With nvfp4: run SRC over text first, for scales of activations and better block scales.",
+)
+@click.option("--calibrate-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Measured over.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSONL of chats (messages, tools) or texts (text) for --calibrate and --report.  [default: bundled problems]",
+)
 @click.option("--report", "reporting", is_flag=True, help="Also compare the result with SRC; it may be there already.")
 @click.option("--report-tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared.")
 @click.option(
     "--problems", type=click.IntRange(min=0), default=16, show_default=True, help="Per task family, for the report."
 )
+@click.option("--lm-eval", "tasks", help="Also score these lm-eval tasks, separated by commas (needs lm_eval).")
+@click.option("--lm-eval-args", default="", help="More arguments for lm_eval, such as '--limit 100'.")
 @click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR (dB) is below.")
 @click.option("--max-kl", type=float, help="With --report: exit with 1 if the mean KL (nats per token) is above.")
 def command(
@@ -71,9 +86,14 @@ def command(
     device: str,
     revision: str | None,
     dry_run: bool,
+    calibrate: bool,
+    calibrate_tokens: int,
+    text: Path | None,
     reporting: bool,
     report_tokens: int,
     problems: int,
+    tasks: str | None,
+    lm_eval_args: str,
     min_sqnr: float | None,
     max_kl: float | None,
 ) -> None:
@@ -84,8 +104,16 @@ def command(
     """
     if not reporting and (min_sqnr is not None or max_kl is not None):
         raise ConfigError("--min-sqnr and --max-kl bound what --report measures: add it")
-    target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar)
+    if text is not None and not (reporting or calibrate):
+        raise ConfigError("--text is what --report and --calibrate run over: add one of them")
+    if tasks is not None:
+        if not reporting:
+            raise ConfigError("--lm-eval scores belong to the report: add --report")
+        lm_eval.require()
+    target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar, calibrated=calibrate)
     path = hub.resolve_model(source, revision=revision)
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    texts = gather(path, report_tokens, text) if reporting and not dry_run else None  # before hours of work
     finished = (directory / RECORD).is_file() and not (directory / JOURNAL).exists()
     if finished and reporting and not dry_run:
         if (made := read_object(directory / RECORD).get("target")) != dataclasses.asdict(target):
@@ -94,27 +122,34 @@ def command(
             )
         click.echo(f"{directory} is complete: only reporting", err=True)
     else:
-        where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
             _show(conversion, directory)
             if dry_run:
                 return
-            loss = conversion.run(directory, threads=threads, progress=sys.stderr.isatty())
+            inputs = None
+            if calibrate:
+                conversion.require_apart(directory)
+                run_over = gather(path, calibrate_tokens, text, split="train")
+                key = conversion.fingerprint
+                inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
+            loss = conversion.run(directory, inputs=inputs, threads=threads, progress=True)
         _tell(loss, directory)
-    if reporting:
-        record = quality.measure(
-            path,
-            directory,
-            tokens=report_tokens,
-            problems=problems,
-            say=lambda line: click.echo(line, err=True),
-        )
+    if texts is not None:
+        record = quality.measure(path, directory, texts=texts, problems=problems, device=torch.device(where), say=_say)
+        if tasks is not None:
+            for key, model in (("source_", path), ("", directory)):
+                _say(f"scoring {tasks} with {model.name}")
+                record[f"{key}lm_eval"] = lm_eval.scores(model, tasks, lm_eval_args, device=where)
         for line in quality.table(record):
-            click.echo(line, err=True)
+            _say(line)
         quality.write(record, directory)
         click.echo(json.dumps(record))
         if faults := quality.faults(record, min_sqnr=min_sqnr, max_kl=max_kl):
             raise ConfigError(f"{directory} is below the bound: {'; '.join(faults)}")
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _show(conversion: Conversion, directory: Path) -> None:

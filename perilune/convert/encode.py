@@ -1,9 +1,12 @@
 """From a checkpoint and a target to jobs: what becomes of every tensor."""
 
+import hashlib
+import itertools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,25 +25,50 @@ from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.registry import SERVED
 from perilune.model.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
 
-EXPERT = re.compile(r"(.*\.mlp\.experts\.\d+\.)(gate|up|down)_proj")
+EXPERT = re.compile(r"((.*\.mlp\.experts)\.\d+\.)(gate|up|down)_proj")
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats whose weights are q * s
 KEPT_FACTORS = 64  # of matrices that are being converted
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known of the routed experts' inputs (calibrate.py measures it).
+
+    scales  ModelOpt's input_scale by ("model.layers.3.mlp.experts", "gate_up" or "down")
+    often   [i] uint8, 1 to 15: how much an error at each input matters beside its block's others. Of gate and up by
+            "model.layers.3.mlp.experts", of one expert's down by "model.layers.3.mlp.experts.17". Others matter alike.
+    """
+
+    scales: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    often: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        whole = hashlib.sha256(repr(sorted(self.scales.items())).encode())
+        for name, shares in sorted(self.often.items()):
+            whole.update(name.encode() + shares.numpy().tobytes())
+        return whole.hexdigest()
+
+
 class Encoder:
-    """Makes jobs. `scales` holds the INT4 scales that were kept when the source was made, if they were."""
+    """Makes jobs. `scales` holds the INT4 scales that were kept when the source was made, if they were.
+
+    devices  where the work is done; each thread takes one of them
+    inputs   may be set until the first job is run; layers whose scale it lacks keep the source's, or get INPUT_SCALE
+    """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         found: Survey,
         target: Target,
-        device: torch.device,
+        devices: Sequence[torch.device],
         scales: Checkpoint | None = None,
     ) -> None:
-        self._checkpoint, self._found, self._target, self._device = checkpoint, found, target, device
+        self._checkpoint, self._found, self._target = checkpoint, found, target
+        self._devices, self._threads, self._own = devices, itertools.count(), threading.local()
         self._scales = scales
+        self.inputs = Inputs()
         self._factors: dict[tuple[str, ...], Tensor] = {}
         self._lock = threading.Lock()
         kinds = {form for name, form in found.formats.items() if EXPERT.fullmatch(name)}
@@ -112,16 +140,16 @@ class Encoder:
             if maximum:
                 done = search.by_maximum(self._weights(name, rows), factor.to(self._device))
             else:
-                exponent = math.frexp(factor.item())[1] - 1
+                exponent, often = math.frexp(factor.item())[1] - 1, self._often(name)
                 if form in GRID:
-                    done = search.from_int4(*self._grid(name, rows), exponent)
+                    done = search.from_int4(*self._grid(name, rows), exponent, often)
                 else:
-                    done = search.from_weights(self._weights(name, rows), exponent)
+                    done = search.from_weights(self._weights(name, rows), exponent, often)
             return Piece(done.values, (done.scale,), done.signal, done.error)
 
         values = Out(".weight_packed" if packed else ".weight", torch.uint8, (o, i // 2))
         scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
-        return self._job(name, (values, scale, *self._numbers()), piece, lambda: self._tail(self._factor(pair)))
+        return self._job(name, (values, scale, *self._numbers()), piece, lambda: self._tail(name, self._factor(pair)))
 
     def _nvfp4_layout(self, name: str) -> Job:
         """From one of the two layouts to the other."""
@@ -136,7 +164,7 @@ class Encoder:
         def tail() -> tuple[Tensor, ...]:
             number = ".weight_scale_2" if to_packed else ".weight_global_scale"
             factor = self._checkpoint.read(self._found.tensors[name + number].name).reshape(())
-            return self._tail(factor if to_packed else factor.reciprocal())
+            return self._tail(name, factor if to_packed else factor.reciprocal())
 
         values = Out(".weight_packed" if to_packed else ".weight", torch.uint8, (o, i // 2))
         scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
@@ -144,18 +172,45 @@ class Encoder:
 
     def _numbers(self) -> tuple[Out, ...]:
         if self._target.layout == "compressed-tensors":
-            return (Out(".weight_global_scale", torch.float32, (1,)),)
+            return tuple(Out(s, torch.float32, (1,)) for s in (".weight_global_scale", ".input_global_scale"))
         return (Out(".weight_scale_2", torch.float32, ()), Out(".input_scale", torch.float32, ()))
 
-    def _tail(self, factor: Tensor) -> tuple[Tensor, ...]:
+    def _tail(self, name: str, factor: Tensor) -> tuple[Tensor, ...]:
+        inputs = self._input_scale(name)
         if self._target.layout == "compressed-tensors":
             # Of a matrix of zeros every scale is 0, whatever this says.
-            return (torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1),)
-        return (factor, torch.tensor(INPUT_SCALE))
+            return (torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1), inputs.reciprocal().reshape(1))
+        return (factor, inputs)
+
+    def _input_scale(self, name: str) -> Tensor:
+        """As ModelOpt means it, [] float32: measured, else the source's, else INPUT_SCALE."""
+        _, layer, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        known = self.inputs.scales.get((layer, "down" if kind == "down" else "gate_up"))
+        if known is not None:
+            return torch.tensor(known)
+        suffix = {scheme.NVFP4: ".input_scale", scheme.NVFP4_PACKED: ".input_global_scale"}
+        if (form := self._found.formats[name]) not in suffix:
+            return torch.tensor(INPUT_SCALE)
+        stem = self._found.tensors[name + SCALE_NAMES].name.removesuffix(SCALE_NAMES)
+        if (info := self._checkpoint.tensors.get(stem + suffix[form])) is None:
+            return torch.tensor(INPUT_SCALE)
+        scale = self._checkpoint.read(info.name).float()
+        if scale.numel() != 1 or not scale.isfinite().all() or scale.item() <= 0:
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {info.name} must be one positive number")
+        return scale.reshape(()) if form == scheme.NVFP4 else scale.reshape(()).reciprocal()
+
+    def _often(self, name: str) -> Tensor | None:
+        stem, layer, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        known = self.inputs.often.get(stem[:-1] if kind == "down" else layer)
+        if known is None:
+            return None
+        if known.shape != self._found.shapes[name][1:]:
+            raise ConfigError(f"what was measured for {self._stored(name)} has {len(known)} inputs: measure again")
+        return known.to(self._device)
 
     def _pair(self, name: str) -> tuple[str, ...]:
         """The matrices that share a scale with `name`: engines put gate and up together, and keep one for both."""
-        stem, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        stem, _, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
         return (name,) if kind == "down" else (f"{stem}gate_proj", f"{stem}up_proj")
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:
@@ -294,10 +349,17 @@ class Encoder:
             at=(first.file.name, first.offset),
             reads=sum(info.nbytes for info in infos),
             outs=tuple(Out(self._stored(name) + out.name, out.dtype, out.shape) for out in outs),
-            pieces=tuple(partial(piece, rows) for rows in row_slices(*self._found.shapes[name])),
+            pieces=tuple(partial(_on_host, piece, rows) for rows in row_slices(*self._found.shapes[name])),
             tail=tail,
             linear=self._stored(name),
         )
+
+    @property
+    def _device(self) -> torch.device:
+        if not hasattr(self._own, "device"):
+            self._own.device = self._devices[next(self._threads) % len(self._devices)]
+        device: torch.device = self._own.device
+        return device
 
     def _stored(self, name: str) -> str:
         return self._found.prefix + name
@@ -322,6 +384,12 @@ class Encoder:
             where = f"{self._checkpoint.path}: tensor {self._stored(name)}{SCALE_NAMES}"
             raise CheckpointError(f"{where} holds scales that are negative")
         return stored[".weight_packed"], scale.to(torch.bfloat16)
+
+
+def _on_host(make: Callable[[slice], Piece], rows: slice) -> Piece:
+    """Copied from a GPU by the thread that made it, not by the one that writes for all."""
+    piece = make(rows)
+    return replace(piece, rows=piece.rows.cpu(), waiting=tuple(part.cpu() for part in piece.waiting))
 
 
 def kept_scales(path: Path) -> Path:

@@ -30,7 +30,8 @@ def compact(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, floa
 def _squares(packed: Tensor) -> Tensor:
     """[o, i / 8] -> the sum of q * q over each group [o, i / 32], float64."""
     q = int4.unpack(packed).unflatten(-1, (-1, INT4_GROUP))
-    return (q.short() * q.short()).sum(-1, dtype=torch.int32).double()
+    sums: Tensor = (q.short() * q.short()).sum(-1, dtype=torch.int32)
+    return sums.double()
 
 
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:

@@ -1,8 +1,11 @@
 """What a conversion consists of: jobs, each of which makes the tensors of one layer or copies one."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from perilune.formats.parts import Part
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.model.survey import require_sound
 
+T = TypeVar("T")
 PIECE_WEIGHTS = 1 << 24  # one expert's matrix in Kimi K2, 67 MB in float32
 PIECE_BYTES = 1 << 26
 ROWS = 128  # pieces are multiples of it, because FP8 blocks are
@@ -88,3 +92,14 @@ def copy(checkpoint: Checkpoint, info: TensorInfo, name: str | None = None, part
         outs=(Out(name or info.name, info.dtype, info.shape),),
         pieces=tuple(at(begin) for begin in range(0, max(info.nbytes, 1), PIECE_BYTES)),
     )
+
+
+def in_order(pool: ThreadPoolExecutor, makers: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
+    """What the makers make, in their order, with at most `depth` under way or waiting."""
+    waiting: deque[Future[T]] = deque()
+    for make in makers:
+        waiting.append(pool.submit(make))
+        if len(waiting) >= depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

@@ -41,26 +41,33 @@ def exponent_for(largest: Iterable[Tensor]) -> int:
     return min(max(math.frexp(most)[1] - 1 - HIGHEST, EXPONENTS[0]), EXPONENTS[1]) if most > 0 else 0
 
 
-def from_int4(packed: Tensor, scale: Tensor, exponent: int) -> Encoded:
-    """packed [o, i / 8] int32, scale [o, i / 32] bfloat16, finite and not negative; exact."""
-    values, steps, energy = nvfp4_from_int4(packed, scale, exponent)
+def from_int4(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None = None) -> Encoded:
+    """packed [o, i / 8] int32, scale [o, i / 32] bfloat16, finite and not negative; exact.
+
+    often  [i] uint8, 1 to 15: how much the error at an input counts in its block; None: all alike
+    """
+    values, steps, energy = nvfp4_from_int4(packed, scale, exponent, often)
     signal, error = energy.sum(0).tolist()
     return Encoded(values, steps, signal, error)
 
 
-def from_weights(w: Tensor, exponent: int) -> Encoded:
-    """[o, i] float32, finite."""
+def from_weights(w: Tensor, exponent: int, often: Tensor | None = None) -> Encoded:
+    """[o, i] float32, finite. `often` as in `from_int4`."""
     blocks = (w * 2.0**-exponent).unflatten(-1, (-1, NVFP4_GROUP))
     start = (blocks.abs().amax(-1) / nvfp4.MAX).clamp(max=nvfp4.SCALE_MAX).to(torch.float8_e4m3fn)
     first = start.view(torch.uint8).int()
+    shares = 1.0 if often is None else often.float().view(-1, NVFP4_GROUP)
     best, least, chosen = first, torch.full(first.shape, math.inf, device=w.device), torch.zeros_like(blocks)
+    lost = torch.zeros_like(least)
     for offset in range(-BELOW, ABOVE + 1):
         byte = (first + offset).clamp(1, 126)  # 126 is 448
         step = byte.to(torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(-1)
         codes = nvfp4.round_e2m1(blocks / step)
-        error = (nvfp4.values(codes) * step - blocks).square().sum(-1)
-        better = error < least
-        best, least = torch.where(better, byte, best), torch.where(better, error, least)
+        squares = (nvfp4.values(codes) * step - blocks).square()
+        cost = (squares * shares).sum(-1)
+        better = cost < least
+        best, least = torch.where(better, byte, best), torch.where(better, cost, least)
+        lost = torch.where(better, squares.sum(-1), lost)
         chosen = torch.where(better.unsqueeze(-1), codes.float(), chosen)
     packed = nvfp4.pack(chosen.to(torch.uint8).flatten(-2))
     square = 4.0**exponent
@@ -68,7 +75,7 @@ def from_weights(w: Tensor, exponent: int) -> Encoded:
         packed,
         best.to(torch.uint8).view(torch.float8_e4m3fn),
         energy(w),
-        least.sum(dtype=torch.float64).item() * square,
+        lost.sum(dtype=torch.float64).item() * square,
     )
 
 

@@ -1,13 +1,14 @@
 """How far a converted checkpoint is from its source: weights, outputs of layers, logits, answers, size and speed.
 
 Weights are compared as both checkpoints store them, so the report also proves that what was written reads back. Both
-models then see the same text, problems of the bundled task families with their answers: each layer's experts get the
-source's activations in both, and the logits are compared token by token. Answers are greedy.
+models then walk through the same text layer by layer: each layer's experts get the source's activations in both, and
+the logits are compared token by token. Neither model has to fit the machine for that; to answer problems it does.
+Answers are greedy.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,100 +19,104 @@ from torch import Tensor
 
 from perilune.convert.nvfp4 import energy
 from perilune.convert.stream import decibels
+from perilune.convert.texts import Texts
+from perilune.convert.walk import Walk
 from perilune.core.errors import CheckpointError
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.jsonfile import write_object
-from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
-from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.model.load import load, row_step
+from perilune.model.load import row_step
 from perilune.model.survey import read_linear, survey
-from perilune.model.weights import Mlp, Moe, Weights
+from perilune.ops.linear import linear
 from perilune.tasks.families import FAMILIES, check, problems
-from perilune.tasks.problem import Answer, Problem, assistant
+from perilune.tasks.problem import Answer, Problem
 from perilune.text.chat import next_tool_index, template_for
 from perilune.text.stream import ChatStream, Content, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
 
 FOLDER = "quality"
-LONGEST = 512  # tokens of one sequence
-BLOCK = 64
 WORST = 10
 ANSWER_TOKENS = 256
 SPLIT = "heldout"
+COLOURS = ("#bbbbbb", "#3b6fb6")
+ROWS, VOCAB = 1024, 16384  # of logits that are compared at once; VOCAB is a multiple of 128
+
+Say = Callable[[str], None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """losses: (layer, energy, energy of the difference) of layers stored in another way; bytes of both checkpoints."""
+
+    losses: tuple[tuple[str, float, float], ...]
+    source_bytes: int
+    bytes: int
+
+    @property
+    def sqnr_db(self) -> float:
+        return decibels(sum(s for _, s, _ in self.losses), sum(e for *_, e in self.losses))
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
-    """Sums over all tokens compared."""
+    """Of T tokens: divergence [T] float64, KL of the result's next token from the source's in nats; agreed [T] bool,
+    whether both find the same one most likely. layers: energies of the output of each layer's experts or MLP, and of
+    what the result's make of the same input less that.
+    """
 
-    tokens: int
-    agreed: int
-    divergence: float
-    highest: float
-    layers: list[tuple[float, float]]  # energies of the source's output and of the difference
-
-
-class Twin(KimiK2):
-    """The source, which also runs the other model's experts on its own activations."""
-
-    def __init__(self, config: KimiConfig, weights: Weights, other: Weights, max_positions: int) -> None:
-        super().__init__(config, weights, max_positions=max_positions)
-        self._counterpart = {id(a.ffn): (i, b.ffn) for i, (a, b) in enumerate(zip(weights.layers, other.layers))}
-        self.layers = [(0.0, 0.0) for _ in weights.layers]
-
-    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
-        out = super()._ffn(w, x)
-        i, other = self._counterpart[id(w)]
-        mine, theirs = _whole(out), _whole(super()._ffn(other, x))
-        signal, error = self.layers[i]
-        self.layers[i] = signal + energy(mine), error + energy(theirs - mine)
-        return out
+    divergence: Tensor
+    agreed: Tensor
+    layers: tuple[tuple[float, float], ...]
 
 
-def measure(source: Path, result: Path, *, tokens: int, problems: int, say: Any = lambda line: None) -> dict[str, Any]:
-    """One flat row but for the lists `worst`, `tensors_db`, `layers_db` and the table `scores`.
+def measure(
+    source: Path,
+    result: Path,
+    *,
+    texts: Texts,
+    problems: int,
+    device: torch.device,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """One flat row but for the lists `worst`, `tensors_db`, `layers_db` and the tables of scores.
 
-    tokens    at least so many are compared
+    texts     what logits and outputs are compared on
     problems  of each task family; 0 leaves the answers out
     say       is told what is being done
     """
     say("comparing weights")
-    losses, sizes = _weights(source, result)
+    weights = compare_weights(source, result)
+    if not weights.losses:
+        raise CheckpointError(f"{result} stores every layer as {source} does: there is nothing to compare")
+    each = sorted((_finite(decibels(s, e)), name) for name, s, e in weights.losses)
     row: dict[str, Any] = {
         "source": source.name,
         "result": result.name,
         "format": KimiConfig.from_directory(result).quantization,
-        "source_gb": round(sizes[0] / 1e9, 4),
-        "gb": round(sizes[1] / 1e9, 4),
-        "layers_changed": len(losses),
-    }
-    if not losses:
-        raise CheckpointError(f"{result} stores every layer as {source} does: there is nothing to compare")
-    each = sorted((_finite(decibels(s, e)), name) for name, s, e in losses)
-    row |= {
-        "sqnr_db": _finite(decibels(sum(s for _, s, _ in losses), sum(e for *_, e in losses))),
+        "source_gb": round(weights.source_bytes / 1e9, 4),
+        "gb": round(weights.bytes / 1e9, 4),
+        "layers_changed": len(weights.losses),
+        "sqnr_db": _finite(weights.sqnr_db),
         "worst_db": each[0][0],
         "worst": [[name, db] for db, name in each[:WORST]],
         "tensors_db": [db for db, _ in each],
     }
-    say("comparing logits")
-    texts, kind = _texts(source, tokens)
-    seen = _outputs(source, result, texts)
+    say(f"comparing outputs over {texts.tokens:,} tokens ({texts.kind})")
+    seen = compare_outputs(source, result, texts, device, {name for name, *_ in weights.losses})
     row |= {
-        "tokens": seen.tokens,
-        "text": kind,
-        "kl_nats": seen.divergence / seen.tokens,
-        "kl_highest": seen.highest,
-        "top1_agreement": seen.agreed / seen.tokens,
+        "tokens": texts.tokens,
+        "text": texts.kind,
+        "kl_nats": seen.divergence.mean().item(),
+        "kl_highest": seen.divergence.max().item(),
+        "top1_agreement": seen.agreed.double().mean().item(),
         "layers_db": [_finite(decibels(s, e)) for s, e in seen.layers],
     }
     if problems and (source / "tiktoken.model").is_file():
         for key, path in (("source_", source), ("", result)):
             say(f"answering problems with {path.name}")
-            scores, speed = _scores(path, problems)
+            scores, speed = _scores(path, problems, device)
             row |= {f"{key}scores": scores, f"{key}tokens_per_s": round(speed, 1)}
             row[f"{key}score"] = round(sum(scores.values()) / len(scores), 4)
     return row
@@ -128,21 +133,31 @@ def faults(row: dict[str, Any], *, min_sqnr: float | None, max_kl: float | None)
 
 
 def table(row: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{row['result']} ({row['format']}) against {row['source']}",
-        f"size               {row['gb']:.3f} GB, source {row['source_gb']:.3f} GB",
-        f"weights            SQNR {row['sqnr_db']:.2f} dB over {row['layers_changed']:,} layers, worst:",
+    """A row for each checkpoint: size, errors, scores in per cent, tokens per second; then what is behind them."""
+    columns: dict[str, tuple[str, str]] = {
+        "checkpoint": (row["source"], row["result"]),
+        "GB": (f"{row['source_gb']:.3f}", f"{row['gb']:.3f}"),
+        "weights dB": ("", f"{row['sqnr_db']:.2f}"),
+        "worst dB": ("", f"{row['worst_db']:.2f}"),
+        "outputs dB": ("", f"{min(row['layers_db']):.1f}"),
+        "KL nats": ("", f"{row['kl_nats']:.3e}"),
+        "top-1 %": ("", f"{100 * row['top1_agreement']:.2f}"),
+    }
+    for name, score in row.get("scores", {}).items():
+        columns[name] = (f"{100 * row['source_scores'][name]:.1f}", f"{100 * score:.1f}")
+    for name, value in row.get("lm_eval", {}).items():
+        columns[name] = (f"{row['source_lm_eval'].get(name, math.nan):.4g}", f"{value:.4g}")
+    if "tokens_per_s" in row:
+        columns["tok/s"] = (f"{row['source_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}")
+    widths = [max(map(len, (name, *values))) for name, values in columns.items()]
+    rows = [list(columns), *([values[k] for values in columns.values()] for k in (0, 1))]
+    return [
+        *("  ".join(cell.rjust(width) for cell, width in zip(cells, widths)) for cells in rows),
+        f"weights: SQNR over {row['layers_changed']:,} layers now {row['format']}; worst:",
         *(f"  {db:8.2f} dB  {name}" for name, db in row["worst"]),
-        f"outputs of layers  SQNR {' '.join(f'{db:.1f}' for db in row['layers_db'])} dB",
-        f"logits             KL {row['kl_nats']:.3e} nats per token (highest {row['kl_highest']:.2e}), top-1 agrees in "
-        f"{100 * row['top1_agreement']:.2f} % of {row['tokens']:,} tokens ({row['text']})",
+        f"outputs: of each layer's experts, on the source's inputs: {' '.join(f'{db:.1f}' for db in row['layers_db'])}",
+        f"logits: {row['tokens']:,} tokens ({row['text']}), highest KL of one {row['kl_highest']:.2e}",
     ]
-    if "scores" in row:
-        lines.append(f"answers            {'':<16}{'source':>8}{'result':>8}")
-        for name, score in row["scores"].items():
-            lines.append(f"  {name:<33}{100 * row['source_scores'][name]:7.1f}%{100 * score:7.1f}%")
-        lines.append(f"  {'tokens per second':<33}{row['source_tokens_per_s']:8,.0f}{row['tokens_per_s']:8,.0f}")
-    return lines
 
 
 def write(row: dict[str, Any], directory: Path) -> None:
@@ -158,18 +173,26 @@ def write(row: dict[str, Any], directory: Path) -> None:
 
 
 def plot(row: dict[str, Any]) -> str:
-    """An SVG: SQNR of every changed layer's weights, worst first, and of every layer's output."""
-    left = _panel(30, "weights, worst first", [min(db, 100.0) for db in row["tensors_db"]])
-    right = _panel(430, "outputs of layers, first to last", [min(db, 100.0) for db in row["layers_db"]])
-    title = f"{row['result']}: SQNR in dB"
+    """An SVG: SQNR of every changed layer's weights and of every layer's output; scores, the source's in grey."""
+    panels = [
+        ("weights, worst first", [[min(db, 100.0) for db in row["tensors_db"]]]),
+        ("outputs of layers, first to last", [[min(db, 100.0) for db in row["layers_db"]]]),
+    ]
+    if names := list(row.get("scores", {})):
+        sides = [[100 * row[key][name] for name in names] for key in ("source_scores", "scores")]
+        panels.append((f"scores in %: {', '.join(names)}", sides))
+    drawn = "".join(_panel(30 + 400 * k, title, series) for k, (title, series) in enumerate(panels))
+    width = 30 + 400 * len(panels)
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="300" font-family="sans-serif" font-size="12">'
-        f'<rect width="820" height="300" fill="white"/><text x="30" y="22" font-size="15">{_escape(title)}</text>'
-        f"{left}{right}</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="300" font-family="sans-serif" font-size="12">'
+        f'<rect width="{width}" height="300" fill="white"/>'
+        f'<text x="30" y="22" font-size="15">{_escape(row["result"])}: SQNR in dB</text>{drawn}</svg>\n'
     )
 
 
-def _panel(x: int, title: str, values: Sequence[float], width: int = 350, height: int = 200) -> str:
+def _panel(x: int, title: str, series: Sequence[Sequence[float]], width: int = 350, height: int = 200) -> str:
+    """Bars, those of the series side by side."""
+    values = [v for some in series for v in some]
     low, high = min(0.0, *values), max(1.0, *values)
     bottom, step = 260, width / len(values)
 
@@ -182,9 +205,10 @@ def _panel(x: int, title: str, values: Sequence[float], width: int = 350, height
         for v in (low, (low + high) / 2, high)
     )
     bars = "".join(
-        f'<rect x="{x + i * step:.2f}" y="{y(v):.1f}" width="{max(step * 0.9, 0.5):.2f}" '
-        f'height="{bottom - y(v):.1f}" fill="#3b6fb6"/>'
-        for i, v in enumerate(values)
+        f'<rect x="{x + (i * len(series) + k) * step:.2f}" y="{y(v):.1f}" width="{max(step * 0.9, 0.5):.2f}" '
+        f'height="{bottom - y(v):.1f}" fill="{COLOURS[k - len(series)]}"/>'
+        for k, some in enumerate(series)
+        for i, v in enumerate(some)
     )
     return f'{ticks}{bars}<text x="{x}" y="282">{_escape(title)}</text>'
 
@@ -198,11 +222,10 @@ def _finite(db: float) -> float:
     return round(db, 4) if math.isfinite(db) else math.copysign(999.0, db)
 
 
-# ---- weights -----------------------------------------------------------------------------------------------------
+# ---- weights and outputs ------------------------------------------------------------------------------------------
 
 
-def _weights(source: Path, result: Path) -> tuple[list[tuple[str, float, float]], tuple[int, int]]:
-    """(layer, energy, energy of the difference) of layers stored in another way, and both checkpoints' bytes."""
+def compare_weights(source: Path, result: Path) -> Weights:
     with Checkpoint.open(source) as a, Checkpoint.open(result) as b:
         old, new = survey(a, KimiConfig.from_directory(source)), survey(b, KimiConfig.from_directory(result))
         if old.shapes != new.shapes:
@@ -220,93 +243,74 @@ def _weights(source: Path, result: Path) -> tuple[list[tuple[str, float, float]]
 
         changed = [name for name in old.formats if old.formats[name] != new.formats[name]]
         with ThreadPoolExecutor(2, thread_name_prefix="compare") as pool:
-            return list(pool.map(loss, changed)), (a.nbytes, b.nbytes)
+            return Weights(tuple(pool.map(loss, changed)), a.nbytes, b.nbytes)
 
 
-# ---- outputs -----------------------------------------------------------------------------------------------------
+def compare_outputs(
+    source: Path,
+    result: Path,
+    texts: Texts,
+    device: torch.device,
+    changed: set[str],
+    dtype: torch.dtype | None = None,
+) -> Outputs:
+    """`changed` names the linear layers that differ; `dtype` is by default what the device serves in."""
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    layers = []
+    with Checkpoint.open(source) as one, Checkpoint.open(result) as other, torch.inference_mode():
+        a, b = (Walk(c, texts.sequences, dtype=dtype, device=device) for c in (one, other))
+        for i in a.layers:
+            a.attend(i)
+            b.attend(i)
+            mine = a.ffn(i, a.x)
+            if any(f"model.layers.{i}.mlp." in name for name in changed):
+                both = b.ffn(i, torch.cat([a.x, b.x]))  # so that each expert is read once
+                theirs, own = both.split(len(a.x))
+                layers.append((energy(mine), energy(theirs - mine)))
+            else:
+                own = b.ffn(i, b.x)
+                layers.append((energy(mine), 0.0))
+            a.add(i, mine)
+            b.add(i, own)
+        return Outputs(*divergence(a, b), tuple(layers))
 
 
-def _texts(source: Path, tokens: int) -> tuple[list[list[int]], str]:
-    """Sequences of at least `tokens` tokens in all, and what they are."""
-    config = KimiConfig.from_directory(source)
-    longest = min(LONGEST, config.max_position_embeddings)
-    found: list[list[int]] = []
-    if not (source / "tiktoken.model").is_file():
-        generator = torch.Generator().manual_seed(0)
-        while sum(map(len, found)) < tokens:
-            found.append(torch.randint(config.vocab_size, (longest,), generator=generator).tolist())
-        return found, "random ids: the source has no tokenizer"
-    tokenizer, template = Tokenizer.from_directory(source), template_for(source)
-    for problem in _stream():
-        messages = [*problem.messages, assistant(problem.reply)]
-        ids = template.render_ids(
-            tokenizer, messages, tools=problem.tools or None, thinking=problem.thinking, preserve_thinking=True
-        )
-        found.append(ids[-longest:])
-        if sum(map(len, found)) >= tokens:
-            break
-    return found, "held-out problems with their answers"
+def divergence(a: Walk, b: Walk) -> tuple[Tensor, Tensor]:
+    """KL(a || b) of every token's successor in nats, [T] float64, and whether both find the same one most likely.
 
-
-def _stream() -> Iterator[Problem]:
-    """Problems of all families in turn, half of them with thoughts, always the same ones."""
-    seed = 0
-    while True:
-        for name in FAMILIES:
-            yield from problems(name, SPLIT, 2, seed=seed, thinking=seed % 2 == 0)
-        seed += 1
-
-
-def _outputs(source: Path, result: Path, texts: Sequence[Sequence[int]]) -> Outputs:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config, weights = load(source, dtype=dtype, device=device)
-    _, other = load(result, dtype=dtype, device=device)
-    longest = max(map(len, texts))
-    one = Twin(config, weights, other, longest)
-    two = KimiK2(config, other, max_positions=longest)
-    blocks = -(-longest // BLOCK)
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    pages = Pages.allocate(config.num_hidden_layers, blocks, BLOCK, width, dtype, device)
-    seen = Outputs(0, 0, 0.0, 0.0, one.layers)
-    with torch.inference_mode():
-        for ids in texts:
-            step = _step(ids, blocks, device)
-            p = one.logits(one.hidden(step, pages.data)).log_softmax(-1)
-            q = two.logits(two.hidden(step, pages.data)).log_softmax(-1)
-            divergence = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)
-            seen.tokens += len(ids)
-            seen.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-            seen.divergence += float(divergence.sum())
-            seen.highest = max(seen.highest, float(divergence.max()))
-    return seen
-
-
-def _step(ids: Sequence[int], blocks: int, device: torch.device) -> Step:
-    """One request, computed at once."""
-    count = len(ids)
-    positions = torch.arange(count, device=device)
-    span = Span(
-        slice(0, count),
-        torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0),
-        torch.tensor([0, count], dtype=torch.int32),
-        torch.tensor([count], dtype=torch.int32),
-    )
-    return Step(torch.tensor(list(ids), device=device), positions, positions, None, span)
-
-
-def _whole(out: Tensor) -> Tensor:
-    return out.sum(1) if out.ndim == 3 else out.float()
+    The vocabulary passes in pieces: of whole rows of logits there is never more than a sum.
+    """
+    count, device, wide = len(a.x), a.x.device, torch.float64
+    highest = torch.full((2, count), -math.inf, dtype=wide, device=device)
+    likeliest = torch.zeros(2, count, dtype=torch.int64, device=device)
+    total, cross = torch.zeros(2, count, dtype=wide, device=device), torch.zeros(count, dtype=wide, device=device)
+    for begin in range(0, a.vocab, VOCAB):
+        heads = [walk.head(slice(begin, min(begin + VOCAB, a.vocab))) for walk in (a, b)]
+        for first in range(0, count, ROWS):
+            rows = slice(first, first + ROWS)
+            p, q = (linear(walk.x[rows], head, True) for walk, head in zip((a, b), heads))
+            for k, logits in enumerate((p, q)):
+                top, where = logits.max(-1)
+                likeliest[k, rows] = torch.where(top > highest[k, rows], where + begin, likeliest[k, rows])
+                higher = torch.maximum(highest[k, rows], top.double())
+                fade = (highest[k, rows] - higher).exp()
+                terms = (logits - higher.float()[:, None]).exp()
+                total[k, rows] = total[k, rows] * fade + terms.sum(-1, dtype=wide)
+                if k == 0:
+                    cross[rows] = cross[rows] * fade + (terms * (p - q)).sum(-1, dtype=wide)
+                highest[k, rows] = higher
+    normaliser = highest + total.log()
+    return (cross / total[0] - normaliser[0] + normaliser[1]).cpu(), (likeliest[0] == likeliest[1]).cpu()
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 
-def _scores(path: Path, count: int) -> tuple[dict[str, float], float]:
+def _scores(path: Path, count: int, device: torch.device) -> tuple[dict[str, float], float]:
     """The share of right greedy answers by family, without thoughts, and tokens generated per second."""
     names = [f.name for f in FAMILIES.values() if f.evaluated]
     asked = [p for name in names for p in problems(name, SPLIT, count, thinking=False)]
-    with LLM(path) as llm:
+    with LLM(path, device=device.type) as llm:
         tokenizer, template = Tokenizer.from_directory(path), template_for(path)
         prompts = [template.render_ids(tokenizer, p.messages, tools=p.tools or None, thinking=False) for p in asked]
         begin = time.perf_counter()

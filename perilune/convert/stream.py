@@ -13,9 +13,10 @@ import json
 import math
 import os
 import shutil
-from collections import deque
+import sys
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from perilune.convert import journal
-from perilune.convert.encode import Encoder, kept_scales
-from perilune.convert.job import Job, Piece
+from perilune.convert.encode import Encoder, Inputs, kept_scales
+from perilune.convert.job import Job, Piece, in_order
 from perilune.convert.journal import Done, Journal
 from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
@@ -40,10 +41,12 @@ from perilune.model.config import KimiConfig
 from perilune.model.survey import survey
 
 RECORD = "conversion.json"
+CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
 MAX_THREADS = 16
 AHEAD = 2  # pieces made beyond those in the threads' hands
-VERSION = 1  # of the bytes that are written: a conversion begun by another is not continued
+VERSION = 3  # of the bytes that are written: a conversion begun by another is not continued
 WORST = 10
+LINE_SECONDS = 30.0  # between lines of progress in a log
 SMALL_FILE = 100_000_000
 _OWN = {"config.json", "hf_quant_config.json", RECORD, INDEX}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -61,7 +64,7 @@ class Loss:
 
 
 class Conversion:
-    """A source opened and everything about its result decided. Use as a context manager.
+    """A source opened and everything about its result decided. Use as a context manager. "cuda" means all GPUs.
 
     CheckpointError or ConfigError if the source is not whole or cannot become the target.
     """
@@ -72,7 +75,7 @@ class Conversion:
         if shard_bytes < 1:
             raise ConfigError(f"shards must have a positive size, not {shard_bytes} bytes")
         self.source, self.target = source, target
-        self._device, self._shard_bytes = torch.device(device), shard_bytes
+        self._devices, self._shard_bytes = _devices(torch.device(device)), shard_bytes
         self._open = contextlib.ExitStack()
         try:
             self._plan()
@@ -88,13 +91,13 @@ class Conversion:
         kept = None
         if self.target.to == "int4" and kept_scales(self.source).is_dir():
             kept = self._open.enter_context(Checkpoint.open(kept_scales(self.source)))
-        encoder = Encoder(self.checkpoint, found, self.target, self._device, kept)
-        self.files = [arrange(encoder.jobs(), self._shard_bytes)]
-        if sidecar := encoder.sidecar():
+        self._encoder = Encoder(self.checkpoint, found, self.target, self._devices, kept)
+        self.files = [arrange(self._encoder.jobs(), self._shard_bytes)]
+        if sidecar := self._encoder.sidecar():
             folder = kept_scales(Path()).name + "/"
             self.files.append(arrange(sidecar, self._shard_bytes, folder))
         self._raw = read_object(self.source / "config.json")
-        self.config = configuration(self.target, self._raw, encoder.experts)
+        self.config = configuration(self.target, self._raw, self._encoder.experts)
         # What is about to be written must be what we can read.
         KimiConfig.from_dict(self.config, hf_quant=hf_quant_config(self.target), where="the result's config.json")
 
@@ -119,12 +122,16 @@ class Conversion:
             file
             for file in self.source.iterdir()
             if file.is_file()
-            and file.name not in _OWN
+            and file.name not in {*_OWN, *CALIBRATION}
             and not file.name.startswith(".")
             and file.suffix not in _WEIGHTS
             and not file.name.endswith(".index.json")
             and file.stat().st_size <= SMALL_FILE
         )
+
+    def require_apart(self, directory: Path) -> None:
+        if directory.resolve() == self.source.resolve():
+            raise ConfigError(f"{directory} is the source: choose another directory for the result")
 
     def require_room(self, directory: Path, present: int = 0) -> tuple[int, int]:
         """(bytes still to write, bytes free). ConfigError if they do not fit."""
@@ -139,16 +146,34 @@ class Conversion:
             )
         return needed, free
 
-    def run(self, directory: Path, *, threads: int | None = None, progress: bool = False) -> Loss:
+    @property
+    def fingerprint(self) -> str:
+        """Of the source: its configuration, and where each tensor lies."""
+        tensors = sorted(
+            (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
+        )
+        return journal.fingerprint((repr(tensors).encode(), json.dumps(self._raw, sort_keys=True).encode()))
+
+    def run(
+        self,
+        directory: Path,
+        *,
+        inputs: Inputs | None = None,
+        threads: int | None = None,
+        progress: bool = False,
+    ) -> Loss:
         """Writes the result to `directory`, or the rest of it if an earlier run was stopped.
 
+        inputs    what was measured (calibrate.py), if the target is to be calibrated
         threads   default: one per CPU, at most 16
-        progress  show a bar on stderr
+        progress  show it on stderr
 
         CheckpointError names the tensor or the file at fault; what was finished by then is kept for another run.
         """
-        if directory.resolve() == self.source.resolve():
-            raise ConfigError(f"{directory} is the source: choose another directory for the result")
+        self.require_apart(directory)
+        if (inputs is not None) != self.target.calibrated:
+            raise ConfigError("measured inputs are for a target with calibrated=True, which needs them")
+        self._encoder.inputs = inputs or Inputs()
         try:
             return self._run(directory, threads or min(os.cpu_count() or 1, MAX_THREADS), progress)
         except OSError as e:
@@ -196,7 +221,7 @@ class Conversion:
         pool = ThreadPoolExecutor(threads, "convert", torch.set_grad_enabled, (False,))
         makers = (make for shard in shards for job in shard.jobs for make in job.pieces)
         try:
-            pieces = _ahead(pool, makers, threads + AHEAD)
+            pieces = in_order(pool, makers, threads + AHEAD)
             for shard in shards:
                 done.add(_write_shard(directory, shard, pieces, advance))
         finally:
@@ -232,16 +257,21 @@ class Conversion:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a conversion to be continued."""
-        tensors = sorted(
-            (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
-        )
-        parts = (repr(tensors).encode(), json.dumps(self._raw, sort_keys=True).encode())
         return {
             "version": VERSION,
-            "source": journal.fingerprint(parts),
+            "source": self.fingerprint,
             "shard_bytes": self._shard_bytes,
+            "device": self._devices[0].type,  # whose last bits may differ, though not from INT4 to NVFP4
+            "inputs": self._encoder.inputs.digest(),
             **dataclasses.asdict(self.target),
         }
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """All GPUs, unless one is named."""
+    if device.type != "cuda" or device.index is not None:
+        return [device]
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
 def summary(losses: list[tuple[str, float, float]]) -> Loss:
@@ -257,30 +287,20 @@ def decibels(signal: float, error: float) -> float:
     return 10 * math.log10(signal / error) if signal else -math.inf
 
 
-def _ahead(pool: ThreadPoolExecutor, makers: Iterator[Callable[[], Piece]], depth: int) -> Iterator[Piece]:
-    """What the makers make, in their order, with at most `depth` under way or waiting."""
-    waiting: deque[Future[Piece]] = deque()
-    for make in makers:
-        waiting.append(pool.submit(make))
-        if len(waiting) >= depth:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
 def _write_shard(directory: Path, shard: Shard, pieces: Iterator[Piece], advance: Advance) -> Done:
     final = directory / shard.file
     part = final.with_name(f".{final.name}.part")
     digest = hashlib.sha256()
     losses = []
     try:
-        with part.open("wb", buffering=0) as file:
+        with part.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as beside:
 
             def write(data: Any) -> None:
                 view = memoryview(data)
-                digest.update(view)
+                hashing = beside.submit(digest.update, view)
                 while len(view):
                     view = view[file.write(view) :]
+                hashing.result()
 
             def tensor(values: torch.Tensor) -> None:
                 # A view as bytes needs at least one dimension.
@@ -328,7 +348,10 @@ def _write_job(
 
 @contextlib.contextmanager
 def _bar(name: str, total: int, show: bool) -> Iterator[Advance]:
-    """On stderr: GB read of the source, GB in all, GB/s, time left."""
+    """On stderr: GB read of the source, GB in all, GB/s, time left. A line now and then where that is no terminal."""
+    if show and not sys.stderr.isatty():
+        yield _lines(name, total)
+        return
     columns = (
         TextColumn("converting {task.description}"),
         BarColumn(),
@@ -339,6 +362,23 @@ def _bar(name: str, total: int, show: bool) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(name, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _lines(name: str, total: int) -> Advance:
+    begin = last = time.monotonic()
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, last
+        done += nbytes
+        now = time.monotonic()
+        if now - last >= LINE_SECONDS:
+            last, rate = now, done / (now - begin)
+            left = (total - done) / rate / 60 if rate else math.inf
+            text = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} minutes left"
+            print(f"converting {name}: {text}", file=sys.stderr, flush=True)
+
+    return advance
 
 
 def sizes(files: list[Files]) -> dict[str, int]:

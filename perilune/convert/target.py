@@ -19,18 +19,23 @@ INPUT_SCALE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """layout and recipe are NVFP4's; scales are fp8-dense's; sidecar: bf16 keeps the INT4 scales beside it."""
+    """layout, recipe and calibrated (measured scales of activations, not INPUT_SCALE) are NVFP4's; scales are
+    fp8-dense's; sidecar: bf16 keeps the INT4 scales beside it.
+    """
 
     to: To
     layout: Layout = "modelopt"
     recipe: Recipe = "optimal"
     scales: Scales = "row"
     sidecar: bool = True
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         for value, kind in ((self.to, To), (self.layout, Layout), (self.recipe, Recipe), (self.scales, Scales)):
             if value not in get_args(kind):
                 raise ConfigError(f"cannot convert with {value!r}: choose from {', '.join(get_args(kind))}")
+        if self.calibrated and self.to != "nvfp4":
+            raise ConfigError(f"only nvfp4 has scales of activations to calibrate, {self.to} has none")
 
     @property
     def experts(self) -> str | None:
@@ -49,8 +54,9 @@ class Target:
 
 def configuration(target: Target, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
     """config.json of the result; `experts` is the format of routed experts in the source."""
+    layout = nvfp4 if target.layout == "modelopt" else nvfp4_packed
     blocks = {
-        "nvfp4": nvfp4.quantization_config if target.layout == "modelopt" else nvfp4_packed.quantization_config,
+        "nvfp4": lambda: layout.quantization_config(activations=True),
         "int4": int4.quantization_config,
         "int4-compact": int4_compact.quantization_config,
         "bf16": lambda: None,

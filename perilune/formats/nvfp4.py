@@ -128,13 +128,19 @@ def checked(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         raise CheckpointError(f"{name}: {e}") from e
 
 
-def quantization_config() -> dict[str, Any]:
-    """The block that config.json carries: only the routed experts are quantised."""
+def quantization_config(*, activations: bool = False) -> dict[str, Any]:
+    """The block that config.json carries: only the routed experts are quantised.
+
+    activations  engines with FP4 arithmetic are to use input_scale, which must be there then
+    """
     number = {"num_bits": 4, "type": "float", "group_size": NVFP4_GROUP, "dynamic": False}
     return {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": number}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": number}
+            | ({"input_activations": number} if activations else {})
+        },
         "producer": {"name": "perilune"},
         "ignore": [
             "*embed_tokens*",

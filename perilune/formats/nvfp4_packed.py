@@ -54,8 +54,11 @@ def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
     yield f"{name}.weight_global_scale", torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1)
 
 
-def quantization_config() -> dict[str, Any]:
-    """The block that config.json carries: only the routed experts are quantised."""
+def quantization_config(*, activations: bool = False) -> dict[str, Any]:
+    """The block that config.json carries: only the routed experts are quantised.
+
+    activations  engines with FP4 arithmetic are to use input_global_scale, which must be there then
+    """
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -68,7 +71,8 @@ def quantization_config() -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    inputs = weights | {"dynamic": "local", "observer": "static_minmax"} if activations else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": NVFP4_PACKED,

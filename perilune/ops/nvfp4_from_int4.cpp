@@ -9,7 +9,7 @@ constexpr int LOWEST = -11, HIGHEST = 6, LANES = 32;
 constexpr double UNIT = 1.0 / (1 << 14);
 
 struct Tables {
-  const float* cost;     // [128][9][32]
+  const float* cost;     // [128][9][32], or the coarse one
   const float* error;    // [128][9][32]
   const uint8_t* codes;  // [128][32][16]
   const float* price;    // [18][32]
@@ -27,6 +27,14 @@ struct Counts {
   }
 };
 const Counts counts;
+
+// The same for a block whose weights count as often as `often` says.
+INLINE uint64_t weighed(const uint8_t* from, const uint8_t* often) {
+  uint64_t sum = 0;
+  for (int b = 0; b < 8; b++)
+    sum += counts.of[(from[b] & 15) | 0x80] * often[2 * b] + counts.of[(from[b] & 0xf0) | 8] * often[2 * b + 1];
+  return sum;
+}
 
 // The candidate with the least cost.
 INLINE int search(const float* cost, const float* price, uint64_t levels) {
@@ -54,8 +62,8 @@ INLINE b16 mapped(const uint8_t* codes, b16 low, b16 high) {
   return __builtin_shuffle(table, low) | (__builtin_shuffle(table, high) << 4);
 }
 
-// One row; false if a scale is beyond the exponent.
-bool convert(const uint8_t* packed, const uint16_t* scale, int64_t inputs, int64_t exponent, const Tables& t,
+// One row; false if a scale is beyond the exponent. `often` may be null.
+bool convert(const uint8_t* packed, const uint16_t* scale, const uint8_t* often, int64_t inputs, int64_t exponent, const Tables& t,
              uint8_t* values, uint8_t* steps, double* energy) {
   double signal = 0, lost = 0;
   for (int64_t g = 0; g < inputs / 32; g++) {
@@ -85,7 +93,8 @@ bool convert(const uint8_t* packed, const uint16_t* scale, int64_t inputs, int64
     memcpy(&raw, from, sizeof raw);
     const b16 low = raw & 15, high = raw >> 4;
     for (int h = 0; h < 2; h++) {
-      const int k = search(t.cost + mantissa * 9 * LANES, t.price + row, levels[h]);
+      const uint64_t judged = often ? weighed(from + 8 * h, often + 32 * g + 16 * h) : levels[h];
+      const int k = search(t.cost + mantissa * 9 * LANES, t.price + row, judged);
       steps[2 * g + h] = t.byte[row + k];
       const float* error = t.error + mantissa * 9 * LANES + k;
       float units = 0;
@@ -103,14 +112,14 @@ bool convert(const uint8_t* packed, const uint16_t* scale, int64_t inputs, int64
 
 }  // namespace
 
-API nvfp4_from_int4(const uint8_t* packed, const uint16_t* scale, int64_t o, int64_t inputs, int64_t exponent,
+API nvfp4_from_int4(const uint8_t* packed, const uint16_t* scale, const uint8_t* often, int64_t o, int64_t inputs, int64_t exponent,
                     const float* cost, const float* error, const uint8_t* codes, const float* price,
                     const uint8_t* byte, uint8_t* values, uint8_t* steps, double* energy, int64_t threads) {
   const Tables t = {cost, error, codes, price, byte};
   int beyond = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(| : beyond) if (o * inputs > 1 << 16)
   for (int64_t r = 0; r < o; r++)
-    beyond |= !convert(packed + r * (inputs / 2), scale + r * (inputs / 32), inputs, exponent, t,
+    beyond |= !convert(packed + r * (inputs / 2), scale + r * (inputs / 32), often, inputs, exponent, t,
                        values + r * (inputs / 2), steps + r * (inputs / 16), energy + 2 * r);
   return beyond;
 }

@@ -135,7 +135,7 @@ def test_scales_of_many_sizes_zeros_among_them() -> None:
     w[5] = 0
     packed, scale = int4.quantize(w)
     exponent = search.exponent_for([scale.amax()])
-    for got in (nvfp4_from_int4(packed, scale, exponent), exact_search(packed, scale, exponent)):
+    for got in (nvfp4_from_int4(packed, scale, exponent), exact_search(packed, scale, exponent, None)):
         restored = nvfp4.dequantize(got[0], got[1], torch.tensor(2.0**exponent), torch.float32)
         exact = int4.dequantize(packed, scale, torch.float32)
         assert restored.isfinite().all() and not restored[5].any() and not restored[0].any()
@@ -253,28 +253,6 @@ def test_scales_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
         convert(tmp_path / "wide", tmp_path / "again", to="int4")
 
 
-def test_compressed_tensors_reads_what_is_written(source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-
-    for to in ({"to": "nvfp4", "layout": "compressed-tensors"}, {"to": "fp8-dense"}):
-        result = tmp_path / to["to"]
-        convert(source, result, **to)
-        block = json.loads((result / "config.json").read_text())["quantization_config"]
-        parsed = QuantizationConfig.model_validate(block)
-        assert parsed.format == block["format"]
-        stored, exact = tensors(result), weights(result)
-        for scheme in parsed.config_groups.values():
-            assert isinstance(scheme, QuantizationScheme)
-        linear = EXPERT if to["to"] == "nvfp4" else "model.layers.1.self_attn.o_proj"
-        form, group = ("nvfp4-pack-quantized", "group_0") if to["to"] == "nvfp4" else ("float-quantized", "group_1")
-        parts = {n.removeprefix(linear + "."): t for n, t in stored.items() if n.startswith(linear + ".")}
-        compressor = BaseCompressor.get_value_from_registry(form)
-        got = compressor.decompress(parts, parsed.config_groups[group])["weight"]
-        torch.testing.assert_close(got.float(), exact[linear], rtol=2**-7, atol=1e-6)  # it answers in bfloat16
-
-
 # ---- stopping and going on ---------------------------------------------------------------------------------------
 
 
@@ -307,6 +285,12 @@ def test_a_conversion_that_failed_goes_on_and_ends_the_same(
         KimiConfig.from_directory(result)
     with pytest.raises(CheckpointError, match="unfinished conversion that differs in to"):
         convert(source, result, to="int4-compact")
+
+    begun = (result / JOURNAL).read_text()
+    (result / JOURNAL).write_text(begun.replace('"device": "cpu"', '"device": "cuda"'))
+    with pytest.raises(CheckpointError, match="unfinished conversion that differs in device"):
+        convert(source, result, to="nvfp4")
+    (result / JOURNAL).write_text(begun)
 
     # A finished shard that was damaged meanwhile, and half a line in the journal.
     first = sorted(result.glob("*.safetensors"))[0]
@@ -386,6 +370,16 @@ def test_damage_is_named(source: Path, tmp_path: Path) -> None:
                 convert(path, tmp_path / f"{name}-{to}", to=to)
             assert "\n" not in str(e.value)
             assert not (tmp_path / f"{name}-{to}/config.json").exists()
+    for name, words in (("garbage", "damaged header|exceeds"), ("gone", "is truncated|holds neither")):
+        path = tmp_path / name
+        shutil.copytree(source, path)
+        (file,) = path.glob("*.safetensors")
+        with file.open("r+b") as f:
+            f.seek(8 if name == "garbage" else 0)
+            f.write(b"\x00" * 64) if name == "garbage" else f.truncate(0)
+        with pytest.raises(CheckpointError, match=f"{file.name}.*({words})"):
+            convert(path, tmp_path / "no", to="nvfp4")
+        assert not (tmp_path / "no").exists()
     path = tmp_path / "short"
     shutil.copytree(source, path)
     (file,) = path.glob("*.safetensors")
@@ -393,6 +387,45 @@ def test_damage_is_named(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{file.name} is truncated"):
         convert(path, tmp_path / "no", to="nvfp4")
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("to", ["nvfp4", "int4", "int4-compact", "fp8-dense"])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, to: str) -> None:
+    oracle.make(tmp_path / "model")
+    linear = "model.layers.1.self_attn.o_proj" if to == "fp8-dense" else EXPERT
+
+    def spoil(t: dict[str, torch.Tensor]) -> None:
+        t[f"{linear}.weight"][3, 1] = math.inf
+
+    path = damaged(tmp_path / "model", tmp_path / "spoilt", spoil)
+    with pytest.raises(CheckpointError, match=linear) as e:
+        convert(path, tmp_path / "result", to=to)
+    assert "\n" not in str(e.value) and not (tmp_path / "result/config.json").exists()
+
+
+@pytest.mark.parametrize("room", [0, 3_000])
+def test_a_disk_that_is_full_at_the_end(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """All shards are there, and then the index, the small files or config.json do not fit."""
+    real = Conversion._complete
+
+    def full(self: Conversion, *args: Any) -> Any:
+        (limit, most) = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        try:
+            return real(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+
+    monkeypatch.setattr(Conversion, "_complete", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*repeat the command"):
+        convert(source, tmp_path / "result", to="nvfp4")
+    assert not (tmp_path / "result/config.json").exists() and (tmp_path / "result" / JOURNAL).exists()
+    monkeypatch.setattr(Conversion, "_complete", real)
+    convert(source, tmp_path / "result", to="nvfp4")
+    convert(source, tmp_path / "whole", to="nvfp4")
+    assert digest(tmp_path / "result") == digest(tmp_path / "whole")
 
 
 def test_a_shard_that_shrinks_while_it_is_read(source: Path, tmp_path: Path) -> None:
@@ -425,14 +458,16 @@ def test_requests_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: pyte
 # ---- the command and the report ----------------------------------------------------------------------------------
 
 
-def test_the_command_and_its_report(source: Path, tmp_path: Path) -> None:
+def test_the_command_and_its_report(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "result"
     base = ["convert", str(source), str(result), "--to", "nvfp4", "--device", "cpu"]
     dry = CliRunner().invoke(cli, [*base, "--dry-run"], catch_exceptions=False)
     assert dry.exit_code == 0 and "routed experts" in dry.output and "free" in dry.output and not result.exists()
     (source / "tokenizer_config.json").unlink()  # of no real tokenizer
     reporting = ["--report", "--report-tokens", "600", "--problems", "0"]
+    monkeypatch.setattr(stream, "LINE_SECONDS", 0)
     done = CliRunner().invoke(cli, [*base, *reporting, "--max-kl", "5"], catch_exceptions=False)
+    assert "GB/s" in done.stderr and "minutes left" in done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert done.exit_code == 0 and row == json.loads((result / "quality/report.json").read_text())
     assert 22 < row["worst_db"] <= row["sqnr_db"] < 24 and row["tokens"] >= 600 and len(row["worst"]) == 10
@@ -440,6 +475,9 @@ def test_the_command_and_its_report(source: Path, tmp_path: Path) -> None:
     # The first layer has no experts and nothing of it was changed; others lose about as much as their weights do.
     assert row["layers_db"][0] == 999.0 and all(15 < db < 30 for db in row["layers_db"][1:])
     assert (result / "quality/report.svg").read_text().startswith("<svg")
+    header, first, second, *_ = (result / "quality/report.txt").read_text().splitlines()
+    assert header.split()[0] == "checkpoint" and first.split()[0] == source.name and second.split()[0] == "result"
+    assert f"{row['kl_nats']:.3e}" in second and f"{row['gb']:.3f}" in second
     other = CliRunner().invoke(cli, [*base, "--layout", "compressed-tensors", "--report"])
     assert isinstance(other.exception, ConfigError) and "other options" in str(other.exception)
     below = CliRunner().invoke(cli, [*base, *reporting, "--min-sqnr", "30"])
@@ -449,4 +487,4 @@ def test_the_command_and_its_report(source: Path, tmp_path: Path) -> None:
 def test_a_report_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
     oracle.make(tmp_path / "other", int4=True, num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="are not of one model"):
-        report.measure(source, tmp_path / "other", tokens=64, problems=0)
+        report.compare_weights(source, tmp_path / "other")

@@ -23,9 +23,10 @@ MAY = {
     "engine": {"spec", "model", "kv", "ops", "dist", "plan", "text", "core"},
     "server": {"core", "text", "engine.client"},
     "convert": {"model", "formats", "ops", "core"},
+    "convert.texts": {"model", "text", "tasks", "core"},
     "convert.calibrate": {"model", "formats", "ops", "core", "engine", "text", "kv", "tasks"},
     "convert.report": {"model", "formats", "ops", "core", "engine", "text", "kv", "tasks"},
-    "draft": {"engine", "spec", "model", "formats", "text", "dist", "kv", "core"},
+    "draft": {"engine", "spec", "model", "formats", "text", "tasks", "dist", "kv", "core"},
     "cluster": {"core", "engine.client", "kv", "dist"},
     "bench": None,  # may import anything
     "cli": None,

@@ -1,0 +1,167 @@
+"""What experts are given, from a short run over text, for NVFP4: scales of activations, and which errors matter.
+
+scales  the largest input of a layer's experts, by projection, becomes ModelOpt's input_scale. All experts of a layer
+        share it, so that one which no token of the text came to has one too.
+often   the mean square of each input tells how much an error in the weights it meets adds to the output. The search for
+        block scales counts errors accordingly: of gate and up alike in a layer, of down by expert, because the inputs
+        of down are each expert's own. As 1 to 15 of the largest in a block of 16; of an expert without tokens, alike.
+
+What was found is kept beside the result: a conversion that is stopped and repeated uses the same numbers.
+"""
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.convert.encode import Inputs
+from perilune.convert.stream import CALIBRATION
+from perilune.convert.texts import Texts
+from perilune.convert.walk import Walk, run
+from perilune.core.errors import CheckpointError
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.jsonfile import read_object, write_object
+from perilune.formats.nvfp4 import MAX, SCALE_MAX
+from perilune.formats.scheme import NVFP4_GROUP
+from perilune.ops.nvfp4_from_int4 import OFTEN
+
+PROJECTIONS = ("gate_up", "down")
+PRIOR = 64  # tokens' worth of belief that all inputs are alike
+
+Maxima = Mapping[str, Mapping[str, float]]  # by "model.layers.3.mlp.experts" and projection
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """maxima: the largest absolute inputs; often: as `Inputs` has it."""
+
+    maxima: Maxima
+    often: Mapping[str, Tensor]
+
+    def inputs(self) -> Inputs:
+        """Without scales where all inputs were 0."""
+        scales = {
+            (layer, projection): largest / (MAX * SCALE_MAX)
+            for layer, each in self.maxima.items()
+            for projection, largest in each.items()
+            if largest > 0
+        }
+        return Inputs(scales, self.often)
+
+
+def calibrated(
+    source: Path,
+    directory: Path,
+    texts: Texts,
+    *,
+    key: str,
+    device: torch.device,
+    say: Callable[[str], None] = lambda line: None,
+) -> Inputs:
+    """What is kept in `directory` if it was measured by the same call, else a new run, which is kept there.
+
+    key  tells the source
+    """
+    about = {"source": key, "text": texts.kind, "tokens": texts.tokens, "sha256": texts.digest()}
+    text, arrays = (directory / name for name in CALIBRATION)
+    if text.is_file() and arrays.is_file():
+        kept, measured = _read(text, arrays)
+        if kept == about:
+            say(f"inputs as measured before: {text}")
+            return measured.inputs()
+    say(f"measuring inputs over {texts.tokens:,} tokens ({texts.kind})")
+    measured = measure(source, texts, device)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        packed = io.BytesIO()
+        named: dict[str, Any] = {name: each.numpy() for name, each in measured.often.items()}
+        np.savez(packed, **named)
+        temporary = arrays.with_name(f".{arrays.name}.part")
+        temporary.write_bytes(packed.getvalue())
+        os.replace(temporary, arrays)
+        write_object(text, {"about": about, "maxima": measured.maxima})
+    except OSError as e:
+        raise CheckpointError(f"cannot write {e.filename or directory}: {e.strerror}") from e
+    return measured.inputs()
+
+
+def measure(source: Path, texts: Texts, device: torch.device) -> Measured:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    watch = _Watch()
+    with Checkpoint.open(source) as checkpoint, torch.inference_mode():
+        run(Walk(checkpoint, texts.sequences, dtype=dtype, device=device), watch.see)
+    return watch.measured()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one layer's gate and up, over all its experts; `largest` by projection."""
+
+    tokens: int = 0
+    squares: Tensor | None = None
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._layers: dict[int, _Sums] = {}
+        self._often: dict[str, Tensor] = {}
+
+    def see(self, layer: int, expert: int, x: Tensor, hidden: Tensor) -> None:
+        sums = self._layers.setdefault(layer, _Sums())
+        for projection, values in zip(PROJECTIONS, (x, hidden)):
+            largest = values.abs().amax().float()
+            sums.largest[projection] = torch.maximum(largest, sums.largest.get(projection, largest))
+        squares = _squares(x)
+        sums.tokens += len(x)
+        sums.squares = squares if sums.squares is None else sums.squares + squares
+        self._often[f"{_name(layer)}.{expert}"] = shares(_squares(hidden), len(hidden))
+
+    def measured(self) -> Measured:
+        maxima = {_name(i): {p: x.item() for p, x in sums.largest.items()} for i, sums in self._layers.items()}
+        whole = {_name(i): shares(s.squares, s.tokens) for i, s in self._layers.items() if s.squares is not None}
+        return Measured(maxima, self._often | whole)
+
+
+def shares(squares: Tensor, tokens: int) -> Tensor:
+    """[i] sums of squares over so many tokens, finite -> [i] uint8 on the CPU, 1 to 15 of the largest in each block."""
+    mean = squares.mean() / tokens
+    blocks = ((squares + PRIOR * mean) / (tokens + PRIOR)).view(-1, NVFP4_GROUP)
+    largest = blocks.amax(-1, keepdim=True)
+    scaled = OFTEN * blocks / torch.where(largest == 0, 1.0, largest)
+    return scaled.round().clamp(1, OFTEN).to(torch.uint8).flatten().cpu()
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.float().square().sum(0, dtype=torch.float64)
+
+
+def _name(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.experts"
+
+
+def _read(text: Path, arrays: Path) -> tuple[Any, Measured]:
+    data = read_object(text)
+    try:
+        maxima = {layer: {p: float(each[p]) for p in PROJECTIONS} for layer, each in data["maxima"].items()}
+        with np.load(arrays, allow_pickle=False) as stored:
+            often = {name: torch.from_numpy(stored[name]) for name in stored.files}
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as e:
+        raise _damaged(text) from e
+    if not all(math.isfinite(x) and x >= 0 for each in maxima.values() for x in each.values()):
+        raise _damaged(text)
+    if not all(x.dtype == torch.uint8 and x.ndim == 1 and 1 <= x.min() <= x.max() <= OFTEN for x in often.values()):
+        raise _damaged(arrays)
+    return data.get("about"), Measured(maxima, often)
+
+
+def _damaged(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged: remove it to measure again")

@@ -1,0 +1,208 @@
+"""A checkpoint's model computed layer by layer straight from its files, for many tokens at once.
+
+Every expert is read once, used by all the tokens that chose it, and dropped: memory holds the activations, a layer
+without its experts and a few experts, however large the model. Calibration watches activations this way, and reports
+compare two checkpoints that need not fit the machine together. Attention, norms and router are those of the served
+model; experts are multiplied in the walk's dtype.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from perilune.convert.job import in_order
+from perilune.core.errors import CheckpointError
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.registry import require_served
+from perilune.model.config import KimiConfig
+from perilune.model.kimi_k2 import Span, Step, mla
+from perilune.model.survey import read_linear, survey
+from perilune.model.weights import Attention, Dense
+from perilune.ops.add_rmsnorm import add_rmsnorm
+from perilune.ops.linear import linear
+from perilune.ops.rmsnorm import rmsnorm
+from perilune.ops.router import router
+from perilune.ops.swiglu import swiglu
+
+BLOCK = 64
+TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence goes alone
+READERS = 2  # threads that read and expand experts ahead of those in use
+
+# Is shown each routed expert that tokens came to, once: (expert, inputs of gate and up [n, D], inputs of down [n, I]).
+Observer = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Sequences that attend together, on so many blocks of the cache."""
+
+    rows: slice
+    step: Step
+    blocks: int
+
+
+class Walk:
+    """For each layer i in order: `attend(i)`, `y = ffn(i, x)`, `add(i, y)`; then `x` is what lm_head reads.
+
+    x  [T, D], the rows of all sequences below each other
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, sequences: Sequence[Sequence[int]], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        config = KimiConfig.from_directory(checkpoint.path)
+        require_served(config.quantization, str(checkpoint.path))
+        self.config, self._checkpoint, self._found = config, checkpoint, survey(checkpoint, config)
+        self._dtype, self._device = dtype, device
+        self._eps, self._scale = config.rms_norm_eps, config.softmax_scale
+        self._pieces = list(_pieces(sequences, device))
+        blocks = max(p.blocks for p in self._pieces)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        self._pages = torch.empty(blocks, BLOCK, width, dtype=dtype, device=device)
+        positions = torch.cat([p.step.positions for p in self._pieces]).double()
+        angles = positions[:, None] * torch.tensor(config.rope_inv_freq(), dtype=torch.float64, device=device)
+        self._cos, self._sin = ((f(angles) * config.rope_magnitude).float() for f in (torch.cos, torch.sin))
+        self._h = self._embedded(torch.cat([p.step.tokens for p in self._pieces]))
+        self.x = rmsnorm(self._h, self._plain("model.layers.0.input_layernorm.weight"), self._eps)
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.num_hidden_layers)
+
+    @property
+    def vocab(self) -> int:
+        return self._found.shapes["lm_head"][0]
+
+    def attend(self, i: int) -> None:
+        """Adds layer i's attention; x is now what its experts or its MLP read."""
+        w = self._attention_weights(f"model.layers.{i}.self_attn")
+        out = torch.empty_like(self.x)
+        for piece in self._pieces:
+            rows = piece.rows
+            out[rows] = mla(
+                w, self.x[rows], self._cos[rows], self._sin[rows], piece.step, self._pages, self._eps, self._scale
+            )
+        self.x = add_rmsnorm(self._h, out, self._plain(f"model.layers.{i}.post_attention_layernorm.weight"), self._eps)
+
+    def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:
+        """[T', D] -> [T', D] float32: the experts or the MLP of layer i, for any rows."""
+        c, at = self.config, f"model.layers.{i}.mlp"
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        if i < c.first_k_dense_replace:
+            return _gated(self._triple(at), x, out)
+        if c.n_shared_experts:
+            _gated(self._triple(f"{at}.shared_experts"), x, out)
+        gate, bias = self._wide(f"{at}.gate.weight"), self._wide(f"{at}.gate.e_score_correction_bias")
+        ids, shares = router(
+            x, gate, bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
+        )
+        wanted = sorted(set(ids.flatten().tolist()))
+        with ThreadPoolExecutor(READERS, thread_name_prefix="walk") as pool:
+            triples = in_order(pool, (partial(self._triple, f"{at}.experts.{e}") for e in wanted), READERS + 1)
+            for e, triple in zip(wanted, triples):
+                rows, place = (ids == e).nonzero(as_tuple=True)
+                some = x[rows]
+                hidden = swiglu(torch.cat([linear(some, triple[0]), linear(some, triple[1])], -1))
+                if seen is not None:
+                    seen(e, some, hidden)
+                out.index_add_(0, rows, linear(hidden, triple[2]).float() * shares[rows, place, None])
+        return out
+
+    def add(self, i: int, y: Tensor) -> None:
+        """Ends layer i, whose experts or MLP gave `y`. CheckpointError if that is not finite."""
+        last = i + 1 == self.config.num_hidden_layers
+        norm = "model.norm.weight" if last else f"model.layers.{i + 1}.input_layernorm.weight"
+        self.x = add_rmsnorm(self._h, y.unsqueeze(1), self._plain(norm), self._eps)
+        if not self.x.isfinite().all():
+            raise CheckpointError(f"{self._checkpoint.path}: layer {i} gives values that are not finite")
+
+    def head(self, rows: slice) -> Tensor:
+        """Rows of lm_head, from multiples of 128 on."""
+        return self._linear("lm_head", rows)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """[T, D]; only rows that occur are read."""
+        info = self._found.tensors["model.embed_tokens.weight"]
+        listed = ids.tolist()
+        place = {token: n for n, token in enumerate(dict.fromkeys(listed))}
+        table = torch.empty(len(place), *info.shape[1:], dtype=info.dtype)
+        for token, row in zip(place, table):
+            self._checkpoint.read_into(info, row, token * row.nbytes)
+        return table[[place[token] for token in listed]].to(self._device, self._dtype)
+
+    def _attention_weights(self, at: str) -> Attention:
+        c = self.config
+        heads, n, latent = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
+        kv_b = self._linear(f"{at}.kv_b_proj").view(heads, n + c.v_head_dim, latent)
+        return Attention(
+            qkv_a=Dense(torch.cat([self._linear(f"{at}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa")])),
+            q_a_norm=self._plain(f"{at}.q_a_layernorm.weight"),
+            q_b=Dense(self._linear(f"{at}.q_b_proj")),
+            kv_a_norm=self._plain(f"{at}.kv_a_layernorm.weight"),
+            w_uk=kv_b[:, :n].contiguous(),
+            w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
+            o=Dense(self._linear(f"{at}.o_proj")),
+        )
+
+    def _triple(self, at: str) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = (self._linear(f"{at}.{kind}_proj") for kind in ("gate", "up", "down"))
+        return gate, up, down
+
+    def _linear(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return read_linear(self._checkpoint, self._found, name, self._dtype, rows=rows, device=self._device)
+
+    def _plain(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._found.tensors[name].name).to(self._device, self._dtype)
+
+    def _wide(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._found.tensors[name].name).to(self._device, torch.float32)
+
+
+def run(walk: Walk, seen: Callable[[int, int, Tensor, Tensor], None] | None = None) -> None:
+    """All layers; `seen` is an Observer that is told the layer first."""
+    for i in walk.layers:
+        walk.attend(i)
+        walk.add(i, walk.ffn(i, walk.x, None if seen is None else partial(seen, i)))
+
+
+def _gated(triple: tuple[Tensor, Tensor, Tensor], x: Tensor, out: Tensor) -> Tensor:
+    """Adds down(swiglu(gate, up)) of every row to `out`."""
+    gate, up, down = triple
+    for begin in range(0, len(x), TOGETHER):
+        part = slice(begin, begin + TOGETHER)
+        hidden = swiglu(torch.cat([linear(x[part], gate), linear(x[part], up)], -1))
+        out[part] += linear(hidden, down)
+    return out
+
+
+def _pieces(sequences: Iterable[Sequence[int]], device: torch.device) -> Iterator[_Piece]:
+    group: list[Sequence[int]] = []
+    begin = 0
+    for ids in sequences:
+        if group and sum(map(len, group)) + len(ids) > TOGETHER:
+            yield (piece := _piece(group, begin, device))
+            begin, group = piece.rows.stop, []
+        group.append(ids)
+    yield _piece(group, begin, device)
+
+
+def _piece(group: Sequence[Sequence[int]], begin: int, device: torch.device) -> _Piece:
+    lengths = [len(ids) for ids in group]
+    total, ends = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    needed = [-(-n // BLOCK) for n in lengths]
+    tables = torch.zeros(len(group), max(needed), dtype=torch.int32)
+    for row, count, end in zip(tables, needed, torch.tensor(needed).cumsum(0).tolist()):
+        row[:count] = torch.arange(end - count, end)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    owner = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(lengths))
+    slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
+    span = Span(slice(0, total), tables.to(device), ends.to(torch.int32), torch.tensor(lengths, dtype=torch.int32))
+    tokens = torch.tensor([t for ids in group for t in ids])
+    step = Step(tokens.to(device), positions.to(device), slots.to(device), None, span)
+    return _Piece(slice(begin, begin + total), step, sum(needed))
