@@ -1,0 +1,136 @@
+"""`perilune draft collect`: the target answers prompts."""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perilune.cli import options
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError
+from perilune.draft.capture import Capture
+from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, collect
+from perilune.draft.corpus import Corpus, Shard
+from perilune.draft.prompts import Chats, Problems, Source
+from perilune.engine.llm import LLM
+from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
+from perilune.model.hub import resolve_model
+from perilune.model.kimi_k2 import KimiK2
+from perilune.model.load import load
+from perilune.tasks.problem import SEED
+
+TOKEN_BYTES = 4
+CAPTURED = 65536  # tokens in a pass
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the corpus.")
+@click.option(
+    "--chats",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="JSONL file of conversations to ask from.  [default: generated problems of the training split]",
+)
+@click.option("--rows", type=click.IntRange(min=1), default=40_000, show_default=True, help="Answers, at most.")
+@click.option("--shard-rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Answers in a file.")
+@click.option("--minutes", type=click.FloatRange(min=0), default=0.0, help="End after about so long.  [default: never]")
+@click.option("--max-tokens", type=click.IntRange(min=4), default=1024, show_default=True, help="Of an answer.")
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Of problems and of answers at temperature 1.")
+@click.option("--workers", type=click.IntRange(min=0), help="Processes that make prompts.  [default: a few]")
+@click.option(
+    "--forced",
+    is_flag=True,
+    help="Do not decode: read the generators' answers and keep what MODEL, asked greedily, says too. Quicker.",
+)
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "max_num_seqs")
+@options.field_option(EngineConfig, "max_model_len")
+@options.set_option
+def command(
+    model: str,
+    out: Path,
+    chats: Path | None,
+    rows: int,
+    shard_rows: int,
+    minutes: float,
+    max_tokens: int,
+    seed: int,
+    workers: int | None,
+    forced: bool,
+    assignments: tuple[str, ...],
+    **engine: Any,
+) -> None:
+    """Have MODEL answer prompts, half greedily and half at temperature 1, as training rows of a drafter.
+
+    Repeat the same command to go on where it stopped. The last line of output is JSON.
+    """
+    path = resolve_model(model)
+    source: Source = Chats(path, chats) if chats is not None else Problems(path, seed)
+    if workers is None:
+        workers = min(16, (os.cpu_count() or 1) - 1)
+    if forced and chats is not None:
+        raise ConfigError("--forced needs answers that are known, and chats have none: leave it out")
+    plan = Plan(rows, shard_rows, max_tokens, seed, minutes, workers, forced)
+    corpus = Corpus(out, about(source, plan, path))
+    limit = source.limit()
+    wanted = rows if limit is None else min(rows, limit)
+    free = shutil.disk_usage(out).free
+    worst = wanted * (max_tokens + 1024) * TOKEN_BYTES
+    click.echo(
+        f"{wanted:,} answers of up to {max_tokens} tokens: at most about {worst / 1e9:.2f} GB, {free / 1e9:.1f} GB "
+        f"free; {sum(s.rows for s in corpus.shards):,} are there",
+        err=True,
+    )
+    if worst > free:
+        raise ConfigError(f"{out} has no room for the corpus: lower --rows or --max-tokens")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    began = time.monotonic()
+    # Large batches gain nothing by speculation.
+    values = options.engine_values(engine, assignments, {"draft": "off"})
+    with (
+        _answers(path, plan, values) as answers,
+        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
+    ):
+        task = bar.add_task("answers", total=wanted, completed=len(corpus.shards) * shard_rows)
+        before = len(corpus.shards)
+
+        def done(shard: Shard) -> None:
+            bar.advance(task, shard_rows)
+            click.echo(
+                f"{shard.file}: {shard.rows} rows, {shard.answers} tokens of answers, {time.monotonic() - began:.1f} s",
+                err=True,
+            )
+
+        collect(answers, source, plan, corpus, done=done)
+    record = {
+        "rows": sum(s.rows for s in corpus.shards),
+        "tokens": sum(s.tokens for s in corpus.shards),
+        "answer_tokens": sum(s.answers for s in corpus.shards),
+        "new_answer_tokens": sum(s.answers for s in corpus.shards[before:]),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    click.echo(json.dumps({"draft": "collect", "model": path.name, "out": str(out), **record}))
+
+
+@contextlib.contextmanager
+def _answers(path: Path, plan: Plan, values: dict[str, Any]) -> Iterator[Answers]:
+    if not plan.forced:
+        with LLM(path, **values) as llm:
+            yield Decoded(llm, plan)
+        return
+    config = build(EngineConfig, values)
+    choices = Choices([])
+    device = resolve_device(config, choices)
+    _, dtype, _ = resolve_dtypes(config, device, choices)
+    target, weights = load(path, dtype=dtype, device=device, progress=sys.stderr.isatty())
+    model = KimiK2(target, weights, max_positions=config.max_model_len or target.max_position_embeddings)
+    yield Forced(Capture(model, (), tokens=CAPTURED), plan)

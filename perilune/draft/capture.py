@@ -1,0 +1,81 @@
+"""What the target computes for texts that are known: the hidden states a drafter reads, and those its head reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.kv.pages import Pages
+from perilune.model.kimi_k2 import KimiK2, Span, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Of the rows of a batch one after the other, N tokens: aux [N, A D] at the drafter's layers, hidden [N, D] after
+    the final norm."""
+
+    aux: Tensor
+    hidden: Tensor
+
+
+class Capture:
+    """Holds pages for `tokens` tokens at a time and runs the target over whole texts, none of which it remembers."""
+
+    def __init__(self, model: KimiK2, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64) -> None:
+        self.model = model
+        self.aux_layers = tuple(aux_layers)
+        c, w = model.config, model.weights
+        self._pages = Pages.allocate(
+            c.num_hidden_layers,
+            -(-tokens // block_size),
+            block_size,
+            c.kv_lora_rank + c.qk_rope_head_dim,
+            w.norm.dtype,
+            w.norm.device,
+        )
+
+    def rows_that_fit(self, lengths: Sequence[int]) -> int:
+        """How many of these texts, from the first on, one call takes."""
+        blocks = np.cumsum([-(-n // self._pages.block_size) for n in lengths])
+        return int(np.searchsorted(blocks, self._pages.num_blocks, side="right"))
+
+    @torch.no_grad()  # not inference_mode: what it returns enters the drafter's graph
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Captured:
+        """Runs them all, in as many steps as the pages need. A text must fit them by itself."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        left = list(texts)
+        while left:
+            count = self.rows_that_fit([len(t) for t in left])
+            assert count, f"a text of {len(left[0])} tokens is longer than the pages"
+            parts.append(self._run(left[:count]))
+            left = left[count:]
+        hidden, aux = (torch.cat(part) for part in zip(*parts))
+        return Captured(aux, hidden)
+
+    def _run(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        device, size = self._pages.data.device, self._pages.block_size
+        counts = np.array([len(t) for t in texts])
+        needed = -(-counts // size)
+        first = np.cumsum(needed) - needed
+        tables = first[:, None] + np.arange(needed.max())
+        tables = np.minimum(tables, self._pages.num_blocks - 1).astype(np.int32)
+        start = np.zeros(len(texts) + 1, np.int32)
+        np.cumsum(counts, out=start[1:])
+        positions = np.arange(start[-1]) - np.repeat(start[:-1], counts)
+        # The tokens of a text lie in adjacent blocks.
+        slots = positions + np.repeat(first * size, counts)
+        step = Step(
+            tokens=torch.from_numpy(np.concatenate([np.asarray(t, np.int64) for t in texts])).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            absorbed=None,
+            plain=Span(
+                slice(0, int(start[-1])),
+                torch.from_numpy(tables).to(device),
+                torch.from_numpy(start),
+                torch.from_numpy(counts.astype(np.int32)),
+            ),
+        )
+        return self.model.hidden_with_aux(step, self._pages.data, self.aux_layers)

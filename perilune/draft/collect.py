@@ -1,0 +1,168 @@
+"""The target answers prompts, and what it says becomes training rows: half of them greedy, half at temperature 1.
+
+Where a generator knows the answer there is a quicker way to greedy rows (`Forced`): the target reads prompt and
+expected answer in one pass, and as far as its likeliest token is the expected one, decoding would have said the same.
+"""
+
+import hashlib
+import itertools
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from perilune.core.sampling import SamplingParams
+from perilune.draft.capture import Capture
+from perilune.draft.corpus import Corpus, Row, Shard
+from perilune.draft.prompts import Prompt, Source
+from perilune.engine.llm import LLM
+
+JOB = 256  # prompts that a worker makes at a time
+LOGIT_ROWS = 8192  # computed at a time
+LEAST_ANSWER = 3  # tokens: shorter ones begin no chain
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to collect. `minutes` ends it after the shard under way, 0 never."""
+
+    rows: int
+    shard_rows: int
+    max_tokens: int
+    seed: int
+    minutes: float = 0.0
+    workers: int = 0  # processes that make prompts; 0: this one
+    forced: bool = False
+
+
+def about(source: Source, plan: Plan, model: Path) -> dict[str, object]:
+    """What a corpus is identified by: everything that decides its rows, but not their number."""
+    return {
+        **source.about(),
+        "families": list(source.families),
+        "model": _fingerprint(model),
+        "shard_rows": plan.shard_rows,
+        "max_tokens": plan.max_tokens,
+        "answers": "forced" if plan.forced else plan.seed,
+    }
+
+
+class Answers(Protocol):
+    """Makes rows of prompts, whose numbers begin with `first`."""
+
+    def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Answers by the engine that serves."""
+
+    llm: LLM
+    plan: Plan
+
+    def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]:
+        params = [_params(self.plan, first + i) for i in range(len(prompts))]
+        room = [len(p.ids) + LEAST_ANSWER < self.llm.info.max_model_len for p in prompts]
+        asked = [(p, q) for p, q, fits in zip(prompts, params, room) if fits]
+        answers = self.llm.generate([p.ids for p, _ in asked], [q for _, q in asked])
+        return [Row(p.ids + a.token_ids, len(p.ids), p.family, q.temperature == 0) for (p, q), a in zip(asked, answers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """The expected answers, each up to the first token where the target says something else, that token included."""
+
+    capture: Capture
+    plan: Plan
+
+    def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]:
+        texts = [p.ids + p.expected[: self.plan.max_tokens] for p in prompts]
+        model = self.capture.model
+        ends = list(itertools.accumulate(map(len, texts)))
+        rows: list[Row] = []
+        begin = 0
+        while begin < len(texts):
+            count = self.capture.rows_that_fit([len(t) for t in texts[begin:]])
+            hidden = self.capture(texts[begin : begin + count]).hidden
+            at = ends[begin] - len(texts[begin])
+            read = [
+                ends[i] - at - n
+                for i in range(begin, begin + count)
+                for n in range(len(texts[i]) - len(prompts[i].ids) + 1, 1, -1)
+            ]
+            rows_read = torch.split(hidden[torch.tensor(read, device=hidden.device)], LOGIT_ROWS)
+            said = iter(torch.cat([model.logits(some).argmax(-1) for some in rows_read]).tolist())
+            for i in range(begin, begin + count):
+                ids = list(prompts[i].ids)
+                # Every token is taken from the iterator, also behind the end.
+                answer = [(token, next(said)) for token in texts[i][len(ids) :]]
+                for token, spoken in answer:
+                    ids.append(spoken)
+                    if spoken != token:
+                        break
+                rows.append(Row(tuple(ids), len(prompts[i].ids), prompts[i].family, True))
+            begin += count
+        return rows
+
+
+def collect(
+    answers: Answers, source: Source, plan: Plan, corpus: Corpus, *, done: Callable[[Shard], None] = lambda shard: None
+) -> None:
+    """Adds the shards that `corpus` lacks; a shard is a function of its number, so a killed run can be repeated."""
+    began = time.monotonic()
+    limit = source.limit()
+    rows = plan.rows if limit is None else min(plan.rows, limit)
+    starts = range(len(corpus.shards) * plan.shard_rows, rows, plan.shard_rows)
+    sizes = [min(plan.shard_rows, rows - start) for start in starts]
+    for start, prompts in zip(starts, _ahead(source, list(zip(starts, sizes)), plan.workers)):
+        made = answers(prompts, start)
+        done(corpus.add([row for row in made if len(row.ids) - row.given >= LEAST_ANSWER]))
+        if plan.minutes and time.monotonic() - began > plan.minutes * 60:
+            break
+
+
+def _params(plan: Plan, number: int) -> SamplingParams:
+    if number % 2 == 0:
+        return SamplingParams(temperature=0.0, max_tokens=plan.max_tokens)
+    seed = int.from_bytes(hashlib.blake2b(f"{plan.seed}:{number}".encode(), digest_size=7).digest(), "big")
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=plan.max_tokens)
+
+
+def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Iterator[list[Prompt]]:
+    """The prompts of each (start, rows), made while earlier ones are answered."""
+    if not workers:
+        for start, count in shards:
+            yield source.prompts(start, count)
+        return
+    # Not forked: this process has threads, and perhaps a GPU.
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    jobs = itertools.chain.from_iterable(
+        [(at, min(JOB, start + count - at)) for at in range(start, start + count, JOB)] for start, count in shards
+    )
+    most = 2 * max(workers, -(-max((count for _, count in shards), default=0) // JOB))
+    queued: deque[Future[list[Prompt]]] = deque()
+    try:
+        for _, count in shards:
+            prompts: list[Prompt] = []
+            while len(prompts) < count:
+                while len(queued) < most and (job := next(jobs, None)) is not None:
+                    queued.append(pool.submit(source.prompts, *job))
+                prompts += queued.popleft().result()
+            yield prompts
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _fingerprint(model: Path) -> str:
+    """Of the target's configuration and index: another checkpoint gives other answers."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "model.safetensors.index.json", "tiktoken.model"):
+        if (model / name).is_file():
+            digest.update((model / name).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,126 @@
+"""Training rows of a drafter: prompts and the target's own answers as token ids, in checksummed shards.
+
+A directory holds `corpus.json` (what was asked for; a second `collect` must ask for the same), `shards.jsonl` (a line
+per finished shard, appended when the shard has its final name) and `rows-NNNNN.safetensors`: ids int32 [tokens],
+ends int64 [rows] (where each row ends in `ids`), given int32 [rows] (length of its prompt), family int16 [rows], greedy
+bool [rows].
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.formats.jsonfile import read_object, write_object
+
+ABOUT, SHARDS = "corpus.json", "shards.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`ids[given:]` is the target's answer to `ids[:given]`, drawn greedily or at temperature 1."""
+
+    ids: tuple[int, ...]
+    given: int
+    family: int
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    file: str
+    sha256: str
+    rows: int
+    tokens: int
+    answers: int  # tokens of answers
+
+
+class Corpus:
+    """Opened for writing with what it is `about`, for reading without."""
+
+    def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
+        self.directory = directory
+        if about is None:
+            self.about = read_object(directory / ABOUT)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.about = json.loads(json.dumps(about))
+            if (directory / ABOUT).exists():
+                if (found := read_object(directory / ABOUT)) != self.about:
+                    keys = sorted(k for k in {*found, *self.about} if found.get(k) != self.about.get(k))
+                    raise ConfigError(
+                        f"{directory} holds another corpus (it differs in {', '.join(keys)}): repeat that one, or "
+                        "choose an empty directory"
+                    )
+            else:
+                write_object(directory / ABOUT, self.about)
+        self.shards = self._read()
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(self.about["families"])
+
+    def add(self, rows: Sequence[Row]) -> Shard:
+        """Writes a shard whole, then says so."""
+        name = f"rows-{len(self.shards):05d}.safetensors"
+        partial = self.directory / f".{name}"
+        tensors = {
+            "ids": torch.tensor([i for row in rows for i in row.ids], dtype=torch.int32),
+            "ends": torch.tensor([len(row.ids) for row in rows]).cumsum(0),
+            "given": torch.tensor([row.given for row in rows], dtype=torch.int32),
+            "family": torch.tensor([row.family for row in rows], dtype=torch.int16),
+            "greedy": torch.tensor([row.greedy for row in rows]),
+        }
+        save_file(tensors, partial)
+        tokens = sum(len(row.ids) for row in rows)
+        answers = tokens - sum(row.given for row in rows)
+        shard = Shard(name, _sha256(partial), len(rows), tokens, answers)
+        os.replace(partial, self.directory / name)
+        with (self.directory / SHARDS).open("a") as file:
+            file.write(json.dumps([shard.file, shard.sha256, shard.rows, shard.tokens, shard.answers]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.shards.append(shard)
+        return shard
+
+    def rows(self) -> list[Row]:
+        """All of them, in order. CheckpointError if a shard is not what was written."""
+        found: list[Row] = []
+        for shard in self.shards:
+            path = self.directory / shard.file
+            if not path.is_file() or _sha256(path) != shard.sha256:
+                raise CheckpointError(f"{path} is missing or damaged: remove {self.directory} and collect again")
+            t = {name: tensor.tolist() for name, tensor in load_file(path).items()}
+            begin = 0
+            for end, given, family, greedy in zip(t["ends"], t["given"], t["family"], t["greedy"]):
+                found.append(Row(tuple(t["ids"][begin:end]), given, family, greedy))
+                begin = end
+        return found
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
+
+    def _read(self) -> list[Shard]:
+        path = self.directory / SHARDS
+        if not path.exists():
+            return []
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]  # a kill may have left half a line
+        if whole != text:
+            path.write_text(whole)
+        try:
+            return [Shard(*json.loads(line)) for line in whole.splitlines()]
+        except (ValueError, TypeError) as e:
+            raise CheckpointError(f"{path} is damaged: remove {self.directory} and collect again") from e
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,188 @@
+"""Acceptance of a drafter on texts the target has written: the serving drafter itself, against tokens that are known.
+
+A text drawn from the target at any temperature is what serving would have drawn whatever was drafted (spec.acceptance),
+so walking along it and comparing drafts with what comes gives the acceptance that serving has. Each cycle drafts from
+the last token that stands, and moves on by the drafts that were right and one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from perilune.core.plan import StepPlan, Work
+from perilune.core.sampling import SamplingParams
+from perilune.draft.capture import Capture
+from perilune.draft.corpus import Row
+from perilune.engine.batch import build
+from perilune.spec.drafter import Drafter, Followed
+
+ABSORB_LIMIT = 16  # rows of a request up to which attention is absorbed, as in serving
+SHORTEST_MATCH, LONGEST_MATCH = 2, 8  # tokens that `lookup` compares
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """cycles, the tokens they brought, and how often a draft stood at each place, of how many that there was a token
+    to compare with."""
+
+    cycles: int = 0
+    tokens: int = 0
+    stood: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    def add(self, drafts: Sequence[int], truth: Sequence[int]) -> int:
+        """Counts a cycle whose drafts meet `truth`, what comes to the end of the text; returns how many stand."""
+        right = 0
+        while right < min(len(drafts), len(truth)) and drafts[right] == truth[right]:
+            right += 1
+        self.cycles += 1
+        self.tokens += min(right + 1, len(truth))
+        for i in range(min(len(drafts), len(truth), right + 1)):
+            if i == len(self.asked):
+                self.asked.append(0)
+                self.stood.append(0)
+            self.asked[i] += 1
+            self.stood[i] += i < right
+        return right
+
+    @property
+    def length(self) -> float:
+        """Tokens per cycle."""
+        return self.tokens / self.cycles if self.cycles else float("nan")
+
+    def record(self) -> dict[str, Any]:
+        shares = [round(s / a, 4) for s, a in zip(self.stood, self.asked)]
+        return {"acceptance_length": round(self.length, 4), "by_position": shares, "cycles": self.cycles}
+
+
+def walk(
+    drafter: Drafter,
+    capture: Capture,
+    rows: Sequence[Row],
+    length: int,
+    *,
+    at_once: int = 128,
+    block_size: int = 64,
+    advance: Callable[[int], None] = lambda rows: None,
+) -> list[Tally]:
+    """Each row's tally with chains of `length`. Rows with fewer than two tokens of answer have none to draft."""
+    dtype, device = capture.model.weights.norm.dtype, capture.model.weights.norm.device
+    longest = max(len(row.ids) for row in rows)
+    drafter.allocate(
+        at_once * -(-longest // block_size),
+        block_size,
+        dtype,
+        device,
+        max_num_seqs=at_once,
+        max_model_len=longest,
+    )
+    tallies = []
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
+        tallies += _Walk(drafter, capture, some, length, block_size).run()
+        advance(len(some))
+    return tallies
+
+
+class _Walk:
+    """Some rows side by side, each at a position of its own."""
+
+    def __init__(self, drafter: Drafter, capture: Capture, rows: Sequence[Row], length: int, block_size: int) -> None:
+        self._drafter, self._rows, self._length, self._block_size = drafter, rows, length, block_size
+        self._aux = capture([row.ids for row in rows]).aux
+        self._device = self._aux.device
+        counts = np.array([len(row.ids) for row in rows])
+        self._first = np.cumsum(counts) - counts
+        blocks = -(-counts // block_size)
+        begin = np.cumsum(blocks) - blocks
+        self._blocks = [tuple(range(b, b + n)) for b, n in zip(begin.tolist(), blocks.tolist())]
+        self._none = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        self._tallies = [Tally() for _ in rows]
+
+    @torch.inference_mode()
+    def run(self) -> list[Tally]:
+        # Row i has been followed up to, not including, spans[i].stop; the token there was drawn in the last step.
+        spans = {i: range(row.given) for i, row in enumerate(self._rows) if row.given + 1 < len(row.ids)}
+        while spans:
+            following = {}
+            for i, drafts in self._propose(spans):
+                ids, end = self._rows[i].ids, spans[i].stop
+                right = self._tallies[i].add(drafts, ids[end + 1 :])
+                if end + right + 2 < len(ids):  # else no token is left to draft
+                    following[i] = range(end, end + right + 1)
+            spans = following
+        return self._tallies
+
+    def _propose(self, spans: dict[int, range]) -> Iterator[tuple[int, list[int]]]:
+        work = tuple(
+            Work(
+                rid=i,
+                slot=i,
+                start=span.start,
+                tokens=self._rows[i].ids[span.start : span.stop],
+                blocks=self._blocks[i],
+                sample=True,
+                draw=0,
+                params=GREEDY,
+                seed=0,
+            )
+            for i, span in spans.items()
+        )
+        batch = build(StepPlan(0, work), self._none, self._block_size, ABSORB_LIMIT)
+        at: NDArray[np.int64] = np.concatenate([np.arange(w.start, w.end) + self._first[w.rid] for w in batch.work])
+        after = np.concatenate([np.array(self._rows[w.rid].ids[w.start + 1 : w.end + 1]) for w in batch.work])
+        drafts = self._drafter.propose(
+            Followed(
+                work=batch.work,
+                starts=batch.starts,
+                step=batch.step,
+                features=self._aux[torch.from_numpy(at).to(self._device)],
+                following=torch.from_numpy(after).to(self._device),
+                sampled=tuple(range(len(batch.work))),
+                last=batch.rows,
+            ),
+            self._length,
+        )
+        assert drafts is not None
+        yield from zip([w.rid for w in batch.work], drafts.tokens.tolist())
+
+
+def walk_lookup(rows: Sequence[Row], length: int) -> list[Tally]:
+    """The same for `lookup`, which needs no model."""
+    tallies = []
+    for row in rows:
+        tally, end = Tally(), row.given
+        while end + 1 < len(row.ids):
+            end += tally.add(lookup(row.ids[: end + 1], length), row.ids[end + 1 :]) + 1
+        tallies.append(tally)
+    return tallies
+
+
+def lookup(ids: Sequence[int], length: int) -> tuple[int, ...]:
+    """What followed the earlier occurrence of the longest end of `ids` that has one, the latest of these."""
+    last, best, found = len(ids) - 1, SHORTEST_MATCH - 1, -1
+    for at in range(last - 1, -1, -1):
+        size = 0
+        while size < min(LONGEST_MATCH, at + 1) and ids[at - size] == ids[last - size]:
+            size += 1
+        if size > best:
+            best, found = size, at
+    return tuple(ids[found + 1 : found + 1 + length]) if found >= 0 else ()
+
+
+def summed(tallies: Sequence[Tally]) -> Tally:
+    """All cycles together, so that a long text counts as much as its cycles."""
+    total = Tally()
+    for tally in tallies:
+        total.cycles += tally.cycles
+        total.tokens += tally.tokens
+        for own, more in ((total.stood, tally.stood), (total.asked, tally.asked)):
+            own += [0] * (len(more) - len(own))
+            for i, n in enumerate(more):
+                own[i] += n
+    return total

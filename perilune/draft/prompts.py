@@ -1,0 +1,160 @@
+"""What the target is asked: generated problems of the training split, or chats from a JSONL file. No torch here: worker
+processes make prompts."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from perilune.core.errors import ConfigError
+from perilune.tasks.families import FAMILIES, training_mix
+from perilune.tasks.problem import Problem, assistant
+from perilune.text.chat import ChatTemplate, Special, next_tool_index, template_for
+from perilune.text.tokenizer import Tokenizer
+
+GENERATED = "generated"
+_THOUGHT = Special("</think>")
+MAX_LINE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`family` is an index into the source's `families`. `expected` is the answer that the generator knows, with its
+    end token; empty where nobody knows one."""
+
+    ids: tuple[int, ...]
+    family: int
+    expected: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Problems as kimi-nano was trained on: the training split only, thinking on and off, tools declared."""
+
+    model: Path
+    seed: int
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(FAMILIES)
+
+    def about(self) -> dict[str, Any]:
+        return {"source": GENERATED, "seed": self.seed}
+
+    def limit(self) -> int | None:
+        return None
+
+    def prompts(self, first: int, count: int) -> list[Prompt]:
+        """Numbers first .. first + count - 1; each is a function of its number and the seed."""
+        tokenizer, template = _reader(self.model)
+        made = []
+        for number in range(first, first + count):
+            p = training_mix(Random(f"{self.seed}:draft:{number}"))
+            ids = template.render_ids(tokenizer, p.messages, tools=p.tools or None, thinking=p.thinking)
+            made.append(Prompt(tuple(ids), self.families.index(p.family), _expected(tokenizer, template, p)))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Lines of a JSONL file: {"messages": [...], "tools": [...], "thinking": true, "family": "code"}, all but the first
+    optional. Every assistant turn is asked for anew, with the conversation before it, and so is the one that would
+    follow the last message, unless that is the assistant's."""
+
+    model: Path
+    file: Path
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(turn.family for turn in _turns(self.file)))
+
+    def about(self) -> dict[str, Any]:
+        return {"source": self.file.name, "bytes": self.file.stat().st_size}
+
+    def limit(self) -> int | None:
+        return len(_turns(self.file))
+
+    def prompts(self, first: int, count: int) -> list[Prompt]:
+        tokenizer, template = _reader(self.model)
+        families = self.families
+        return [
+            Prompt(
+                tuple(
+                    template.render_ids(
+                        tokenizer, t.messages, tools=t.tools or None, thinking=template.thinks(t.thinking)
+                    )
+                ),
+                families.index(t.family),
+            )
+            for t in _turns(self.file)[first : first + count]
+        ]
+
+
+Source = Problems | Chats
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    thinking: bool | None
+    family: str
+
+
+@lru_cache(maxsize=1)
+def _reader(model: Path) -> tuple[Tokenizer, ChatTemplate]:
+    return Tokenizer.from_directory(model), template_for(model)
+
+
+def _expected(tokenizer: Tokenizer, template: ChatTemplate, problem: Problem) -> tuple[int, ...]:
+    """The turn as the model is to continue the prompt: its thought, if it thinks, then what the template makes of it.
+
+    The template drops the thought of a final answer, so it is put in front here.
+    """
+    turn = assistant(problem.reply, next_tool_index(problem.messages))
+    pieces = template.pieces([turn], thinking=False, add_generation_prompt=False)
+    ids: list[int] = []
+    if problem.thinking:
+        ids += [*tokenizer.encode(problem.reply.reasoning), tokenizer.special(_THOUGHT.name)]
+    for piece in pieces[pieces.index(_THOUGHT) + 1 :]:
+        ids += [tokenizer.special(piece.name)] if isinstance(piece, Special) else tokenizer.encode(piece)
+    return tuple(ids)
+
+
+@lru_cache(maxsize=1)
+def _turns(file: Path) -> Sequence[_Turn]:
+    found = list(_read(file))
+    if not found:
+        raise ConfigError(f"{file} holds no chat")
+    return found
+
+
+def _read(file: Path) -> Iterator[_Turn]:
+    try:
+        lines = file.open(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot read {file}: {e.strerror}") from e
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            at = f"{file} line {number}"
+            try:
+                chat = json.loads(line) if len(line) <= MAX_LINE else None
+            except (ValueError, RecursionError) as e:
+                raise ConfigError(f"{at} is not JSON: {e}") from e
+            if not isinstance(chat, dict) or not isinstance(messages := chat.get("messages"), list) or not messages:
+                raise ConfigError(f'{at} must be an object with a non-empty list "messages"')
+            if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+                raise ConfigError(f'{at}: every message must be an object with a "role"')
+            tools, thinking, family = chat.get("tools") or [], chat.get("thinking"), chat.get("family", file.stem)
+            if not isinstance(tools, list) or not isinstance(thinking, bool | None) or not isinstance(family, str):
+                raise ConfigError(f"{at}: tools must be a list, thinking true or false, family a text")
+            ends = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i]
+            if messages[-1]["role"] != "assistant":
+                ends.append(len(messages))
+            for end in ends:
+                yield _Turn(tuple(messages[:end]), tuple(tools), thinking, family)

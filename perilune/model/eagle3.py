@@ -1,0 +1,156 @@
+"""EAGLE-3 and 3.1 drafts: one decoder layer that guesses the target's next tokens from its hidden states (spec 6).
+
+A draft position t pairs the target's feature at t with the *next* token's embedding, and says what follows that token:
+
+    g = fc(aux states at t)                                       `features`
+    x = [rms(embed(token t+1)), rms(g)]; r = g, or rms(g)         r: `norm_before_residual`
+    h1 = r + attention(x); h = h1 + mlp(rms(h1))                  `hidden`
+    logits = lm_head(rms(h)): token t+2                           `logits`
+
+The step after has no feature of the target's: it takes g = h, or rms(h) with `norm_output`, and the token just drafted,
+at position t+1. Keys and values of position t lie in the slot of the target's position t. They hold the token at t+1,
+so what a drafting step wrote is written anew once the target's features of accepted tokens are there.
+
+Letters: T rows, D hidden, A aux states, W draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
+from perilune.model.weights import Attention, Linear, Mlp
+from perilune.ops.add_rmsnorm import add_rmsnorm
+from perilune.ops.draft_input import draft_input
+from perilune.ops.rmsnorm import rmsnorm
+
+
+@dataclass(slots=True)
+class HeadAttention:
+    """Attention with keys and values of its own heads, G query heads to each."""
+
+    qkv: Linear  # [(H + 2 K) d, 2 D]: q_proj's rows, then k_proj's, then v_proj's
+    o: Linear  # [D, H d]
+
+
+@dataclass(slots=True)
+class Eagle3Weights:
+    """`embed` and `lm_head` may be the target's own. Letters as in the module."""
+
+    embed: Tensor  # [V, D]
+    fc: Linear  # [D, A * target D]
+    fc_norms: list[Tensor]  # A of [target D], or none
+    joint_norm: Tensor | None  # [A * target D]
+    input_norm: Tensor  # [D]
+    hidden_norm: Tensor  # [D]
+    attention: Attention | HeadAttention  # inputs are 2 D wide
+    post_norm: Tensor  # [D]
+    mlp: Mlp
+    norm: Tensor  # [D]
+    lm_head: Linear  # [W, D]
+    target_ids: Tensor | None  # [W] int64: the target's id of each of the draft's; None: the same ids
+
+
+class Eagle3:
+    """Holds weights and rope tables only. `pages` [blocks, block_size, config.kv_width] is the caller's."""
+
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, *, max_positions: int):
+        self.config = config
+        self.weights = weights
+        self.eps = config.rms_norm_eps
+        self.scale = config.softmax_scale
+        angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * torch.tensor(
+            config.rope_inv_freq, dtype=torch.float64
+        )
+        device = weights.norm.device
+        self.cos = (angles.cos() * config.rope_magnitude).to(device, torch.float32)
+        self.sin = (angles.sin() * config.rope_magnitude).to(device, torch.float32)
+
+    def features(self, aux: Tensor) -> Tensor:
+        """[T, A * target D], as `KimiK2.hidden` gives them, -> [T, D]."""
+        w = self.weights
+        if w.joint_norm is not None:
+            aux = rmsnorm(aux, w.joint_norm, self.eps)
+        if w.fc_norms:
+            pieces = aux.chunk(len(w.fc_norms), -1)
+            aux = torch.cat([rmsnorm(p, norm, self.eps) for p, norm in zip(pieces, w.fc_norms)], -1)
+        return apply(w.fc, aux)
+
+    def hidden(self, step: Step, features: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(what `logits` takes, what the next drafting step takes for features), [T, D] each.
+
+        `step.tokens` are the tokens *after* the step's positions; all else is as in the target's step. `features` are
+        used up: their memory holds other values afterwards.
+        """
+        w = self.weights
+        x, cos, sin = draft_input(
+            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
+        )
+        h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
+        if isinstance(w.attention, Attention):
+            attended = mla(w.attention, x, cos, sin, step, pages, self.eps, self.scale)
+        else:
+            attended = self._heads(w.attention, x, cos, sin, step, pages)
+        x = add_rmsnorm(h, attended, w.post_norm, self.eps)
+        x = add_rmsnorm(h, mlp(w.mlp, x), w.norm, self.eps)
+        return x, x if self.config.norm_output else h
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, W] in float32."""
+        return apply(self.weights.lm_head, hidden, wide=True)
+
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        """The target's ids of draft ids, any shape."""
+        ids = self.weights.target_ids
+        return drafted if ids is None else ids[drafted]
+
+    def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
+        c = self.config
+        heads, shared, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        qkv = apply(w.qkv, x).view(x.shape[0], heads + 2 * shared, d)
+        q, k = _half_rope(qkv[:, :heads], cos, sin), _half_rope(qkv[:, heads : heads + shared], cos, sin)
+        flat = pages.view(-1, 2, shared, d)
+        rows, padding = torch.stack([k, qkv[:, heads + shared :]], 1).to(pages.dtype), step.slots < 0
+        # Padding rows, which come last, write again what the first row does.
+        flat[torch.where(padding, step.slots[:1], step.slots)] = torch.where(
+            padding[:, None, None, None], rows[:1], rows
+        )
+        out = []
+        for span in (step.absorbed, step.plain):
+            if span is not None:
+                out.append(_attend(q[span.rows], flat, pages.shape[1], span, self.scale))
+        return apply(w.o, (out[0] if len(out) == 1 else torch.cat(out)).flatten(1))
+
+
+def _half_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, d], the pair of element i is i + d / 2; cos and sin [T, d / 2] float32."""
+    low, high = x.float().chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([low * c - high * s, high * c + low * s], -1).to(x.dtype)
+
+
+def _attend(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
+    """q [T, H, d] of the span's requests over flat [slots, 2, K, d] -> [T, H, d].
+
+    Gathers every row's whole table, so that no count is read on the host: for the few rows of a drafting step. A row of
+    no request gets what nobody reads.
+    """
+    T = q.shape[0]
+    tables, start = span.tables.long(), span.query_start.to(q.device)
+    context = span.context.to(q.device)
+    index = torch.arange(T, device=q.device)
+    owner = (torch.searchsorted(start, index, right=True) - 1).clamp_max(tables.shape[0] - 1)
+    own = context[owner] - start[owner + 1] + index  # the row's position
+    places = torch.arange(tables.shape[1] * block_size, device=q.device)
+    seen = places <= own[:, None]
+    rows = torch.where(seen, tables[owner][:, places // block_size] * block_size + places % block_size, 0)
+    keys, values = flat[rows].to(q.dtype).unbind(2)  # [T, L, K, d]
+    # What a block held before, nan included, must not matter.
+    keys, values = (torch.where(seen[..., None, None], t, 0) for t in (keys, values))
+    groups = q.view(T, keys.shape[2], -1, q.shape[2]).float() * scale
+    scores = torch.einsum("tkgd,tlkd->tkgl", groups, keys.float())
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    weights = torch.where(seen[:, None, None].any(-1, keepdim=True), scores.softmax(-1), 0)
+    return torch.einsum("tkgl,tlkd->tkgd", weights, values.float()).flatten(1, 2).to(q.dtype)

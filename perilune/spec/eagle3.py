@@ -1,0 +1,147 @@
+"""A drafter that is an EAGLE-3 model: follows every step with the target's features, then drafts greedily.
+
+The pair of position p (the feature at p, the token at p + 1) lies in the slot of p. So the last entry of a block
+depends on a token beyond it: where a cached prefix ends there, that one may belong to another request's continuation.
+What a chain computes ahead of the last token goes to scratch blocks of its own, never into the pool: the pool holds
+only what was computed from the target's features, and a chain needs no blocks that its request does not own.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.model.config import KimiConfig
+from perilune.model.eagle3 import Eagle3, Eagle3Weights
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.eagle3_load import load_draft
+from perilune.model.kimi_k2 import Span, Step
+from perilune.model.weights import Weights
+from perilune.ops.greedy import greedy
+from perilune.spec.drafter import Drafts, Followed
+
+LONGEST = 8
+
+
+def load_drafter(
+    path: Path, target: KimiConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
+) -> "Eagle3Drafter":
+    """The draft in `path` for a model that is loaded; CheckpointError if it cannot be, or is another model's."""
+    config, own = load_draft(path, target, weights, dtype=dtype, device=device)
+    return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers))
+
+
+class Eagle3Drafter:
+    """See spec.drafter.Drafter."""
+
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...]):
+        self.config = config
+        self.aux_layers = aux_layers
+        self.longest = LONGEST
+        self._weights = weights
+        self._model: Eagle3 | None = None
+        self._pages = torch.empty(0)
+        self._blocks_ahead = 0
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return block_size * self.config.kv_width * dtype.itemsize
+
+    def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
+        return _chains(max_num_seqs) * _ahead(block_size) * self.block_bytes(block_size, dtype)
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self._blocks_ahead = ahead = _ahead(block_size)
+        chains = _chains(max_num_seqs)
+        blocks = num_blocks + chains * ahead
+        # Positions may be read that were never followed, so nothing there may be nan.
+        self._pages = torch.zeros(blocks, block_size, self.config.kv_width, dtype=dtype, device=device)
+        # What every chain needs, made once: in a CUDA graph each would be a kernel.
+        self._scratch = num_blocks + ahead * torch.arange(chains, device=device)
+        self._offsets = torch.arange(LONGEST, device=device)[:, None]
+        self._columns = torch.arange(blocks + ahead, device=device)
+        self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
+        self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + LONGEST)
+
+    def propose(self, followed: Followed, length: int) -> Drafts | None:
+        model = self._model
+        assert model is not None and length <= LONGEST, "allocate() comes first"
+        step = dataclasses.replace(followed.step, tokens=followed.following, pending=None)
+        states, features = model.hidden(step, model.features(followed.features), self._pages)
+        if not length or not followed.sampled:
+            return None
+        at = followed.last
+        drafts = [_best(model, states[at])]
+        if length > 1:
+            features = features[at]
+            for ahead in self._steps(_owned(followed), step.positions[at], length - 1):
+                ahead = dataclasses.replace(ahead, tokens=drafts[-1][0])
+                states, features = model.hidden(ahead, features, self._pages)
+                drafts.append(_best(model, states))
+        tokens, confidence = (torch.stack(column, 1) for column in zip(*drafts))
+        return Drafts(tokens, confidence)
+
+    def _steps(self, owned: Tensor, last: Tensor, count: int) -> list[Step]:
+        """`count` steps of one token of each request, from the position after `last` [S] on; their tokens are to come.
+
+        owned [S, M] int32: the requests' blocks. From the block on that the first of these positions lies in, scratch
+        blocks, which lie one behind the other, take their place; what that block holds is copied to the first of them.
+        """
+        (S, M), size = owned.shape, self._pages.shape[1]
+        begin, scratch, offsets = last + 1, self._scratch[:S], self._offsets[:count]
+        first = begin // size
+        tables = torch.nn.functional.pad(owned, (0, self._blocks_ahead))
+        self._pages[scratch] = self._pages[tables.gather(1, first[:, None]).squeeze(1)]
+        beyond = (self._columns[: M + self._blocks_ahead] - first[:, None]).to(torch.int32)
+        ahead = beyond.clamp(0, self._blocks_ahead - 1) + scratch[:, None]
+        tables = torch.where(beyond < 0, tables, ahead).to(torch.int32)
+        positions = begin + offsets
+        slots = scratch * size + begin % size + offsets
+        contexts, rows = (positions + 1).to(torch.int32), slice(0, S)
+        return [
+            Step(p, p, s, Span(rows, tables, self._starts[: S + 1], c), None)
+            for p, s, c in zip(positions, slots, contexts)
+        ]
+
+
+def _chains(max_num_seqs: int) -> int:
+    """Chains of a step at most: a CUDA graph may have rows for more requests than there can be."""
+    return 2 * max_num_seqs
+
+
+def _ahead(block_size: int) -> int:
+    """Scratch blocks of a request: its chain's LONGEST - 1 positions may begin at a block's last one."""
+    return -(-(block_size - 1 + LONGEST - 1) // block_size)
+
+
+def _owned(followed: Followed) -> Tensor:
+    """[S, M] int32 block tables of the requests that drew tokens."""
+    span = followed.step.absorbed
+    if span is not None and followed.step.plain is None and len(followed.sampled) == len(followed.work):
+        return span.tables  # so a step that only decodes can be part of a CUDA graph
+    owned = [followed.work[i].blocks for i in followed.sampled]
+    tables = np.zeros((len(owned), max(map(len, owned))), np.int32)
+    for row, blocks in zip(tables, owned):
+        row[: len(blocks)] = blocks
+    return torch.from_numpy(tables).to(followed.last.device)
+
+
+def _best(model: Eagle3, states: Tensor) -> tuple[Tensor, Tensor]:
+    """(the target's id [S] of the most likely token, its probability [S]).
+
+    On a GPU the last of this is an ordinary kernel, which starts when all before it have ended. One has to stand
+    between the steps of a chain: `mla_decode` does not wait for the latents that lie before its queries.
+    """
+    logits = model.logits(states)
+    token = greedy(logits).clamp_min(0)  # below 0 where logits are not finite
+    return model.target_ids(token), logits.softmax(-1).gather(1, token[:, None]).squeeze(1)

@@ -1,0 +1,470 @@
+"""The drafter factory: corpora, training against the equations, exact resume, export, and the walk that evaluates."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from perilune.cli.draft import command
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.draft.capture import Capture
+from perilune.draft.collect import Decoded, Forced, Plan, about, collect
+from perilune.draft.corpus import SHARDS, Corpus, Row
+from perilune.draft.evaluate import Tally, lookup, summed, walk, walk_lookup
+from perilune.draft.export import config_for, export
+from perilune.draft.prompts import Chats, Problems, Prompt
+from perilune.draft.train import Optimizer, Options, options_of, train
+from perilune.draft.trainee import Batch, Trainee
+from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.eagle3_load import load_draft
+from perilune.model.hub import resolve_model
+from perilune.model.kimi_k2 import KimiK2
+from perilune.model.load import load
+from perilune.model.synthetic import random_weights
+from perilune.model.weights import Dense, Weights
+from perilune.spec.drafter import Drafts, Followed
+from perilune.spec.eagle3 import load_drafter
+from perilune.tasks.families import problems
+from perilune.tasks.problem import partition
+from runs.kimi_nano.data import Codec
+from tests.cpu.test_eagle3 import LAYERS, TARGET, D, Plain, V
+
+AUX = [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def target() -> tuple[KimiConfig, Weights]:
+    config = KimiConfig.from_dict(TARGET)
+    return config, random_weights(config, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(target: tuple[KimiConfig, Weights]) -> KimiK2:
+    return KimiK2(*target, max_positions=64)
+
+
+def drafts_config(target: KimiConfig, **changes: Any) -> tuple[dict[str, Any], Eagle3Config]:
+    raw = config_for(target, aux_ids=AUX, intermediate_size=24) | changes
+    return raw, Eagle3Config.from_dict(raw)
+
+
+def some_rows(count: int, seed: int = 0, longest: int = 24) -> list[Row]:
+    """Texts that can be learnt: each counts up from a random token in steps of its family."""
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        length = int(torch.randint(9, longest, (1,), generator=g))
+        start, step = int(torch.randint(V, (1,), generator=g)), 1 + i % 3
+        given = int(torch.randint(1, length - 3, (1,), generator=g))
+        rows.append(Row(tuple((start + step * k) % V for k in range(length)), given, i % 3, i % 2 == 0))
+    return rows
+
+
+def corpus_of(path: Path, rows: Sequence[Row]) -> Corpus:
+    corpus = Corpus(path, {"families": ["a", "b", "c"], "max_tokens": 32})
+    corpus.add(rows[: len(rows) // 2])
+    corpus.add(rows[len(rows) // 2 :])
+    return corpus
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"fc_norm": True, "norm_output": True},
+        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
+        {"fc_norm": True, "norm_output": False, "norm_before_fc": True},
+    ],
+)
+def test_lessons_are_chains_of_the_equations(target: tuple[KimiConfig, Weights], flags: dict[str, bool]) -> None:
+    raw, config = drafts_config(target[0], **flags)
+    head = target[1].lm_head
+    assert isinstance(head, Dense)
+    trainee = Trainee(config, target[1].embed, head.weight, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    for name, p in trainee.parameters.items():
+        if p.dim() == 1:  # norms of one would hide where they belong
+            trainee.parameters[name] = torch.randn(p.shape, generator=generator) * 0.2 + 1
+    rows, steps, decay = some_rows(5, seed=2), 4, 0.7
+    batch = Batch.of(rows, torch.device("cpu"))
+    tokens = sum(len(row.ids) for row in rows)
+    aux, hidden = torch.randn(tokens, 3 * D, generator=generator), torch.randn(tokens, D, generator=generator)
+    lesson = trainee.lesson(batch, aux, hidden[batch.taught], steps, decay)
+
+    shared = {"embed_tokens.weight": target[1].embed, "lm_head.weight": head.weight}
+    plain = Plain(raw, dict(trainee.parameters) | shared)
+    entropies: list[list[float]] = [[] for _ in range(steps)]
+    agreed: list[list[bool]] = [[] for _ in range(steps)]
+    at = 0
+    for row in rows:
+        own_aux, own_hidden = aux[at : at + len(row.ids)], hidden[at : at + len(row.ids)]
+        at += len(row.ids)
+        truth = (own_hidden @ head.weight.T).softmax(-1)
+        for begin in range(row.given - 1, len(row.ids) - 2):
+            g = plain.features(own_aux[: begin + 1])
+            for j in range(steps):
+                if begin + j + 2 >= len(row.ids):
+                    break
+                logits, after = plain(g, torch.tensor(row.ids[1 : begin + j + 2]))
+                wanted = truth[begin + j + 1]
+                entropies[j].append(-(wanted * logits[-1].detach().log_softmax(-1)).sum().item())
+                agreed[j].append(bool(logits[-1].argmax() == wanted.argmax()))
+                g = torch.cat([g, after[-1:]])
+    means = [sum(e) / len(e) for e in entropies]
+    weights = [decay**j for j in range(steps)]
+    loss = sum(m * w for m, w in zip(means, weights)) / sum(weights)
+    assert lesson.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert lesson.agreement.tolist() == pytest.approx([sum(a) / len(a) for a in agreed], abs=1e-6)
+
+
+def test_training_lowers_the_loss_and_a_stopped_run_ends_alike(
+    tmp_path: Path, target: tuple[KimiConfig, Weights], model: KimiK2
+) -> None:
+    _, config = drafts_config(target[0])
+    corpus = corpus_of(tmp_path / "corpus", some_rows(24))
+    options = Options(steps=40, unroll=2, chains=60, rate=5e-3, keep_gb=0.0)
+    records: list[dict[str, Any]] = []
+    whole = train(model, config, [corpus], tmp_path / "whole", options, capture_tokens=128, tell=records.append)
+    losses = [r["loss"] for r in records if r["kind"] == "step"]
+    assert losses[-1] < losses[0] - 0.1, losses
+    assert records[-1]["kind"] == "stop" and records[-1]["finished"]
+
+    # Neither a stop nor keeping the hidden states changes anything.
+    stopped = {"capture_tokens": 128, "stop_after": 17, "tell": records.append}
+    train(model, config, [corpus], tmp_path / "halves", options, **stopped)
+    assert records[-1]["step"] == 17 and not records[-1]["finished"]
+    halves = train(model, config, [Corpus(tmp_path / "corpus")], tmp_path / "halves", options, capture_tokens=128)
+    for name, p in whole.parameters.items():
+        assert torch.equal(p, halves.parameters[name]), name
+    kept = dataclasses.replace(options, keep_gb=1.0)
+    for name, p in train(model, config, [corpus], tmp_path / "kept", kept, capture_tokens=128).parameters.items():
+        assert torch.equal(p, whole.parameters[name]), name
+
+    with pytest.raises(ConfigError, match="other options or another corpus"):
+        train(model, config, [corpus], tmp_path / "halves", dataclasses.replace(options, steps=41))
+
+
+def test_the_optimizer_remembers_everything(target: tuple[KimiConfig, Weights]) -> None:
+    parameters = {"a": torch.ones(4, 4, requires_grad=True), "b": torch.ones(4, requires_grad=True)}
+    optimizer = Optimizer(parameters, Options())
+    (parameters["a"].sum() + parameters["b"].sum()).backward()
+    optimizer.step(0.1)
+    assert {k.split(":")[0] for k in optimizer.state()} == {"a", "b"} and parameters["a"].grad is None
+
+
+def test_options() -> None:
+    assert options_of({"steps": 5, "chains": None, "corpus": "x"}) == Options(steps=5)
+    for wrong in ({"unroll": 0}, {"chains": 0}, {"steps": -1}, {"minutes": 0.0}):
+        with pytest.raises(ConfigError):
+            Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_exported_draft_loads_as_it_was(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
+    raw, config = drafts_config(target[0])
+    head = target[1].lm_head
+    assert isinstance(head, Dense)
+    trainee = Trainee(config, target[1].embed, head.weight, seed=0)
+    export(tmp_path / "draft", raw, trainee.checkpoint())
+    read, weights = load_draft(tmp_path / "draft", *target, dtype=torch.float32, device="cpu")
+    assert read == config and weights.embed is target[1].embed and weights.lm_head is head
+    assert isinstance(weights.fc, Dense)
+    assert torch.equal(weights.fc.weight, trainee.parameters["fc.weight"].detach().bfloat16().float())
+    assert config.aux_layers(LAYERS) == (2, 3, 5)
+    assert all(n.startswith(("midlayer.", "fc.", "fc_norm.", "norm.")) for n in trainee.parameters)
+    for ids in ([2, 3, 5], [1, 1, 2], [1, 4, 6], []):
+        with pytest.raises(ConfigError, match="must begin with 1"):
+            config_for(target[0], aux_ids=ids)
+
+
+def test_captured_states_are_those_of_single_texts(model: KimiK2) -> None:
+    rows = some_rows(7, seed=5)
+    together = Capture(model, (0, 3), tokens=96, block_size=8)([row.ids for row in rows])
+    at = 0
+    for row in rows:
+        alone = Capture(model, (0, 3), tokens=32, block_size=16)([row.ids])
+        own = slice(at, at := at + len(row.ids))
+        assert torch.allclose(together.aux[own], alone.aux, atol=1e-5)
+        assert torch.allclose(together.hidden[own], alone.hidden, atol=1e-5)
+    assert at == len(together.aux)
+
+
+# ---- corpora -------------------------------------------------------------------------------------------------------
+
+
+class Parrot:
+    """Stands in for the engine: an answer is a function of its prompt and parameters."""
+
+    def __init__(self) -> None:
+        self.info, self.asked = SimpleNamespace(max_model_len=900), 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        self.asked += len(prompts)
+        return [
+            SimpleNamespace(token_ids=tuple((sum(p) + (q.seed or 0) + i) % V for i in range(3 + sum(p) % 5)))
+            for p, q in zip(prompts, params)
+        ]
+
+
+def test_collecting_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    nano = resolve_model("kimi-nano")
+    source, plan = Problems(nano, 1), Plan(rows=20, shard_rows=8, max_tokens=64, seed=1)
+    parrot: Any = Parrot()
+    decoded = Decoded(parrot, plan)
+    whole = Corpus(tmp_path / "whole", about(source, plan, nano))
+    collect(decoded, source, plan, whole)
+    assert [s.rows for s in whole.shards] == [8, 8, 4] and parrot.asked == 20
+
+    part = Corpus(tmp_path / "part", about(source, plan, nano))
+    collect(decoded, source, dataclasses.replace(plan, rows=8), part)
+    with (tmp_path / "part" / SHARDS).open("a") as file:
+        file.write('["rows-00001.safe')  # killed while it wrote
+    part = Corpus(tmp_path / "part", about(source, plan, nano))
+    collect(decoded, source, dataclasses.replace(plan, workers=1), part)
+    assert part.rows() == whole.rows() and part.fingerprint() == whole.fingerprint()
+    assert {row.greedy for row in part.rows()} == {True, False}
+    assert max(row.family for row in part.rows()) < len(part.families)
+
+    with pytest.raises(ConfigError, match=r"another corpus .it differs in max_tokens"):
+        Corpus(tmp_path / "part", about(source, dataclasses.replace(plan, max_tokens=65), nano))
+    with (tmp_path / "part" / "rows-00001.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=r"rows-00001.safetensors is missing or damaged"):
+        Corpus(tmp_path / "part").rows()
+
+
+def test_forced_rows_are_what_decoding_would_have_said(model: KimiK2) -> None:
+    """As far as the expected answer is right, and one token more; in passes of several texts."""
+    plan = Plan(rows=9, shard_rows=9, max_tokens=12, seed=0, forced=True)
+    alone = Capture(model, (), tokens=48, block_size=16)
+
+    def greedy(ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+        for _ in range(count):
+            ids += (int(model.logits(alone([ids]).hidden[-1:]).argmax()),)
+        return ids
+
+    prompts, wanted = [], []
+    for i in range(9):
+        given = tuple(range(i, i + 1 + i % 4))
+        said = greedy(given, 14)[len(given) :]
+        expected = [*said]
+        if i % 3:
+            expected[2 * i % 14] = (said[2 * i % 14] + 1) % V
+        wrong = next((k for k in range(12) if expected[k] != said[k]), 11)
+        prompts.append(Prompt(given, i, tuple(expected)))
+        wanted.append(Row(given + said[: wrong + 1], len(given), i, True))
+    assert Forced(Capture(model, (), tokens=64, block_size=16), plan)(prompts, 0) == wanted
+
+
+def test_generated_prompts_are_of_the_training_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import perilune.draft.prompts as module
+
+    drawn = []
+    plain = module.training_mix
+    monkeypatch.setattr(module, "training_mix", lambda rng: drawn.append(plain(rng)) or drawn[-1])
+    source = Problems(resolve_model("kimi-nano"), 5)
+    made = source.prompts(3, 40)
+    assert {p.split for p in drawn} == {"train"} and {partition(p.key) for p in drawn} == {"train"}
+    assert {p.thinking for p in drawn} == {True, False} and any(p.tools for p in drawn)
+    assert source.prompts(13, 5) == made[10:15]
+
+    codec = Codec(resolve_model("kimi-nano"))
+    assert [list(p.expected) for p in made] == [codec.target(p) for p in drawn[:40]]
+    assert [list(p.ids) for p in made] == [codec.prompt(p) for p in drawn[:40]]
+
+
+def test_chats_ask_for_every_assistant_turn(tmp_path: Path) -> None:
+    nano = resolve_model("kimi-nano")
+    user = {"role": "user", "content": "2 + 2?"}
+    said = {"role": "assistant", "content": "4", "reasoning_content": "secret thoughts"}
+    lines = [{"messages": [user, said, user, said], "family": "sums"}, {"messages": [user], "thinking": False}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    source = Chats(nano, file)
+    prompts = source.prompts(0, 99)
+    assert source.limit() == len(prompts) == 3 and source.families == ("sums", "chats")
+    from perilune.text.tokenizer import Tokenizer
+
+    read = Tokenizer.from_directory(nano)
+    texts = [read.decode(p.ids) for p in prompts]
+    assert texts[0].endswith("<think>") and texts[1].endswith("<think>")
+    assert "secret" not in texts[1] and texts[1].count("2 + 2?") == 2 and texts[2].endswith("<think></think>")
+    assert source.prompts(1, 1) == prompts[1:2]
+    for bad, says in (
+        ("{", "line 1 is not JSON"),
+        ('{"messages": []}', "non-empty list"),
+        ('{"messages": [{"content": "x"}]}', 'with a "role"'),
+        ('{"messages": [{"role": "user"}], "thinking": 1}', "thinking true or false"),
+        ("", "holds no chat"),
+    ):
+        wrong = tmp_path / f"{abs(hash(bad))}.jsonl"
+        wrong.write_text(bad)
+        with pytest.raises(ConfigError, match=says):
+            Chats(nano, wrong).prompts(0, 1)
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """A drafter that is right for a number of tokens that depends on the position, and checks what it is told."""
+
+    aux_layers, longest = (0, 2), 8
+
+    def __init__(self, rows: Sequence[Row], aux: Sequence[Tensor]) -> None:
+        self.rows, self.aux = rows, aux
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return 0
+
+    def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
+        return 0
+
+    def allocate(self, *_: Any, **__: Any) -> None:
+        self.first = 0
+
+    def propose(self, followed: Followed, length: int) -> Drafts:
+        tokens = torch.zeros(len(followed.work), length, dtype=torch.int64)
+        for k, (w, start) in enumerate(zip(followed.work, followed.starts)):
+            # Requests are told apart by their tokens: the walk numbers them anew in every batch.
+            row = next(
+                i
+                for i, r in enumerate(self.rows)
+                if r.ids[w.start : w.end] == w.tokens and self.same(i, w, followed, start)
+            )
+            ids, own = self.rows[row].ids, slice(start, start + w.count)
+            assert followed.following[own].tolist() == list(ids[w.start + 1 : w.end + 1])
+            assert followed.step.positions[own].tolist() == list(range(w.start, w.end))
+            assert int(followed.last[k]) == start + w.count - 1
+            right = self.right(row, w.end)
+            for j in range(length):
+                truth = ids[w.end + 1 + j] if w.end + 1 + j < len(ids) else 0
+                tokens[k, j] = truth if j < right else (truth + 1) % V
+        return Drafts(tokens, torch.ones(tokens.shape))
+
+    def same(self, row: int, w: Any, followed: Followed, start: int) -> bool:
+        return torch.allclose(followed.features[start : start + w.count], self.aux[row][w.start : w.end], atol=1e-5)
+
+    @staticmethod
+    def right(row: int, end: int) -> int:
+        return (7 * row + 3 * end) % 5
+
+
+def test_the_walk_counts_what_serving_would(model: KimiK2) -> None:
+    rows = some_rows(9, seed=11)
+    capture = Capture(model, (0, 2), tokens=512, block_size=16)
+    aux = [capture([row.ids]).aux for row in rows]
+    done: list[int] = []
+    tallies = walk(Oracle(rows, aux), capture, rows, 3, at_once=4, block_size=16, advance=done.append)
+    assert done == [4, 4, 1]
+    for i, (row, tally) in enumerate(zip(rows, tallies)):
+        cycles, end, tokens = 0, row.given, 0  # ids[end] is drawn, but not yet computed
+        while end + 1 < len(row.ids):
+            stand = min(Oracle.right(i, end), 3, len(row.ids) - end - 1)
+            tokens += min(stand + 1, len(row.ids) - end - 1)
+            cycles, end = cycles + 1, end + stand + 1
+        assert (tally.cycles, tally.tokens) == (cycles, tokens) and tokens == len(row.ids) - row.given - 1
+    total = summed(tallies)
+    assert total.length == pytest.approx(sum(t.tokens for t in tallies) / sum(t.cycles for t in tallies))
+    assert 1.0 <= total.length <= 4.0 and len(total.record()["by_position"]) == 3
+
+
+def test_a_tally_counts_positions_until_the_first_wrong_one() -> None:
+    tally = Tally()
+    assert tally.add([1, 2, 3], [1, 2, 9, 4]) == 2
+    assert tally.add([5, 5, 5], [4]) == 0
+    assert tally.add([7, 8], [7]) == 1  # the text ends with a draft: nothing comes after it
+    assert (tally.cycles, tally.tokens, tally.asked, tally.stood) == (3, 3 + 1 + 1, [3, 1, 1], [2, 1, 0])
+    assert math.isnan(Tally().length)
+
+
+def test_lookup_takes_the_longest_and_then_the_latest_match() -> None:
+    assert lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 2) == (9, 2)
+    assert lookup([5, 2, 3, 9, 6, 2, 3, 8, 7, 2, 3], 2) == (8, 7)
+    assert lookup([1, 2, 3, 4], 3) == () and lookup([1, 3, 2, 3], 3) == ()
+    assert lookup([4, 4, 4, 4], 3) == (4,)
+    (tally,) = walk_lookup([Row((1, 2, 3, 4, 1, 2, 3, 4, 9), 6, 0, True)], 3)
+    assert (tally.cycles, tally.tokens) == (1, 2)
+
+
+def test_a_trained_drafter_is_right_where_training_says(
+    tmp_path: Path, target: tuple[KimiConfig, Weights], model: KimiK2
+) -> None:
+    """From corpus to serving drafter: on texts that it has learnt, its greedy chains are often right."""
+    raw, config = drafts_config(target[0])
+    # The target's own answers, so that what it says is what comes.
+    rows = []
+    for start in range(12):
+        ids = [start, start + 1]
+        capture = Capture(model, (), tokens=32, block_size=16)
+        for _ in range(10):
+            ids.append(int(model.logits(capture([ids]).hidden[-1:]).argmax()))
+        rows.append(Row(tuple(ids), 2, 0, True))
+    corpus = corpus_of(tmp_path / "corpus", rows)
+    options = Options(steps=150, unroll=3, chains=200, rate=1e-2, decay=1.0)
+    records: list[dict[str, Any]] = []
+    trainee = train(model, config, [corpus], tmp_path / "run", options, capture_tokens=256, tell=records.append)
+    first = next(r for r in reversed(records) if r["kind"] == "step")["agreement"][0]
+    export(tmp_path / "draft", raw, {n: p.detach() for n, p in trainee.checkpoint(torch.float32).items()})
+    drafter = load_drafter(tmp_path / "draft", *target, dtype=torch.float32, device=torch.device("cpu"))
+    capture = Capture(model, drafter.aux_layers, tokens=256, block_size=16)
+    total = summed(walk(drafter, capture, rows, 3, block_size=16))
+    assert first > 0.4 and total.stood[0] / total.asked[0] == pytest.approx(first, abs=0.15)
+    assert total.length > 1.4
+
+
+def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
+    corpus, out = tmp_path / "corpus", tmp_path / "drafter"
+
+    def run(*args: str) -> dict[str, Any]:
+        result = CliRunner().invoke(command, [*args, "--device", "cpu"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+        return found
+
+    made = run("collect", "--out", str(corpus), "--rows", "3", "--forced", "--workers", "0")
+    assert made["rows"] <= 3 and made["answer_tokens"] > 10
+    trained = run(
+        "train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1",
+        "--aux-layers", "1,3,4", "--intermediate-size", "448", "--unroll", "1",
+    )  # fmt: skip
+    assert 4_800_000 < trained["bytes"] < 5_000_000
+    config, weights = load(resolve_model("kimi-nano"), dtype=torch.float32, device="cpu")
+    drafter = load_drafter(out, config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    assert drafter.aux_layers == (2, 4, 5) and drafter.config.norm_output and drafter.config.fc_norm
+    with pytest.raises(ConfigError, match="already holds a checkpoint"):
+        run("train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    with pytest.raises(ConfigError, match="--forced needs answers"):
+        run("collect", "--out", str(tmp_path / "c"), "--chats", str(chats), "--forced")
+
+
+def test_the_bundled_drafter_is_right_on_held_out_problems() -> None:
+    nano = resolve_model("kimi-nano")
+    config, weights = load(nano, dtype=torch.float32, device="cpu")
+    drafter = load_drafter(nano / "drafter", config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    model = KimiK2(config, weights, max_positions=1024)
+    capture = Capture(model, drafter.aux_layers, tokens=2048, block_size=16)
+    asked = [
+        p for name in ("add_sub", "tool_call", "json_extract") for p in problems(name, "heldout", 3, thinking=True)
+    ]
+    codec = Codec(nano)
+    prompts = [Prompt(tuple(codec.prompt(p)), 0, tuple(codec.target(p))) for p in asked]
+    rows = Forced(capture, Plan(9, 9, 300, 0, forced=True))(prompts, 0)
+    total = summed(walk(drafter, capture, rows, 3, block_size=16))
+    assert total.length > 3.0, total.record()
+    assert summed(walk_lookup(rows, 3)).length < 2.0
+    size = sum(f.stat().st_size for f in (nano / "drafter").glob("*.safetensors"))
+    assert size < 5_000_000
