@@ -95,7 +95,7 @@ def measure(
         rows = []
         _time_steps(engine, max(batches), context, 8)  # warm-up: compilation, page faults, clocks
         for batch in batches:
-            prefill, step = _time_steps(engine, batch, context, tokens)
+            prefill, step, each, accepted, drafting = _time_steps(engine, batch, context, tokens)
             middle = context + tokens // 2
             floor = foot.step_bytes(batch, middle) / rate
             row = {
@@ -106,15 +106,17 @@ def measure(
                 "ep": 1,
                 "batch": batch,
                 "context": middle,
-                "draft": 0,
-                "acceptance_length": 1.0,
+                "draft": engine.config.draft_tokens or 0,
+                "draft_source": engine.config.draft,
+                "acceptance_length": round(accepted, 3),
                 "acceptance": "measured",
+                "draft_ms": round(drafting * 1e3, 4),
                 "expert_format": _expert_format(runner.model),
                 "rest_dtype": engine.config.dtype,
                 "kv_dtype": engine.config.kv_dtype,
                 "distinct_experts": round(foot.distinct(batch), 2),
                 "step_ms": round(step * 1e3, 4),
-                "tokens_per_s": round(batch / step, 1),
+                "tokens_per_s": round(each / step, 1),
                 "floor_ms": round(floor * 1e3, 4),
                 "fraction": round(floor / step, 4),
                 "read_gb_per_s": round(rate / 1e9, 2),
@@ -125,6 +127,7 @@ def measure(
             rows.append(row)
             report(
                 f"batch {batch:>3}, context {middle}: {row['tokens_per_s']:>8} tok/s, step {row['step_ms']} ms, "
+                f"{row['acceptance_length']} tokens per verified step, "
                 f"floor {row['floor_ms']} ms, {100 * row['fraction']:.1f} % of the ceiling; "
                 f"prompts {row['prefill_tokens_per_s']} tok/s"
             )
@@ -133,25 +136,33 @@ def measure(
         engine.close()
 
 
-def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, float]:
-    """(seconds until every request has its first token, median seconds of the steps in which all decode)."""
+def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, float, float, float, float]:
+    """Seconds until every request has its first token; of the steps in which all decode the median seconds and the
+    mean tokens; tokens per request's share of a step with drafts; seconds per step of making them (suffix drafts)."""
     rng = random.Random(batch * 7919 + context)
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     begin = time.perf_counter()
     for rid in range(batch):
         prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
         engine.submit(Submit(rid, prompt, params))
-    waiting, first, last, spans = set(range(batch)), 0.0, 0.0, []
+    waiting, first, last, spans, sizes = set(range(batch)), 0.0, 0.0, [], []
+    before, spent = engine.stats(), engine.drafting_seconds
     while engine.busy:
         deltas = [d for d in engine.step() if d.tokens]
         now = time.perf_counter()
         if not waiting and len(deltas) == batch:
             spans.append(now - last)
+            sizes.append(sum(len(d.tokens) for d in deltas))
         if waiting:
             waiting -= {d.rid for d in deltas}
             first = now - begin
         last = now
-    return first, statistics.median(spans)
+    after = engine.stats()
+    accepted = sum(a for *_, a in after.drafts) - sum(a for *_, a in before.drafts)
+    verified, steps = after.verified - before.verified, after.steps - before.steps
+    length = 1 + accepted / verified if verified else 1.0
+    drafting = (engine.drafting_seconds - spent) / steps
+    return first, statistics.median(spans), statistics.mean(sizes), length, drafting
 
 
 _FORMATS = {

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
+from perilune.core.plan import StepPlan
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
-from perilune.model import kimi_k2
+from perilune.model import fp8_kv, kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Int4Experts, Moe, Weights
+from perilune.ops import latents, mla_project
 from perilune.ops.timing import measure_roof
+from perilune.spec.speculator import Speculator
 
 STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
@@ -64,26 +67,31 @@ class Bench:
         def source(path: Path, **_: Any) -> tuple[KimiConfig, Weights]:
             return shape(self.name, layers), cut
 
-        engine = Engine(Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, **config}), source=source)
-        engine.runner.call(engine.runner.pages.data.normal_)
+        engine = Engine(
+            Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
+        )
+        engine.runner.call(_fill, engine.runner.pages.data, shape(self.name, layers).kv_lora_rank)
         return engine
 
-    def layer_bytes(self, distinct: float, batch: int, context: int) -> float:
+    def layer_bytes(self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> float:
         """What one MoE layer must read for one decode step."""
         layer = self._weights.layers[-1]
         assert isinstance(layer.ffn, Moe)
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
         c = shape(self.name, self.layers)
-        kv = batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
+        kv = batch * context * latents.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
         return sum(t.nbytes for t in _tensors(layer)) - experts * (1 - distinct / c.n_routed_experts) + kv
 
-    def layer_reads(self, distinct: float, batch: int, context: int) -> list[tuple[str, float]]:
+    def layer_reads(
+        self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16
+    ) -> list[tuple[str, float]]:
         """(what it does, bytes it must read) of the kernels of one MoE layer for up to 16 tokens, in order."""
         layer = self._weights.layers[-1]
         a, moe = layer.attention, layer.ffn
         assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts) and moe.shared is not None
         c, e = shape(self.name, self.layers), moe.experts
         hit = distinct / c.n_routed_experts
+        kv = batch * context * latents.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
 
         def size(*trees: object) -> float:
             return sum(t.nbytes for tree in trees for t in _tensors(tree))
@@ -91,9 +99,12 @@ class Bench:
         return [
             ("norm", 0.0),
             ("qkv_a", size(a.qkv_a)),
-            ("q_b, with its norm", size(a.q_b)),
-            ("rope, KV write, W_UK", size(a.w_uk)),
-            ("attention", batch * context * (c.kv_lora_rank + c.qk_rope_head_dim) * 2.0),
+            *(
+                [("q_b, W_UK, KV write", size(a.q_b, a.w_uk))]
+                if batch <= mla_project.FEW_TOKENS
+                else [("q_b, with its norm", size(a.q_b)), ("rope, KV write, W_UK", size(a.w_uk))]
+            ),
+            ("attention", float(kv)),
             ("combine, W_UV", size(a.w_uv)),
             ("o", size(a.o)),
             ("norm", 0.0),
@@ -103,9 +114,22 @@ class Bench:
         ]
 
     def decode(
-        self, batch: int, context: int, report: Report, *, kernels: bool = False, rest_dtype: str = "dtype"
+        self,
+        batch: int,
+        context: int,
+        report: Report,
+        *,
+        kernels: bool = False,
+        rest_dtype: str = "dtype",
+        kv_dtype: str = "auto",
+        draft: int = 0,
+        accepted: float = 1.0,
     ) -> dict[str, Any]:
-        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good."""
+        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good.
+
+        With `draft`, of steps that verify so many random tokens per request, of which `accepted` - 1 are declared to be
+        right; what a draft model takes to find them is not part of it.
+        """
         graph_ms, step_ms, distinct = {}, 0.0, 0.0
         for layers in (self.layers, self.layers - STEP):
             engine = self.engine(
@@ -115,8 +139,11 @@ class Bench:
                 kv_blocks=batch * (-(-(context + STEPS + 64) // 64) + 1),
                 block_size=64,
                 rest_dtype=rest_dtype,
+                kv_dtype=kv_dtype,
             )
             try:
+                if draft:
+                    engine.speculator = RandomGuesses(draft, engine.info.vocab_size)
                 _start(engine, batch, context)
                 seconds = []
                 for _ in range(STEPS):
@@ -129,12 +156,14 @@ class Bench:
                 engine.runner.call(_scatter, engine)
                 graph_ms[layers] = engine.runner.call(_replay_ms, engine.runner.graphs.latest())
                 if kernels and layers == self.layers:
-                    for line in _kernels(engine.runner.graphs.latest(), self.layer_reads(distinct, batch, context)):
+                    reads = self.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
+                    for line in _kernels(engine.runner.graphs.latest(), reads):
                         report(line)
             finally:
                 engine.close()
         us = (graph_ms[self.layers] - graph_ms[self.layers - STEP]) / STEP * 1e3
-        floor = self.layer_bytes(distinct, batch, context) / CEILING_TB_S / 1e6
+        stored = latents.PACKED if kv_dtype == "fp8" else torch.bfloat16
+        floor = self.layer_bytes(distinct, batch, context, stored) / CEILING_TB_S / 1e6
         c = shape(self.name, self.layers)
         uniform = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** batch)
         row = {
@@ -145,19 +174,19 @@ class Bench:
             "ep": 1,
             "batch": batch,
             "context": context,
-            "draft": 0,
+            "draft": draft,
             "expert_format": "int4-g32",
             "rest_dtype": "bf16" if rest_dtype == "dtype" else rest_dtype,
-            "kv_dtype": "bf16",
+            "kv_dtype": "fp8" if kv_dtype == "fp8" else "bf16",
             "us_per_layer": round(us, 1),
             "floor_us_per_layer": round(floor, 1),
             "fraction": round(floor / us, 4),
             "outside_us": round(graph_ms[self.layers] * 1e3 - us * (self.layers - 1), 1),
             "step_ms": round(step_ms, 4),
-            "tokens_per_s": round(batch / step_ms * 1e3, 1),
-            "acceptance_length": 1.0,
-            "acceptance": "measured",
-            "draft_ms": 0.0,
+            "tokens_per_s": round(batch * accepted / step_ms * 1e3, 1),
+            "acceptance_length": accepted,
+            "acceptance": "declared" if draft else "measured",
+            "draft_ms": None if draft else 0.0,
             "distinct_experts": round(distinct, 2),
             "balanced": distinct >= BALANCED * uniform,
             "ceiling_tb_s": CEILING_TB_S,
@@ -222,6 +251,27 @@ class Bench:
             f"{row['tflops']} TFLOP/s"
         )
         return row
+
+
+class RandomGuesses(Speculator):
+    """So many random drafts for every request, whatever it says."""
+
+    def __init__(self, count: int, vocabulary: int) -> None:
+        super().__init__(suffix=True, fixed=count, shared=False)
+        self._count, self._vocabulary, self._random = count, vocabulary, random.Random(0)
+
+    def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
+        return {w.rid: [self._random.randrange(self._vocabulary) for _ in range(self._count)] for w in plan.work}
+
+
+def _fill(pages: Tensor, latent: int) -> None:
+    """Random rows, with no NaN among them."""
+    if pages.dtype != latents.PACKED:
+        pages.normal_()
+        return
+    for page in pages:
+        values = torch.randn(*page.shape[:-1], latent + (page.shape[-1] - latent) // 2, device=page.device)
+        page.copy_(latents.pack(values[..., :latent] * fp8_kv.constant(latent), values[..., latent:], page.dtype))
 
 
 def _start(engine: Engine, batch: int, context: int) -> None:

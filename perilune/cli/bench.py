@@ -8,10 +8,12 @@ from typing import Any
 import click
 
 from perilune.bench import decode as decode_bench
+from perilune.bench import drafts as drafts_bench
 from perilune.bench import ledger, microscope
 from perilune.bench.shapes import SHAPES
-from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals, bench_schemas
+from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals, bench_schemas, options
 from perilune.core.config import EngineConfig, build
+from perilune.core.plan import MAX_DRAFTS
 from perilune.model.hub import resolve_model
 
 
@@ -70,13 +72,31 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @layers_option
 @click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
 @click.option("--context", default="128", show_default=True, help="Tokens each request has in its cache, likewise.")
-@click.option("--draft", default=0, show_default=True, help="Draft tokens per step (0 until speculation is built).")
+@click.option(
+    "--draft",
+    type=click.IntRange(0, MAX_DRAFTS),
+    default=0,
+    show_default=True,
+    help="Drafts per step, at most: suffix matches; with --shape random ones.",
+)
+@click.option(
+    "--accepted",
+    type=float,
+    help="With --shape and --draft: tokens per verify step to declare, the drafts' own time apart.",
+)
 @click.option(
     "--rest-dtype",
     type=click.Choice(["dtype", "fp8"]),
     default="dtype",
     show_default=True,
     help="With --shape: weights besides the routed experts in bfloat16, or in FP8.",
+)
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="With --shape: the KV cache in bfloat16, or in FP8.",
 )
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
@@ -91,7 +111,9 @@ def decode(
     batch: str,
     context: str,
     draft: int,
+    accepted: float | None,
     rest_dtype: str,
+    kv_dtype: str,
     kernels: bool,
     tokens: int,
     device: str,
@@ -107,11 +129,26 @@ def decode(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
-    if draft:
-        raise click.BadParameter("speculation is not built yet: use 0", param_hint="--draft")
+    if accepted is not None and not (draft and shape and 1 <= accepted <= draft + 1):
+        raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
+    if draft and shape is not None and accepted is None:
+        raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     if shape is not None:
         bench = microscope.Bench(shape, layers)
-        rows = [bench.decode(b, c, say, kernels=kernels, rest_dtype=rest_dtype) for c in contexts for b in batches]
+        rows = [
+            bench.decode(
+                b,
+                c,
+                say,
+                kernels=kernels,
+                rest_dtype=rest_dtype,
+                kv_dtype=kv_dtype,
+                draft=draft,
+                accepted=accepted or 1.0,
+            )
+            for c in contexts
+            for b in batches
+        ]
         finish(rows, directory)
         return
     rows = []
@@ -125,6 +162,8 @@ def decode(
                 "max_num_seqs": max(batches),
                 "max_model_len": length + tokens + 1,
                 "prefix_cache": False,  # every prompt must be computed
+                "draft": "suffix" if draft else "off",
+                "draft_tokens": draft or None,
             },
         )
         rows += decode_bench.measure(resolve_model(model), config, batches, length, tokens, say)
@@ -141,3 +180,28 @@ def prefill(shape: str | None, layers: int, tokens: str, directory: Path | None)
     lengths = numbers(tokens, "--tokens")
     bench = microscope.Bench(shape or next(iter(SHAPES)), layers)
     finish([bench.prefill(n, say) for n in lengths], directory)
+
+
+@command.command("drafts")
+@click.argument("model", default="kimi-nano")
+@options.draft_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "threads")
+@options.field_option(EngineConfig, "max_model_len")
+@click.option("--requests", default=48, show_default=True, help="Requests of the trace.")
+@click.option("--users", default="1,4,16", show_default=True, help="Requests at a time, separated by commas.")
+@click.option("--rounds", default=3, show_default=True, help="Times that every setting plays the trace.")
+@ledger_option("drafts")
+def drafts(
+    model: str, requests: int, users: str, rounds: int, directory: Path | None, draft_tokens: int | None, **engine: Any
+) -> None:
+    """Speculation on a mixed trace: fixed sources and lengths, the policy, and none, in one run on MODEL."""
+    if draft_tokens is not None:
+        raise click.BadParameter("all of a small grid are run: leave it out", param_hint="--draft-tokens")
+    config = options.engine_values(engine, (), {})
+    build(EngineConfig, config)
+    config.setdefault("max_model_len", drafts_bench.CONTEXT)
+    finish(
+        [drafts_bench.measure(resolve_model(model), config, requests, numbers(users, "--users"), rounds, say)],
+        directory,
+    )

@@ -40,6 +40,7 @@ POSITIVE = click.IntRange(min=1)
 @options.field_option(EngineConfig, "device")
 @options.field_option(EngineConfig, "dtype")
 @options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
 @options.set_option
 @click.option(
     "--ledger",

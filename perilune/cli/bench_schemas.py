@@ -42,6 +42,7 @@ WIDTH = 120  # of the table where there is no terminal
 @options.field_option(EngineConfig, "device")
 @options.field_option(EngineConfig, "dtype")
 @options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
 @options.set_option
 @click.option(
     "--ledger",

@@ -326,6 +326,7 @@ class Chat:
 @options.field_option(EngineConfig, "device")
 @options.field_option(EngineConfig, "dtype")
 @options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
 @options.set_option
 def command(
     model: str,
@@ -339,6 +340,9 @@ def command(
     device: str | None,
     dtype: str | None,
     max_model_len: int | None,
+    draft: str | None,
+    draft_tokens: int | None,
+    drafter: str | None,
     **sampling: Any,
 ) -> None:
     """Talk with MODEL, or with an OpenAI-compatible endpoint if MODEL is its http(s) address.
@@ -349,6 +353,7 @@ def command(
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
     tools = read_tools(tools_file) if tools_file is not None else []
     engine = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+    engine |= {"draft": draft, "draft_tokens": draft_tokens, "drafter": drafter}
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")

@@ -66,6 +66,7 @@ class Speed:
 @options.field_option(EngineConfig, "device")
 @options.field_option(EngineConfig, "dtype")
 @options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
 @options.set_option
 def command(
     model: str,
@@ -77,6 +78,9 @@ def command(
     device: str | None,
     dtype: str | None,
     max_model_len: int | None,
+    draft: str | None,
+    draft_tokens: int | None,
+    drafter: str | None,
     **sampling: Any,
 ) -> None:
     """Answer one prompt with MODEL.
@@ -90,6 +94,7 @@ def command(
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": 1}
+    given |= {"draft": draft, "draft_tokens": draft_tokens, "drafter": drafter}
     config = build(EngineConfig, options.engine_values(given, assignments, {}))
     path = resolve_model(model, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.from_directory(path)

@@ -15,6 +15,7 @@ VERBS = {
     "ops": "list, check and time the operations",
     "doctor": "check a checkpoint without loading it, and show what runs it",
     "convert": "write a checkpoint in another format",
+    "draft": "make a drafter for a model from its own answers",
     "bench": "measure speed, with its ceiling beside it",
 }
 

@@ -33,6 +33,13 @@ def field_option(kind: Config, name: str) -> Callable[[F], F]:
     return click.option(f"--{flag}", type=_type(hint), help=text)
 
 
+def draft_options(function: F) -> F:
+    """`--draft`, `--draft-tokens` and `--drafter`; a command takes their values as it takes other engine options."""
+    for name in ("drafter", "draft_tokens", "draft"):
+        function = field_option(EngineConfig, name)(function)
+    return function
+
+
 def set_option(function: F) -> F:
     """`--set KEY=VALUE`, for the engine keys that have no option of their own."""
     keys = ", ".join(f.name for f in dataclasses.fields(EngineConfig))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.core.errors import ConfigError
+from perilune.core.plan import MAX_DRAFTS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -29,7 +30,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = _doc(
         "type of activations and unquantised weights; auto: bfloat16 on GPUs, float32 on CPU", "auto"
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = _doc("type of the KV cache; auto: same as dtype", "auto")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "fp8"] = _doc(
+        "type of the KV cache; auto: same as dtype; fp8: latents in e4m3, rope keys in bfloat16", "auto"
+    )
     rest_dtype: Literal["dtype", "fp8"] = _doc(
         "weights besides the routed experts: as dtype says, or fp8 (e4m3 with a scale per row, made at load)", "dtype"
     )
@@ -56,7 +59,15 @@ class EngineConfig:
     seed: int | None = _doc("seed of requests that bring none; default: drawn from the system", None)
     tp: int = _doc("tensor-parallel ranks", 1)
     ep: int = _doc("expert-parallel ranks", 1)
-    draft: str = _doc("source of speculative tokens", "off")
+    draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
+        "what guesses tokens ahead, never changing an answer: a draft model, matches with earlier text, or both; "
+        "auto: both where there is a draft model",
+        "auto",
+    )
+    draft_tokens: int | None = _doc("tokens guessed per request and step, 1 to 8; default: as many as pay", None)
+    drafter: str | None = _doc(
+        "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
+    )
     ops: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},
@@ -71,6 +82,7 @@ class EngineConfig:
             ("block_size", 1),
             ("absorb_limit", 0),
             ("threads", 1),
+            ("draft_tokens", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
@@ -81,8 +93,8 @@ class EngineConfig:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
         if self.tp != 1 or self.ep != 1:
             raise ConfigError("tp and ep above 1 are not built yet: run one rank")
-        if self.draft != "off":
-            raise ConfigError(f"draft={self.draft!r} is not built yet: use draft='off'")
+        if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:
+            raise ConfigError(f"draft_tokens must be at most {MAX_DRAFTS}, not {self.draft_tokens}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 Between processes they travel as msgpack over a private socket pair (engine/wire.py): never pickle.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from perilune.core.constraint import Constraint
@@ -45,6 +46,7 @@ class Delta:
     The token that ended the request (an end token) is included in `tokens`. `finish_reason` is None until the last
     delta: "stop" (an id of stop_token_ids), "length", "cancelled" (engine shut down) or "error" (see `error`).
     `logprobs` is parallel to `tokens` when asked for. `prompt_logprobs` arrives in pieces, in order of position.
+    `drafted` tokens had been guessed for the step that brought these, of which the first `accepted` of `tokens` are.
     """
 
     rid: int
@@ -54,6 +56,27 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    drafted: int = 0
+    accepted: int = 0
+
+    def singly(self) -> "Iterator[Delta]":
+        """The same news, a token at a time: for whoever may stop at any of them."""
+        if len(self.tokens) < 2:
+            yield self
+            return
+        last = len(self.tokens) - 1
+        for i, token in enumerate(self.tokens):
+            yield Delta(
+                self.rid,
+                (token,),
+                self.logprobs[i : i + 1],
+                self.prompt_logprobs if i == 0 else (),
+                self.finish_reason if i == last else None,
+                self.error if i == last else None,
+                self.cached_tokens if i == 0 else 0,
+                self.drafted if i == 0 else 0,
+                int(i < self.accepted),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +108,8 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    verified: int = 0  # shares of steps that had drafts: one request in one step
+    drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position in the step, drafted, accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,14 @@ There are no prefill and decode phases. Every request has known tokens and compu
 catch up with known by `count` positions. A prompt, a chunk of one and a single decoded token differ only in `count`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from perilune.core.sampling import SamplingParams
+
+PENDING = -1
+MAX_DRAFTS = 8  # tokens guessed ahead of a request in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,10 @@ class Work:
     `history` is every token of the request, prompt and the `draw` outputs: given when its parameters look back and the
     host knows them all (so at each start and resumption); otherwise row `slot` of the token counts is up to date.
     `left` is how many tokens the request may still come to have, the one sampled here included.
+    `ahead` is the known token at position start + count, for a draft model; PENDING where it is sampled here.
     `prompt_logprobs` asks for the log-probability of the prompt tokens at positions start+1 .. start+count.
+    The last `drafts` of `tokens` are guesses. Each of the last drafts + 1 positions then draws a token, as if the
+    guesses before it were right; what stands are the draws up to and including the first that is not the next guess.
     """
 
     rid: int
@@ -36,25 +44,108 @@ class Work:
     prompt_targets: tuple[int, ...] = ()  # ids whose log-probability is wanted, one per position
     history: tuple[int, ...] = ()
     left: int = 0
+    drafts: int = 0
+    ahead: int = PENDING
 
     @property
     def count(self) -> int:
         return len(self.tokens)
 
     @property
+    def guesses(self) -> tuple[int, ...]:
+        return self.tokens[len(self.tokens) - self.drafts :]
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """As a Draw: a work's first token is drawn after no guess."""
+        return ()
+
+    @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
 
-PENDING = -1
+class Draw(Protocol):
+    """One token to be drawn: a Work without drafts, or one Row of a Work with some. Fields as there.
+
+    `before` are the guesses that this draw supposes to be right.
+    """
+
+    @property
+    def rid(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def draw(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def history(self) -> tuple[int, ...]: ...
+    @property
+    def before(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a work with drafts draws its token number `index`, should the guesses before it be right."""
+
+    work: Work
+    index: int
+
+    @property
+    def rid(self) -> int:
+        return self.work.rid
+
+    @property
+    def slot(self) -> int:
+        return self.work.slot
+
+    @property
+    def draw(self) -> int:
+        return self.work.draw + self.index
+
+    @property
+    def left(self) -> int:
+        return self.work.left - self.index
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.work.params
+
+    @property
+    def seed(self) -> int:
+        return self.work.seed
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        return self.work.history if self.index == 0 else ()
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        return self.work.guesses[: self.index]
+
+
+def draws(work: Sequence[Work]) -> tuple[Draw, ...]:
+    """What is drawn for works that sample: a token each, and one more for every draft, in order of position."""
+    if not any(w.drafts for w in work):
+        return tuple(work)
+    return tuple(Row(w, i) if w.drafts else w for w in work for i in range(w.drafts + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the runner needs for one step; printable and replayable."""
+    """Everything the runner needs for one step; printable and replayable.
+
+    A draft model, if there is one, drafts `chain` tokens behind what the step draws; for the next one to verify.
+    """
 
     step: int
     work: tuple[Work, ...]
+    chain: int = 0
 
     @property
     def tokens(self) -> int:
@@ -72,13 +163,21 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step brought one request: a token if it sampled, prompt log-probabilities if asked, or an error."""
+    """What a step brought one request: tokens if it sampled, prompt log-probabilities if asked, or an error.
+
+    The tokens are the accepted drafts and one more. `logprobs` is parallel to them, if asked for. `again`: there is no
+    such one more, because logits behind accepted drafts were not finite. A wrong draft may be to blame, whose values
+    reach the rows before it where an attention kernel multiplies them by zero; so that row counts as not computed, and
+    must be computed again without drafts.
+    """
 
     rid: int
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    again: bool = False
+    chain: tuple[tuple[int, float], ...] = ()  # what a draft model drafts behind the tokens: id, its probability
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Positions of a request, at the moment a step is planned while the previous one s
 
 known    prompt and committed output tokens, whose ids the host has
 pending  tokens that steps in flight will sample; at most one when a step is planned, two while its predecessor and it
-         are both in flight
+         are both in flight. A step with drafts counts as one, though it may bring more: until it has landed nothing
+         else of the request is planned (`drafted`), and `planned` does not count the drafts
 horizon  known + pending
 limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
 """
@@ -36,6 +37,9 @@ class Request:
     computed: int = 0
     planned: int = 0
     pending: int = 0
+    drafted: int = 0  # drafts in flight: their KV needs blocks beyond `planned`
+    doubted: bool = False  # the next step must do without drafts, because one of the last step's spoilt it
+    counted: bool = False  # the device has the counts of its tokens, if its parameters look back
     life: int = 0  # preemptions so far; work planned in an earlier life no longer has its blocks
     scored: int = 0  # prompt positions whose successor's log-probability was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
@@ -55,8 +59,9 @@ class Request:
 
     @property
     def todo(self) -> int:
-        """Positions a step could compute now; 0 once the steps in flight sample the last token."""
-        return self.horizon - self.planned if self.horizon < self.limit else 0
+        """Positions a step could compute now; 0 once the steps in flight sample the last token, and while it is not
+        known how many tokens they bring."""
+        return self.horizon - self.planned if self.horizon < self.limit and not self.drafted else 0
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -84,11 +89,17 @@ class Request:
         """The prompt tokens that follow the next `count` positions to plan."""
         return tuple(self.tokens[self.planned + 1 : min(self.planned + count + 1, self.prompt_len)])
 
+    def ahead(self, count: int) -> int:
+        """The token that follows the next `count` positions to plan; PENDING if it is not known."""
+        end = self.planned + count
+        return self.tokens[end] if end < self.known else PENDING
+
     def history(self, count: int) -> tuple[int, ...]:
-        """All tokens, for a sample after the next `count` positions that looks back at them; empty for any other, and
-        while one of the tokens is still being sampled."""
-        if not self.params.penalized or self.pending or self.planned + count != self.horizon:
+        """All tokens, for the first sample of a run that looks back at them, after the next `count` positions; empty
+        for any other: from then on the device counts them itself."""
+        if not self.params.penalized or self.counted or self.planned + count != self.horizon:
             return ()
+        assert not self.pending, self
         return tuple(self.tokens)
 
     def launch(self, count: int) -> bool:
@@ -96,13 +107,26 @@ class Request:
         self.planned += count
         sample = self.planned == self.horizon
         self.pending += sample
+        self.counted |= sample
         self.check()
         return sample
 
-    def land(self, end: int) -> None:
-        """Counts the positions before `end` as computed."""
-        assert self.computed < end <= min(self.planned, self.known), (self.rid, self.computed, end, self.planned)
+    def land(self, end: int, drafted: bool = False) -> None:
+        """Counts the positions before `end` as computed. After a step with drafts it is `end` that says how far the
+        request has come: accepted drafts beyond what was planned, or less than that if one spoilt the step."""
+        assert self.computed <= end <= self.known, (self.rid, self.computed, end, self.known)
         self.computed = end
+        if drafted:
+            self.planned = end
+            self.counted &= not self.doubted
+
+    def trim(self, blocks: int) -> list[int]:
+        """The blocks beyond the first `blocks`, which now belong to the caller."""
+        surplus = self.blocks[blocks:]
+        if surplus:
+            del self.blocks[blocks:]
+            self._table = None
+        return surplus
 
     def append(self, token: int) -> None:
         """The token that a step in flight sampled has arrived (`pending` no longer counts it)."""
@@ -118,6 +142,7 @@ class Request:
         self._table = None
         self.registered = len(blocks)
         self.computed = self.planned = len(blocks) * block_size
+        self.counted = False
         self.check()
 
     def stop(self) -> tuple[int, list[int]]:

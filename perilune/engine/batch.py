@@ -9,6 +9,7 @@ from torch import Tensor
 from perilune.core.plan import PENDING, StepPlan, Work
 from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
+from perilune.spec.drafter import Followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class Batch:
 
     work           the plan's work in row order
     sampled        the works that sample, in the order of `rows`
-    rows           [S] the last row of each sampling work
-    slots          [S] last-token row each sampled token is stored to
+    rows           [R] the rows they draw from: the last of each, and one more for every draft it has
+    firsts         [S] the first of each one's rows
+    slots          [S] last-token row that each of them stores its last token to
     """
 
     step: Step
@@ -26,6 +28,7 @@ class Batch:
     starts: tuple[int, ...]
     sampled: tuple[Work, ...]
     rows: Tensor
+    firsts: Tensor
     slots: Tensor
 
 
@@ -66,12 +69,14 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         plain=_span(many, slice(split, total), device, counts_on_host=True),
     )
     sampling = [i for i, w in enumerate(work) if w.sample]
+    firsts = [int(ends[i]) - work[i].drafts - 1 for i in sampling]
     return Batch(
         step=step,
         work=work,
         starts=tuple(starts.tolist()),
         sampled=tuple(work[i] for i in sampling),
-        rows=on_device(ends[sampling] - 1, device),
+        rows=on_device(np.concatenate([ends[:0], *(np.arange(f, ends[i]) for f, i in zip(firsts, sampling))]), device),
+        firsts=on_device(np.array(firsts, np.int64), device),
         slots=on_device(np.array([work[i].slot for i in sampling], np.int64), device),
     )
 
@@ -92,3 +97,17 @@ def _span(work: list[Work], rows: slice, device: torch.device, *, counts_on_host
         torch.from_numpy(query_start) if counts_on_host else on_device(query_start, device),
         torch.from_numpy(context) if counts_on_host else on_device(context, device),
     )
+
+
+def followed(batch: Batch, features: Tensor, drawn: Tensor, lengths: Tensor | None) -> Followed:
+    """What a drafter has to know of a step that drew `drawn` [R], of which each request keeps `lengths` [S], or one."""
+    device = drawn.device
+    following = batch.step.tokens.roll(-1)
+    inside = [(start + w.count - 1, w.ahead) for w, start in zip(batch.work, batch.starts) if not w.sample]
+    if inside:
+        rows, tokens = on_device(np.array(inside, np.int64).T.copy(), device)
+        following[rows] = tokens
+    following[batch.rows] = drawn
+    last = batch.firsts if lengths is None else batch.firsts + (lengths - 1).clamp_min(0)
+    sampled = tuple(i for i, w in enumerate(batch.work) if w.sample)
+    return Followed(batch.work, batch.starts, batch.step, features, following, sampled, last)

@@ -3,10 +3,14 @@
 One step, read top to bottom (`Engine.step`): plan step N+1 while step N runs, queue it, then wait for step N, commit
 its tokens and hand them out. The plan is made one result early, so a request that turns out to be finished may be
 computed once more for nothing; in exchange the device never waits for Python.
+
+Drafts (spec/speculator.py) turn that around: they continue known text, so where they promise more than the overlap is
+worth, step N lands first and step N+1 is planned with guesses of what it will draw.
 """
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
@@ -18,18 +22,25 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Delta, EngineInfo, EngineStats, Submit
+from perilune.core.plan import PENDING, StepPlan
 from perilune.engine.client import room
+from perilune.engine.costs import measure_costs
 from perilune.engine.grammar import Grammars, Session
-from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes, resolve_sizes
+from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
 from perilune.engine.runner import Readout, Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
+from perilune.model.fp8_kv import to_fp8_latents
 from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
 from perilune.model.weights import Weights
-from perilune.ops import registry
+from perilune.ops import latents, registry
+from perilune.spec.costs import Costs
+from perilune.spec.drafter import Drafter
+from perilune.spec.eagle3 import load_drafter
+from perilune.spec.speculator import Speculator
 from perilune.text.matcher import Vocabulary, vocabulary
 from perilune.text.tokenizer import Tokenizer
 
@@ -53,15 +64,17 @@ class Engine:
         choices = Choices([])
         device = resolve_device(config, choices)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
+        config, drafter_dir = resolve_draft(config, model_dir, choices)
         worker = compute_thread(config.threads)
         try:
-            config, model, pages = worker.submit(
+            config, model, pages, drafter = worker.submit(
                 _build,
                 partial(source, model_dir, dtype=dtype, device=device, progress=progress),
                 config,
                 choices,
                 device,
                 kv_dtype,
+                drafter_dir,
             ).result()
         except BaseException:
             worker.shutdown(cancel_futures=True)
@@ -87,7 +100,18 @@ class Engine:
             overrides=config.ops,
             grammars=self._grammars,
             worker=worker,
+            drafter=drafter,
         )
+        self._seeds = random.Random(config.seed)
+        self._running: tuple[StepPlan, Future[Readout]] | None = None
+        self._landed_at: float | None = None  # when the last step had, unless nothing followed it
+        self._drafter = drafter
+        self.drafting_seconds = 0.0  # of the planning thread; what a draft model computes is part of the steps
+        self._costs: dict[bool, Costs] = {}  # by whether a draft model follows
+        self.speculator: Speculator | None = None
+        self.use_drafts(config.draft, config.draft_tokens, shared=config.prefix_cache)
+        if self._costs:
+            choices.note("draft_tokens", "as many as pay", str(self.costs))
         self.info = EngineInfo(
             model=model_dir.name,
             max_model_len=config.max_model_len,
@@ -98,8 +122,6 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             choices=tuple(choices.made),
         )
-        self._seeds = random.Random(config.seed)
-        self._running: Future[Readout] | None = None
 
     @property
     def busy(self) -> bool:
@@ -113,7 +135,7 @@ class Engine:
         request.params.check_ids(self.info.vocab_size)
         seed = self._seeds.getrandbits(63) if request.params.seed is None else request.params.seed
         if request.constraint is None:
-            self.scheduler.submit(request, seed)
+            self._schedule(request, seed)
             return
         request.constraint.check_room(room(request.prompt, request.params, self.info))
         compiled = self._grammars.compile(request.constraint, request.prompt)
@@ -122,21 +144,68 @@ class Engine:
     def cancel(self, rid: int) -> None:
         self._compiling.pop(rid, None)
         self.scheduler.cancel(rid)
-        self._grammars.drop(rid)
+        self._forget(rid)
 
     def step(self) -> list[Delta]:
-        """Queue step N+1, then bring in step N."""
+        """Queue step N+1, then bring in step N; the other way round where N+1 shall have drafts."""
         deltas = self._take_compiled() if self._compiling else []
-        plan = self.scheduler.plan()
-        queued = self.runner.launch(plan) if plan is not None else None
-        running, self._running = self._running, queued
-        if running is not None:
-            landed = self.scheduler.commit(running.result().result())
-            for delta in landed:
-                if delta.finish_reason is not None:
-                    self._grammars.drop(delta.rid)
-            deltas += landed
+        running, self._running = self._running, None
+        first = running is not None and self._lands_first(running[0])
+        if running is not None and first:
+            deltas += self._land(*running)
+        self._running = self._launch()
+        if running is not None and not first:
+            deltas += self._land(*running)
+        if self._running is None:
+            self._landed_at = None
         return deltas
+
+    def _lands_first(self, running: StepPlan) -> bool:
+        """Whether to wait for the step that is running before the next one is planned."""
+        if self.speculator is None:
+            return False
+        # Those with drafts could not be planned now: the batch would fall apart into two that take turns.
+        return any(w.drafts for w in running.work) or self.speculator.wanted(running)
+
+    def _launch(self) -> "tuple[StepPlan, Future[Readout]] | None":
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        if self.speculator is not None:
+            begin = time.perf_counter()
+            if drafts := self.speculator.propose(plan):
+                plan = self.scheduler.add_drafts(plan, drafts)
+            plan = dataclasses.replace(plan, chain=self.speculator.chain(plan))
+            self.drafting_seconds += time.perf_counter() - begin
+        queued = self.runner.launch(plan)
+        if self.speculator is not None:
+            self.speculator.tidy()
+        return plan, queued
+
+    def _land(self, plan: StepPlan, queued: "Future[Readout]") -> list[Delta]:
+        result = queued.result().result()
+        now, before = time.perf_counter(), self._landed_at
+        self._landed_at = now
+        landed = self.scheduler.commit(result)
+        if self.speculator is not None:
+            self.speculator.observe(landed, result.outputs)
+            if before is not None:
+                self.speculator.timed(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
+        for delta in landed:
+            if delta.finish_reason is not None:
+                self._forget(delta.rid)
+        return landed
+
+    def _schedule(self, request: Submit, seed: int) -> None:
+        self.scheduler.submit(request, seed)
+        if self.speculator is not None:
+            self.speculator.open(request.rid, request.prompt)
+
+    def _forget(self, rid: int) -> None:
+        """The request is not the scheduler's any more."""
+        self._grammars.drop(rid)
+        if self.speculator is not None:
+            self.speculator.drop(rid)
 
     def _take_compiled(self) -> list[Delta]:
         """Schedules the requests whose grammars are ready; those that failed get their last Delta."""
@@ -149,21 +218,54 @@ class Engine:
             del self._compiling[rid]
             try:
                 session = compiled.result()
-                self.scheduler.submit(request, seed)
+                self._schedule(request, seed)
             except (RequestError, EngineError) as e:
                 deltas.append(Delta(rid, finish_reason="error", error=str(e)))
             else:
                 self._grammars.open(rid, session)
         return deltas
 
+    def use_drafts(self, draft: str, tokens: int | None, *, shared: bool) -> None:
+        """From now on drafts are made so, by what is learned from here on; nothing may be in flight. Measures what
+        steps cost if their number is to be chosen by it (`tokens` None).
+
+        `shared`: what finished requests said may help others.
+        """
+        assert not self.busy, "requests are in flight"
+        modelled = draft in ("eagle3", "hybrid")
+        self.runner.follow(self._drafter if modelled else None)
+        self.speculator = None
+        if draft == "off":
+            return
+        if tokens is None and modelled not in self._costs:
+            assert not self.scheduler.stats().blocks_cached, "what the cache holds would be overwritten"
+            self._costs[modelled] = measure_costs(self.runner, self.config)
+        self.speculator = Speculator(
+            suffix=draft in ("suffix", "hybrid"),
+            longest=self._drafter.longest if modelled and self._drafter is not None else 0,
+            fixed=tokens,
+            costs=self._costs[modelled] if tokens is None else None,
+            shared=shared,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.runner.graphs is not None
+
+    @property
+    def costs(self) -> Costs:
+        """What steps cost, as measured last."""
+        return next(reversed(self._costs.values()))
+
     def stats(self) -> EngineStats:
-        return dataclasses.replace(self.scheduler.stats(), step_seconds=self.runner.busy_seconds)
+        stats = dataclasses.replace(self.scheduler.stats(), step_seconds=self.runner.busy_seconds)
+        return stats if self.speculator is None else self.speculator.report(stats)
 
     def close(self) -> None:
         """Waits for the step in flight and drops the weights and the cache."""
         self.runner.close()
         self._grammars.close()
-        del self.runner, self.scheduler
+        del self.runner, self.scheduler, self._drafter
 
 
 def _vocabulary(model_dir: Path) -> Vocabulary:
@@ -176,7 +278,8 @@ def _build(
     choices: Choices,
     device: torch.device,
     kv_dtype: torch.dtype,
-) -> tuple[EngineConfig, KimiK2, Pages]:
+    drafter_dir: Path | None,
+) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None]:
     """Loads the weights, sizes the rest by the memory that is left, and allocates it."""
     model_config, weights = source()
     if config.rest_dtype == "fp8":
@@ -187,15 +290,30 @@ def _build(
             f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
             f"worst {loss.worst_db:.1f} dB ({loss.worst})",
         )
-    config = resolve_sizes(config, model_config, device, kv_dtype, choices)
+    if config.kv_dtype == "fp8":
+        to_fp8_latents(weights)
+    dtype = getattr(torch, config.dtype)
+    drafter = None
+    if drafter_dir is not None:
+        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device)
+    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter)
     assert config.kv_blocks and config.block_size and config.max_model_len
+    if drafter is not None:
+        drafter.allocate(
+            config.kv_blocks,
+            config.block_size,
+            dtype,
+            device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
     model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)
     pages = Pages.allocate(
         model_config.num_hidden_layers,
         config.kv_blocks,
         config.block_size,
-        model_config.kv_lora_rank + model_config.qk_rope_head_dim,
+        latents.width(model_config.kv_lora_rank, model_config.qk_rope_head_dim, kv_dtype),
         kv_dtype,
         device,
     )
-    return config, model, pages
+    return config, model, pages, drafter

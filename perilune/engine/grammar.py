@@ -4,6 +4,9 @@ A mask depends on the token before it, which the host learns one step late. So a
 thread of its own waits for them, advances the answers and prepares the masks of the next step, while that step's
 forward pass runs; the runner waits for the masks only before it draws. Grammars are compiled on yet another thread,
 before a request enters the scheduler. Nothing here costs requests without a constraint anything.
+
+Drafts are walked on copies of the answer's state, one for each, so there is nothing to take back: the answer goes on
+from the copy at which the accepted ones end. Where the answer may not go, or cannot be followed, its drafts end.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import CheckpointError, EngineError
-from perilune.core.plan import Work
+from perilune.core.plan import Work, draws
 from perilune.engine.sampler import on_device, to_host
 from perilune.ops.mask_logits import mask_logits
 from perilune.text.enforcer import Enforcer
@@ -29,6 +32,7 @@ class Session:
         self.enforcer = enforcer
         self.mask: Words = np.zeros(words, np.uint32)  # for output token number `draw`
         self.draw = -1
+        self.states: list[Enforcer] = []  # of a step with drafts: before each token it draws
         self.job: Future[None] | None = None
         self.error: str | None = None
 
@@ -51,6 +55,28 @@ class Session:
             return
         if left > 1:
             self.prepare(draw + 1, left - 1)
+
+    def walk(self, work: Work, first: Words) -> list[Words]:
+        """The masks for a work's draws: `first`, the one prepared, and one after each draft that may be followed."""
+        masks, self.states = [first], [self.enforcer]
+        for row, guess in zip(draws((work,)), work.guesses):
+            state = self.states[-1].copy()
+            if not allowed(masks[-1], guess) or row.left < 2:
+                break
+            mask = np.zeros_like(self.mask)
+            try:
+                if state.tight and state.settle(guess, row.left) != guess:
+                    break
+                state.advance(guess)
+                state.fill(mask, row.left - 1)
+            except GrammarError:
+                break  # for plain decoding to meet, should it come to that
+            mask = _ends_forbidden(mask, work, row.draw + 1)
+            if not mask.any():
+                break
+            masks.append(mask)
+            self.states.append(state)
+        return masks
 
 
 class Grammars:
@@ -83,75 +109,97 @@ class Grammars:
         self._compiler.shutdown(cancel_futures=True)
         self._worker.shutdown(cancel_futures=True)
 
-    def mask(self, logits: Tensor, work: tuple[Work, ...]) -> Tensor:
-        """The logits [S, V] float32 with -inf for what row i's request may not choose; `logits` stays as it is.
+    def mask(self, logits: Tensor, work: tuple[Work, ...]) -> tuple[Tensor, dict[int, int]]:
+        """The logits [R, V] float32 with -inf for what row i's request may not choose; `logits` stays as it is.
 
-        Waits for the masks that are still being worked out, not for the device. A request for which nothing is left
-        to choose is not masked: `refusals` has it.
+        Also the works, by index, whose drafts cannot all be followed, with how many can. Waits for the masks that are
+        still being worked out, not for the device. A request for which nothing is left to choose is not masked:
+        `refusals` has it.
         """
-        held = self._held(work)
+        held, cut = self._held(work), dict[int, int]()
         if not held:
-            return logits
+            return logits, cut
         words = -(-logits.shape[1] // 32)
-        masks = np.full((len(held), words), 0xFFFFFFFF, np.uint32)
-        for row, (_, w, session) in zip(masks, held):
+        rows: list[int] = []
+        masks: list[Words] = []
+        for index, first, w, session in held:
             if session.job is not None:
-                session.job.result()
+                session.job.result()  # which reads the states of the step before
                 session.job = None
             elif session.error is None:
                 session.prepare(w.draw, w.left)
+            session.states = [session.enforcer]
             if session.error is not None:
                 continue
             assert session.draw == w.draw, f"request {w.rid}: a mask for draw {session.draw} at draw {w.draw}"
-            given = session.mask[:words]
-            if w.draw < w.params.min_tokens:
-                given = given.copy()
-                for token in w.params.stop_token_ids:
-                    if token < 32 * len(given):
-                        forbid(given, token)
-            if not given.any():
+            given = [_ends_forbidden(session.mask, w, w.draw)]
+            if not given[0].any():
                 session.error = f"min_tokens is {w.params.min_tokens}, but the answer's form is complete before"
                 continue
-            row[:] = 0
-            row[: len(given)] = given
-        bits = on_device(masks.view(np.int32), logits.device)
-        if len(held) == len(work):
-            return mask_logits(logits, bits)
-        rows = on_device(np.array([i for i, _, _ in held]), logits.device)
-        return logits.index_copy(0, rows, mask_logits(logits.index_select(0, rows), bits))
+            if w.drafts:
+                given = session.walk(w, given[0])
+                if len(given) <= w.drafts:
+                    cut[index] = len(given) - 1
+            masks += given
+            rows += range(first, first + len(given))
+        if not rows:
+            return logits, cut
+        packed = np.zeros((len(rows), words), np.uint32)
+        for row, given_mask in zip(packed, masks):
+            row[: len(given_mask)] = given_mask[:words]
+        bits = on_device(packed.view(np.int32), logits.device)
+        if len(rows) == logits.shape[0]:
+            return mask_logits(logits, bits), cut
+        where = on_device(np.array(rows), logits.device)
+        return logits.index_copy(0, where, mask_logits(logits.index_select(0, where), bits)), cut
 
     def settle(self, tokens: Tensor, work: tuple[Work, ...]) -> Tensor:
-        """The tokens [S] int64 to take for those drawn from what `mask` returned last.
+        """The tokens [R] int64 to take for those drawn from what `mask` returned last.
 
         They differ, and the host waits for the device, only near the end of a request's tokens.
         """
+        tight = [
+            (first + i, state, left)
+            for _, first, w, session in self._held(work)
+            if session.error is None
+            for i, (state, left) in enumerate(zip(session.states, range(w.left, 0, -1)))
+            if state.tight
+        ]
+        if not tight:
+            return tokens
+        drawn = tokens.tolist()
+        for row, state, left in tight:
+            drawn[row] = state.settle(drawn[row], left)
+        return on_device(np.array(drawn), tokens.device)
+
+    def follow(self, tokens: Tensor, lengths: Tensor | None, work: tuple[Work, ...]) -> None:
+        """The answers go on with `tokens` [R] int64: each with the first `lengths` [S] of its rows, None being one."""
         held = self._held(work)
         if not held:
-            return tokens
-        if any(session.enforcer.tight for _, _, session in held):
-            drawn = tokens.tolist()
-            for i, w, session in held:
-                if session.enforcer.tight and session.error is None:
-                    drawn[i] = session.enforcer.settle(drawn[i], w.left)
-            tokens = on_device(np.array(drawn), tokens.device)
+            return
         host = to_host(tokens)
+        counts = None if lengths is None else to_host(lengths)
         arrived = None
         if tokens.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        for i, w, session in held:
-            session.job = self._worker.submit(_advance, session, host, i, w, arrived)
-        return tokens
+        for index, first, w, session in held:
+            session.job = self._worker.submit(_advance, session, host, counts, index, first, w, arrived)
 
     def refusals(self, work: tuple[Work, ...]) -> dict[int, str]:
         """Why requests cannot go on, by rid, after `mask`."""
-        return {w.rid: session.error for _, w, session in self._held(work) if session.error is not None}
+        return {w.rid: session.error for _, _, w, session in self._held(work) if session.error is not None}
 
-    def _held(self, work: tuple[Work, ...]) -> list[tuple[int, Work, Session]]:
-        if not self._sessions:
-            return []
-        found = ((i, w, self._sessions.get(w.rid)) for i, w in enumerate(work))
-        return [(i, w, session) for i, w, session in found if session is not None]
+    def _held(self, work: tuple[Work, ...]) -> list[tuple[int, int, Work, Session]]:
+        """(index, first row, work, session) of the works with a constraint."""
+        found: list[tuple[int, int, Work, Session]] = []
+        if self._sessions:
+            first = 0
+            for index, w in enumerate(work):
+                if (session := self._sessions.get(w.rid)) is not None:
+                    found.append((index, first, w, session))
+                first += w.drafts + 1
+        return found
 
     def _compile(self, constraint: Constraint, last: int) -> Session:
         try:
@@ -164,7 +212,34 @@ class Grammars:
             raise EngineError(f"the constraint cannot be enforced: {e}") from e
 
 
-def _advance(session: Session, host: Tensor, row: int, work: Work, arrived: "torch.cuda.Event | None") -> None:
+def allowed(mask: Words, token: int) -> bool:
+    return token < 32 * len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & 1)
+
+
+def _ends_forbidden(mask: Words, work: Work, draw: int) -> Words:
+    """The mask without the tokens that end the request, if output token number `draw` comes before min_tokens."""
+    if draw >= work.params.min_tokens:
+        return mask
+    mask = mask.copy()
+    for token in work.params.stop_token_ids:
+        if token < 32 * len(mask):
+            forbid(mask, token)
+    return mask
+
+
+def _advance(
+    session: Session,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    index: int,
+    first: int,
+    work: Work,
+    arrived: "torch.cuda.Event | None",
+) -> None:
     if arrived is not None:
         arrived.synchronize()
-    session.advance(int(host[row]), work.draw, work.left)
+    accepted = 0 if lengths is None else int(lengths[index]) - 1
+    if accepted < 0:  # nothing came: the mask is prepared already
+        return
+    session.enforcer = session.states[accepted]
+    session.advance(int(tokens[first + accepted]), work.draw + accepted, work.left - accepted)

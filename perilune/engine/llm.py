@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Completion:
 
     `token_ids` include the end token if one ended the text; `text` does not, and is None when the model directory has
     no tokenizer. `logprobs` and `prompt_logprobs` are filled when asked for (the first prompt token has none).
+    Of `drafted_tokens` that were guessed ahead (see EngineConfig.draft), `accepted_tokens` became part of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -42,6 +43,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     cached_tokens: int
+    drafted_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +269,16 @@ class LLM:
                     while engine.busy and failure is None:
                         for delta in engine.step():
                             run = runs[delta.rid]
-                            run.add(delta)
-                            if delta.finish_reason == "error":
+                            for piece in delta.singly():
+                                run.add(piece)
+                                if take(run.index, piece) and run.finish_reason is None:
+                                    run.finish_reason = "stop"
+                                    engine.cancel(delta.rid)
+                                if run.finish_reason is not None:
+                                    bar.advance(task)
+                                    break
+                            if run.finish_reason == "error":
                                 failure = delta.error
-                            if take(run.index, delta) and run.finish_reason is None:
-                                run.finish_reason = "stop"
-                                engine.cancel(delta.rid)
-                            if run.finish_reason is not None:
-                                bar.advance(task)
             finally:
                 # Also on Ctrl-C or a failed submit: nothing of this call may live on in the engine.
                 for rid, run in runs.items():
@@ -306,6 +311,8 @@ class _Run:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.cached_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def add(self, delta: Delta) -> None:
         self.tokens += delta.tokens
@@ -313,6 +320,8 @@ class _Run:
         self.prompt_logprobs += delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.drafted_tokens += delta.drafted
+        self.accepted_tokens += delta.accepted
 
     def completion(self, text: str | None) -> Completion:
         assert self.finish_reason is not None
@@ -323,6 +332,8 @@ class _Run:
             tuple(self.logprobs),
             tuple(self.prompt_logprobs),
             self.cached_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
         )
 
 

@@ -2,10 +2,13 @@
 
 Step N+1 is planned, and may be queued, before the host knows the token of step N. So what a request has generated is
 counted on the device: each request that looks back has a row of counts, found by its slot, to which every token drawn
-is added at once. A row is written anew whenever a work brings the request's whole history: when it starts or resumes,
-and whenever else the host happens to know all its tokens.
+is added at once. A row is written anew when a work brings the request's whole history: when it starts or resumes.
+
+A draw that supposes drafts to be right looks back at them too: it is penalized by a copy of the counts to which they
+are added. The counts themselves get only what stands in the end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import Work
+from perilune.core.plan import Draw
 from perilune.core.sampling import SamplingParams
 from perilune.engine.sampler import on_device
 from perilune.ops.penalize import PROMPT, penalize
@@ -26,7 +29,6 @@ class _Terms:
     """What is added to single logits of a request; -inf for a token it may not choose."""
 
     params: SamplingParams
-    masked: bool
     ids: NDArray[np.float64]
     values: NDArray[np.float64]
 
@@ -41,32 +43,37 @@ class Adjuster:
         self._max_rows = max_num_seqs
         self._rows: dict[int, int] = {}  # by slot
         self._counts: Tensor | None = None  # [rows, V] int32, as ops/penalize reads them
-        self._terms: dict[int, _Terms] = {}  # by slot
+        self._terms: dict[tuple[int, bool], _Terms] = {}  # by slot, and whether ends are masked
         self._open: tuple[Tensor, Tensor] | None = None  # indices into the step's tokens, and their rows of counts
 
-    def adjust(self, logits: Tensor, work: tuple[Work, ...]) -> Tensor:
-        """The logits [S, V] float32 to choose from, row i for work[i]; the very same tensor if nobody asks for more."""
+    @property
+    def counting(self) -> bool:
+        """Whether `count` has anything to do with the tokens drawn from what `adjust` returned last."""
+        return self._open is not None
+
+    def adjust(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """The logits [S, V] float32 to choose from, row i for draws[i]; the very same tensor if nobody asks."""
         V = logits.shape[1]
-        looking = [(i, w) for i, w in enumerate(work) if w.params.penalized]
-        terms = [(i, t) for i, w in enumerate(work) if (t := self._terms_of(w, V)) is not None]
+        looking = [(i, d) for i, d in enumerate(draws) if d.params.penalized]
+        terms = [(i, t) for i, d in enumerate(draws) if (t := self._terms_of(d, V)) is not None]
         self._open = None
         if not looking and not terms:
             return logits
-        per_work = [
+        per_draw = [
             (
                 i,
-                self._row(w, logits),
-                w.params.presence_penalty,
-                w.params.frequency_penalty,
-                w.params.repetition_penalty,
+                self._row(d, logits),
+                d.params.presence_penalty,
+                d.params.frequency_penalty,
+                d.params.repetition_penalty,
             )
-            for i, w in looking
+            for i, d in looking
         ]
         size = 5 * len(looking)
         staged = on_device(
             np.concatenate(
                 [
-                    np.array(per_work, np.float64).T.reshape(size),
+                    np.array(per_draw, np.float64).T.reshape(size),
                     *(np.full(len(t.ids), i, np.float64) for i, t in terms),
                     *(t.ids for _, t in terms),
                     *(t.values for _, t in terms),
@@ -79,7 +86,10 @@ class Adjuster:
             assert self._counts is not None
             indices, rows = staged[: 2 * len(looking)].long().view(2, -1)
             amounts = staged[2 * len(looking) : size].float().view(3, -1)
-            penalized = penalize(logits.index_select(0, indices), self._counts, rows, *amounts)
+            counts = (self._counts, rows)
+            if any(d.before for _, d in looking):
+                counts = self._supposing([d.before for _, d in looking], rows)
+            penalized = penalize(logits.index_select(0, indices), *counts, *amounts)
             adjusted.index_copy_(0, indices, penalized)
             self._open = indices, rows
         if terms:
@@ -88,25 +98,39 @@ class Adjuster:
             adjusted.index_put_(where, adjusted[where] + values.float())  # no place occurs twice
         return adjusted
 
-    def count(self, tokens: Tensor) -> None:
-        """Counts the tokens [S] int64 that were drawn from what `adjust` returned last."""
+    def count(self, tokens: Tensor, kept: Tensor | None = None) -> None:
+        """Counts the tokens [S] int64 that were drawn from what `adjust` returned last; of them those `kept` [S] bool,
+        which must be given if a request drew several."""
         if self._open is None:
             return
         assert self._counts is not None
         indices, rows = self._open
         where = (rows, tokens.index_select(0, indices))
-        self._counts.index_put_(where, self._counts[where] + 1)
+        if kept is None:
+            self._counts.index_put_(where, self._counts[where] + 1)
+        else:
+            self._counts.index_put_(where, kept.index_select(0, indices).int(), accumulate=True)
 
-    def _row(self, work: Work, logits: Tensor) -> int:
-        """The work's row of counts, up to date but for tokens not drawn yet."""
-        row = self._rows.setdefault(work.slot, len(self._rows))
+    def _supposing(self, before: Sequence[Sequence[int]], rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(counts, rows) of draws that look back at `rows` of the counts and suppose the tokens `before` besides."""
+        assert self._counts is not None
+        owners = np.repeat(np.arange(len(before)), [len(b) for b in before])
+        tokens = np.fromiter((t for b in before for t in b), np.int64, len(owners))
+        where = on_device(np.stack([owners, tokens]), rows.device)
+        counts = self._counts.index_select(0, rows)
+        counts.index_put_((where[0], where[1]), torch.ones_like(where[0], dtype=torch.int32), accumulate=True)
+        return counts, torch.arange(len(before), device=rows.device)
+
+    def _row(self, draw: Draw, logits: Tensor) -> int:
+        """The draw's row of counts, up to date but for tokens not drawn yet."""
+        row = self._rows.setdefault(draw.slot, len(self._rows))
         if self._counts is None or row >= len(self._counts):
             self._grow(row + 1, logits)
         assert self._counts is not None
-        if work.history:
-            prompt = len(work.history) - work.draw
-            counts = np.bincount(np.array(work.history[prompt:], np.int64), minlength=logits.shape[1]).astype(np.int32)
-            counts[np.array(work.history[:prompt], np.int64)] |= PROMPT
+        if draw.history:
+            prompt = len(draw.history) - draw.draw
+            counts = np.bincount(np.array(draw.history[prompt:], np.int64), minlength=logits.shape[1]).astype(np.int32)
+            counts[np.array(draw.history[:prompt], np.int64)] |= PROMPT
             self._counts[row].copy_(on_device(counts, logits.device))
         return row
 
@@ -117,16 +141,16 @@ class Adjuster:
             counts[: len(self._counts)] = self._counts
         self._counts = counts
 
-    def _terms_of(self, work: Work, V: int) -> _Terms | None:
-        params = work.params
-        masked = work.draw < params.min_tokens and bool(params.stop_token_ids)
+    def _terms_of(self, draw: Draw, V: int) -> _Terms | None:
+        params = draw.params
+        masked = draw.draw < params.min_tokens and bool(params.stop_token_ids)
         if not masked and not params.logit_bias:
             return None
-        found = self._terms.get(work.slot)
-        if found is None or found.params is not params or found.masked != masked:
+        found = self._terms.get((draw.slot, masked))
+        if found is None or found.params is not params:
             values = dict(params.logit_bias)
             if masked:
                 values.update((t, -np.inf) for t in params.stop_token_ids if t < V)
-            found = _Terms(params, masked, np.array([*values], np.float64), np.array([*values.values()], np.float64))
-            self._terms[work.slot] = found
+            found = _Terms(params, np.array([*values], np.float64), np.array([*values.values()], np.float64))
+            self._terms[draw.slot, masked] = found
         return found

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,9 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
+from perilune.model.hub import resolve_model
+from perilune.ops import latents
+from perilune.spec.drafter import Drafter
 
 GB = 1e9
 # Left free besides weights and KV: activations, logits and the allocator's own slack.
@@ -57,11 +61,39 @@ def resolve_dtypes(
         kv_dtype = dtype
         choices.note("kv_dtype", kv_dtype, "same as dtype")
     config = dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype)
-    return config, getattr(torch, dtype), getattr(torch, kv_dtype)
+    return config, getattr(torch, dtype), latents.PACKED if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+
+
+def resolve_draft(config: EngineConfig, model_dir: Path, choices: Choices) -> tuple[EngineConfig, Path | None]:
+    """Says who drafts, and where the draft model lies if that is one."""
+    path = model_dir / "drafter" if config.drafter is None else resolve_model(config.drafter)
+    found = (path / "config.json").is_file()
+    if config.drafter is not None and not found:
+        raise ConfigError(
+            f"drafter={config.drafter!r} has no config.json: give the directory of an EAGLE-3 draft model"
+        )
+    draft = config.draft
+    if draft == "auto":
+        draft = "hybrid" if found else "suffix"
+        why = f"draft model in {path}" if found else "no draft model: guesses come from earlier text"
+        choices.note("draft", draft, why)
+    if draft in ("eagle3", "hybrid"):
+        if not found:
+            raise ConfigError(
+                f"draft={draft!r} needs a draft model, and {model_dir.name} brings none: give one with"
+                " drafter=DIRECTORY, or use draft='suffix'"
+            )
+        return dataclasses.replace(config, draft=draft), path
+    return dataclasses.replace(config, draft=draft), None
 
 
 def resolve_sizes(
-    config: EngineConfig, model: KimiConfig, device: torch.device, kv_dtype: torch.dtype, choices: Choices
+    config: EngineConfig,
+    model: KimiConfig,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    choices: Choices,
+    drafter: Drafter | None = None,
 ) -> EngineConfig:
     """Fills block_size, max_model_len, max_step_tokens and kv_blocks; called when the weights are on the device."""
     if config.block_size is None:
@@ -71,9 +103,16 @@ def resolve_sizes(
         choices.note("block_size", size, why)
     assert config.block_size is not None
     block = Pages.block_bytes(
-        model.num_hidden_layers, config.block_size, model.kv_lora_rank + model.qk_rope_head_dim, kv_dtype
+        model.num_hidden_layers,
+        config.block_size,
+        latents.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
+        kv_dtype,
     )
     free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]
+    if drafter is not None:
+        dtype = getattr(torch, config.dtype)
+        block += drafter.block_bytes(config.block_size, dtype)
+        free -= drafter.scratch_bytes(config.block_size, dtype, config.max_num_seqs)
     fits = int(free // block)
     if config.kv_blocks is not None and config.kv_blocks > fits:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """From logits to the step's outputs: the sampled tokens, their log-probabilities, and errors instead of NaNs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import Output, TokenLogprob, Work
+from perilune.core.plan import Draw, Output, TokenLogprob, Work
 from perilune.ops.greedy import greedy
 from perilune.ops.logprobs import logprobs
 from perilune.ops.sample import sample
@@ -48,19 +48,19 @@ def finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits).all(-1)
 
 
-def draw(logits: Tensor, work: tuple[Work, ...]) -> Tensor:
+def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen.
 
     FAILED for a row that holds nan or +inf, or nothing but -inf.
 
     The host does not wait for the device, and every request's numbers travel in one copy.
     """
-    if all(w.params.greedy for w in work):
+    if all(d.params.greedy for d in draws):
         return greedy(logits)
-    S = len(work)
+    S = len(draws)
     numbers = np.empty(6 * S, np.float32)
-    numbers[: 2 * S].view(np.float64)[:] = [uniform(w.seed, w.draw) for w in work]
-    params = [w.params for w in work]
+    numbers[: 2 * S].view(np.float64)[:] = [uniform(d.seed, d.draw) for d in draws]
+    params = [d.params for d in draws]
     numbers[2 * S : 5 * S].reshape(S, 3, order="F")[:] = [(p.temperature, p.top_p, p.min_p) for p in params]
     numbers[5 * S :].view(np.int32)[:] = [min(p.top_k, 2**31 - 1) for p in params]
     there = on_device(numbers, logits.device)
@@ -76,24 +76,24 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, work: tuple[Work, ...]
+    logits: Tensor, tokens: Tensor, draws: Sequence[Draw]
 ) -> Callable[[], dict[int, TokenLogprob]] | None:
-    """By rid, for the works that asked; to be called when the device is done. None if nobody asked.
+    """By row, for those whose request asked; to be called when the device is done. None if nobody asked.
 
     One call for all: the number of alternatives is the largest asked for.
     """
-    rows = [i for i, w in enumerate(work) if w.params.logprobs is not None]
+    rows = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
     if not rows:
         return None
-    most = max(work[i].params.logprobs or 0 for i in rows)
-    if len(rows) < len(work):
+    most = max(draws[i].params.logprobs or 0 for i in rows)
+    if len(rows) < len(draws):
         index = on_device(np.array(rows), logits.device)
         logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
     table = _table(logits, tokens, most)
 
     def records() -> dict[int, TokenLogprob]:
         return {
-            work[i].rid: TokenLogprob(r.token, r.logprob, r.top[: work[i].params.logprobs])
+            i: TokenLogprob(r.token, r.logprob, r.top[: draws[i].params.logprobs])
             for i, r in zip(rows, _records(table, most))
         }
 

@@ -8,6 +8,9 @@ in the worst case it has the whole pool to itself, which `submit` made sure is e
 Steps overlap: step N+1 is planned while step N runs. The plan assumes that N goes well: a token that N samples is
 planned as PENDING at its position. If N then ends the request, its part of N+1 is computed in vain and ignored.
 
+Drafts are guests: `add_drafts` gives them the blocks and the part of the step that the plan has left over, never what
+somebody else could have had. A request with drafts in flight is not planned again before they have landed.
+
 Steps execute in the order they were planned, each after the whole of its predecessor. Hence blocks and slots can be
 given back at once, even while a step in flight still uses them: whoever gets them is planned in a later step, which
 overwrites them only after the step in flight has run.
@@ -15,12 +18,12 @@ overwrites them only after the step in flight has run.
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
-from perilune.core.plan import Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.core.request import Request
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests
@@ -192,6 +195,35 @@ class Scheduler:
         self._flying.append((step, flights))
         return StepPlan(step, tuple(f.work for f in flights))
 
+    def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
+        """The plan just made, which must not run before this, with guesses of what its works sample, by rid.
+
+        A work gets as many as fit: what the step and the pool have left, and what the request may still come to have.
+        Only works that compute one known token get any: the end of a prompt would gain little by them.
+        """
+        step, flights = self._flying[-1]
+        assert step == plan.step, f"step {plan.step} was not planned last"
+        budget = self._max_step_tokens - plan.tokens
+        for index, flight in enumerate(flights):
+            request, work = flight.request, flight.work
+            guesses = drafts.get(work.rid, ())
+            if not guesses or not work.sample or work.count > 1 or work.tokens[0] == PENDING or request.doubted:
+                continue
+            # The last token of all is never computed, so there is no guessing it.
+            count = min(len(guesses), MAX_DRAFTS, budget, work.left - 1)
+            while count > 0 and self._blocks_for(work.end + count) - len(request.blocks) > self._tree.available:
+                count -= 1
+            if count <= 0:
+                continue
+            for _ in range(self._blocks_for(work.end + count) - len(request.blocks)):
+                request.add_block(self._tree.allocate())
+            request.drafted = count
+            budget -= count
+            tokens = (*work.tokens, *guesses[:count])
+            flight = replace(flight, work=replace(work, tokens=tokens, blocks=request.table, drafts=count))
+            flights[index] = flight
+        return replace(plan, work=tuple(f.work for f in flights))
+
     def commit(self, result: StepResult) -> list[Delta]:
         """Takes in what the oldest step in flight brought; returns what the front end has to hear."""
         assert self._flying and self._flying[0][0] == result.step, f"step {result.step} is not the oldest in flight"
@@ -228,7 +260,7 @@ class Scheduler:
         assert sorted(slots + self._slots) == list(range(self._max_num_seqs)), "lost slots"
         for request in self._running:
             request.check()
-            assert len(request.blocks) == self._blocks_for(request.planned), request
+            assert len(request.blocks) == self._blocks_for(request.planned + request.drafted), request
         for request in self._waiting:
             request.check()
             assert request.slot is None and request.planned == 0, request
@@ -279,7 +311,7 @@ class Scheduler:
         start, draw = request.planned, request.horizon - request.prompt_len
         tokens = request.next_tokens(count)
         targets = request.targets(count) if request.params.prompt_logprobs is not None else ()
-        history, left = request.history(count), request.limit - request.horizon
+        history, left, ahead = request.history(count), request.limit - request.horizon, request.ahead(count)
         work = Work(
             rid=request.rid,
             slot=request.slot,
@@ -293,6 +325,7 @@ class Scheduler:
             prompt_targets=targets,
             history=history,
             left=left,
+            ahead=ahead,
         )
         return _Flight(request, request.life, work)
 
@@ -324,36 +357,57 @@ class Scheduler:
             return None  # ended after this step was planned
         if work.sample:
             request.pending -= 1
-        if output is not None and output.error is not None:
-            self._end(request)
-            # Bad values may have come from any block of its context, so none of them may be found again, read or
-            # written, and nothing that was computed on top of them.
-            if request.digests:
-                self._tree.forget(request.digests[0])
-            return self._delta(request, finish_reason="error", error=output.error)
-        if request.life == flight.life:  # otherwise preempted since: the token is good, the blocks are gone
-            request.land(work.end)
-            self._register(request)
-        scores = self._new_scores(request, work, output)
-        if not work.sample:
-            return self._delta(request, prompt_logprobs=scores) if scores else None
-        assert output is not None and output.token is not None, f"request {work.rid}: step brought no token"
-        request.append(output.token)
-        self._generated_tokens += 1
+            request.drafted = 0
+        error = None if output is None else output.error
+        brought = () if output is None else output.tokens
+        again = output is not None and output.again
+        accepted = len(brought) if again else max(len(brought) - 1, 0)
+        assert accepted <= work.drafts and not (error and brought), (work.rid, brought, error, work.drafts)
+        kept = brought[: self._until_stop(request, brought)]
+        for token in kept:
+            request.append(token)
+        self._generated_tokens += len(kept)
+        request.doubted = again
         finish_reason = None
-        if output.token in request.params.stop_token_ids:
+        if error is not None:
+            finish_reason = "error"
+        elif kept and kept[-1] in request.params.stop_token_ids:
             finish_reason = "stop"
         elif request.known == request.limit:
             finish_reason = "length"
+        scores: tuple[TokenLogprob, ...] = ()
+        if finish_reason != "error":
+            assert kept or again or not work.sample, f"request {work.rid}: step brought no token"
+            if request.life == flight.life:  # otherwise preempted since: the tokens are good, the blocks are gone
+                request.land(min(work.end - work.drafts + accepted, request.known) - again, work.drafts > 0)
+                self._tree.release(request.trim(self._blocks_for(request.planned + request.drafted)))
+                self._register(request)
+            scores = self._new_scores(request, work, output)
         if finish_reason is not None:
             self._end(request)
+        if finish_reason == "error" and request.digests:
+            # Bad values may have come from any block of its context, so none of them may be found again, read or
+            # written, and nothing that was computed on top of them.
+            self._tree.forget(request.digests[0])
+        if not kept and not scores and finish_reason is None:
+            return None
+        assert output is not None
         return self._delta(
             request,
-            tokens=(output.token,),
-            logprobs=() if output.logprob is None else (output.logprob,),
+            tokens=kept,
+            logprobs=output.logprobs[: len(kept)],
             prompt_logprobs=scores,
             finish_reason=finish_reason,
+            error=error if finish_reason == "error" else None,
+            drafted=work.drafts,
+            accepted=min(accepted, len(kept)),
         )
+
+    @staticmethod
+    def _until_stop(request: Request, tokens: tuple[int, ...]) -> int:
+        """How many of these tokens the request takes: none after one that ends it."""
+        stops = request.params.stop_token_ids
+        return next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
 
     def _register(self, request: Request) -> None:
         """Offers the blocks that this commit completed to the prefix tree."""
@@ -389,6 +443,10 @@ class Scheduler:
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: str | None = None,
         error: str | None = None,
+        drafted: int = 0,
+        accepted: int = 0,
     ) -> Delta:
         cached, request.cached_tokens = request.cached_tokens, 0
-        return Delta(request.rid, tokens, logprobs, prompt_logprobs, finish_reason, error, cached)
+        return Delta(
+            request.rid, tokens, logprobs, prompt_logprobs, finish_reason, error, cached, drafted, accepted
+        )  # fmt: skip

@@ -18,7 +18,15 @@ from perilune.core.messages import Delta
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.server.form import enforced
-from perilune.server.protocol import CompletionBody, finite, json_response, parse, prompt_logprob_table, usage
+from perilune.server.protocol import (
+    CompletionBody,
+    Predictions,
+    finite,
+    json_response,
+    parse,
+    prompt_logprob_table,
+    usage,
+)
 from perilune.server.service import Generation, Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
 from perilune.text.stream import TextStream
@@ -268,4 +276,5 @@ def _usage(groups: Sequence[Sequence[Choice]]) -> dict[str, Any]:
         sum(choice.completion_tokens for group in groups for choice in group),
         sum(g.cached_tokens for g in firsts),
         0,
+        Predictions.total(choice.generation.predictions for group in groups for choice in group),
     )

@@ -76,3 +76,27 @@ class EngineCollector(Collector):
             ("engine_step_seconds", "Time spent in steps.", s.step_seconds),
         ):
             yield CounterMetricFamily(f"perilune_{name}", text, value=value)
+        yield from self._drafts(s)
+
+    @staticmethod
+    def _drafts(s: EngineStats) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "perilune_verified_steps", "Shares of steps that had drafts: one request in one step.", value=s.verified
+        )
+        drafted = CounterMetricFamily(
+            "perilune_drafted_tokens", "Tokens guessed ahead, by source and position.", labels=["source", "position"]
+        )
+        accepted = CounterMetricFamily(
+            "perilune_accepted_tokens", "Of these, the ones that were right.", labels=["source", "position"]
+        )
+        right = 0
+        for source, position, count, hits in s.drafts:
+            drafted.add_metric([source, str(position + 1)], count)
+            accepted.add_metric([source, str(position + 1)], hits)
+            right += hits
+        yield drafted
+        yield accepted
+        length = 1 + right / s.verified if s.verified else 1.0
+        yield GaugeMetricFamily(
+            "perilune_acceptance_length", "Tokens per share of a step that had drafts, since the start.", value=length
+        )

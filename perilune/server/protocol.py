@@ -5,7 +5,8 @@ that Perilune does not act on is refused by name, never silently dropped.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.responses import Response
 
 from perilune.core.errors import RequestError
+from perilune.core.messages import Delta
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.server.errors import from_validation
@@ -301,13 +303,39 @@ def json_response(payload: Any) -> Response:
     return Response(msgspec.json.encode(payload), media_type="application/json")
 
 
-def usage(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+@dataclass(slots=True)
+class Predictions:
+    """Tokens guessed ahead for generations: in so many steps so many, of which so many were right."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.steps += delta.drafted > 0
+        self.drafted += delta.drafted
+        self.accepted += delta.accepted
+
+    @classmethod
+    def total(cls, parts: Iterable["Predictions"]) -> "Predictions":
+        parts = list(parts)
+        return cls(sum(p.steps for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
+
+
+def usage(prompt: int, completion: int, cached: int, reasoning: int, predictions: Predictions) -> dict[str, Any]:
+    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right."""
+    p = predictions
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": p.accepted,
+            "rejected_prediction_tokens": p.drafted - p.accepted,
+            "acceptance_length": round(1 + p.accepted / p.steps, 3) if p.steps else 1.0,
+        },
     }
 
 

@@ -223,7 +223,7 @@ class Answer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
+            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -18,6 +18,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.errors import GenerationError
 from perilune.server.metrics import Metrics
+from perilune.server.protocol import Predictions
 from perilune.text.chat import ChatTemplate
 from perilune.text.tokenizer import Tokenizer
 
@@ -136,9 +137,13 @@ class Generation:
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.predictions = Predictions()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The engine's deltas; GenerationError if the engine gives up on this request, EngineError if it is down."""
+        """The engine's deltas; GenerationError if the engine gives up on this request, EngineError if it is down.
+
+        With stop strings, which the consumer looks for, one token at a time: none is counted after the end.
+        """
         metrics = self.service.metrics
         started = time.perf_counter()
         last = 0.0
@@ -154,15 +159,17 @@ class Generation:
                         else:
                             metrics.first_token.observe(now - started)
                         last = now
-                        self.completion_tokens += count
                     self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
                     if delta.finish_reason == "error":
                         raise GenerationError(f"the generation failed: {delta.error}")
                     if delta.finish_reason == "cancelled":
                         raise EngineError("the engine is shutting down")
-                    if delta.finish_reason is not None:
-                        self.finish_reason = delta.finish_reason
-                    yield delta
+                    for piece in delta.singly() if self.params.stop else (delta,):
+                        self.completion_tokens += len(piece.tokens)
+                        self.predictions.add(piece)
+                        if piece.finish_reason is not None:
+                            self.finish_reason = piece.finish_reason
+                        yield piece
             outcome = self.finish_reason or "error"
         except (GeneratorExit, asyncio.CancelledError):
             outcome = self.finish_reason or "cancelled"

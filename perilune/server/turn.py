@@ -10,7 +10,7 @@ from perilune.core.errors import RequestError
 from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import candidates, sibling
 from perilune.server.form import check_strict, enforced, tool_choice
-from perilune.server.protocol import ChatBody, usage
+from perilune.server.protocol import ChatBody, Predictions, usage
 from perilune.server.service import Generation, Service
 from perilune.text.chat import next_tool_index
 from perilune.text.stream import ChatStream, Event
@@ -58,7 +58,7 @@ class Turn:
 
     def usage(self) -> dict[str, Any]:
         g = self.generation
-        return usage(len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens)
+        return usage(len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens, g.predictions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Turns:
             sum(t.generation.completion_tokens for t in self.turns),
             first.cached_tokens,
             sum(t.reasoning_tokens for t in self.turns),
+            Predictions.total(t.generation.predictions for t in self.turns),
         )
 
 

@@ -32,14 +32,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
 
 
-@pytest.fixture(scope="module")
-def poisoned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("poisoned") / "model"
-    shutil.copytree(tiny, path)
+def poison(model: Path, path: Path) -> Path:
+    """A copy of the model at `path`, in which token POISON makes everything NaN."""
+    shutil.copytree(model, path)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = math.nan
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+@pytest.fixture(scope="module")
+def poisoned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return poison(tiny, tmp_path_factory.mktemp("poisoned") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ reusing a block wrongly shows. The next token is a function of all previous ones
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, Submit
-from perilune.core.plan import PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.core.sampling import SamplingParams
 from perilune.engine.scheduler import Scheduler
 
@@ -78,7 +79,8 @@ class FakeRunner:
 
     def _write(self, work: Work) -> set[int]:
         truth, tokens = self.truth[work.rid], self._tokens(work)
-        assert tokens == truth[work.start : work.end] and work.count > 0
+        assert tokens[: work.count - work.drafts] == truth[work.start : work.end - work.drafts]
+        assert 0 <= work.drafts < work.count and (work.sample or not work.drafts)
         assert len(work.blocks) == -(-work.end // self.block_size)
         assert len(set(work.blocks)) == len(work.blocks)
         state = self._state(work, work.start)
@@ -97,20 +99,34 @@ class FakeRunner:
         return state
 
     def _sample(self, work: Work) -> Output | None:
-        state = self._state(work, work.end)
+        end = work.end - work.drafts
+        state = self._state(work, end)
         scores = tuple(TokenLogprob(t, -float(p)) for p, t in enumerate(work.prompt_targets, work.start + 1))
         assert [s.token for s in scores] == self.truth[work.rid][work.start + 1 :][: len(scores)]
         if not work.sample:
             return Output(work.rid, prompt_logprobs=scores) if scores else None
         truth = self.truth[work.rid]
-        assert work.end == len(truth), "sampled before the end of what is known"
-        token = next_token(state)
-        truth.append(token)
-        self.last[work.slot] = (work.rid, self.step, token)
-        if self.errors.get(work.rid) == work.draw:
-            return Output(work.rid, error="logits are not finite")
-        logprob = TokenLogprob(token, -1.0) if work.params.logprobs is not None else None
-        return Output(work.rid, token, logprob, scores)
+        assert end == len(truth), "sampled before the end of what is known"
+        drawn = []
+        for draw, guess in enumerate((*work.guesses, None), work.draw):
+            if self.errors.get(work.rid) == draw:
+                if work.drafts:
+                    truth += drawn
+                    return Output(work.rid, tuple(drawn), self._logprobs(work, drawn), scores, again=True)
+                truth.append(0)
+                self.last[work.slot] = (work.rid, self.step, 0)
+                return Output(work.rid, error="logits are not finite")
+            drawn.append(next_token(state))
+            state = extend(state, drawn[-1])
+            if drawn[-1] != guess:
+                break
+        truth += drawn
+        self.last[work.slot] = (work.rid, self.step, drawn[-1])
+        return Output(work.rid, tuple(drawn), self._logprobs(work, drawn), scores)
+
+    @staticmethod
+    def _logprobs(work: Work, drawn: list[int]) -> tuple[TokenLogprob, ...]:
+        return tuple(TokenLogprob(t, -1.0) for t in drawn) if work.params.logprobs is not None else ()
 
 
 @dataclass
@@ -124,9 +140,21 @@ class Answer:
 
 
 class Rig:
-    """A scheduler, a runner, and the loop between them; `check_integrity` after every call."""
+    """A scheduler, a runner, and the loop between them; `check_integrity` after every call.
 
-    def __init__(self, *, overlapped=True, errors=None, **limits) -> None:
+    `drafter` guesses what follows a request's text, given its prompt and how many output tokens it has. Where it may,
+    a step lands before the next one is planned: always, or as chance (`rng`) has it; with drafts it must.
+    """
+
+    def __init__(
+        self,
+        *,
+        overlapped=True,
+        errors=None,
+        drafter: Callable[[tuple[int, ...], int], list[int]] | None = None,
+        rng: random.Random | None = None,
+        **limits,
+    ) -> None:
         self.limits = {
             "num_blocks": 16,
             "block_size": 4,
@@ -137,6 +165,7 @@ class Rig:
         self.scheduler = Scheduler(**self.limits)
         self.runner = FakeRunner(self.limits["block_size"], self.limits["max_num_seqs"], errors)
         self.overlapped = overlapped
+        self.drafter, self.rng = drafter, rng
         self.flying: StepResult | None = None
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
@@ -160,14 +189,23 @@ class Rig:
 
     def tick(self, between=lambda: None) -> StepPlan | None:
         """Plans and runs one step; commits its predecessor (overlapped) or itself."""
+        if self.flying is not None and self.drafter is not None:
+            drafted = any(w.drafts for w in self.plans[-1].work)
+            if drafted or self.rng is None or self.rng.random() < 0.7:
+                self._commit(self.flying)
+                self.flying = None
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
+        if plan is not None and self.drafter is not None:
+            guesses = {w.rid: self.drafter(self.prompts[w.rid], w.draw) for w in plan.work}
+            plan = self.scheduler.add_drafts(plan, guesses)
+            self.scheduler.check_integrity()
         result = None
         if plan is not None:
             self._check(plan)
             self.plans.append(plan)
             result = self.runner.run(plan)
-        elif self.order:
+        elif self.scheduler.has_work:
             assert self.flying is not None, "live requests, nothing in flight, nothing to do"
         between()
         due, self.flying = (self.flying, result) if self.overlapped else (result, None)
@@ -210,7 +248,10 @@ class Rig:
             assert work.end < self.limits["max_model_len"]
             if (most := work.params.max_tokens) is not None:
                 assert work.end < len(self.prompts[work.rid]) + most
-            assert work.draw >= 0 and (not work.sample or work.draw == work.end - len(self.prompts[work.rid]))
+            assert work.draw >= 0 and (
+                not work.sample or work.draw == work.end - work.drafts - len(self.prompts[work.rid])
+            )
+            assert work.drafts <= MAX_DRAFTS and (not work.drafts or work.drafts < work.left)
         # The oldest is never held up, but for a result it is waiting for.
         oldest = self.order[0]
         waits = self.flying is not None and any(w.rid == oldest and w.sample for w in self.plans[-1].work)
@@ -228,6 +269,7 @@ class Rig:
             answer.tokens += delta.tokens
             answer.scores += delta.prompt_logprobs
             answer.cached += delta.cached_tokens
+            assert delta.accepted <= min(delta.drafted, len(delta.tokens))
             assert len(delta.logprobs) == (len(delta.tokens) if self.params[delta.rid].logprobs is not None else 0)
             if delta.finish_reason is not None:
                 answer.finish, answer.error = delta.finish_reason, delta.error
@@ -679,9 +721,22 @@ def make_trace(rng):
     return Trace(limits, tuple(requests), cancels, errors)
 
 
-def play(trace, overlapped):
-    """Plays a trace to the end; `overlapped` is a bool, or a random generator that switches now and then."""
-    rig = Rig(overlapped=overlapped is not False, errors=trace.errors, **trace.limits)
+def hostile(rng):
+    """Guesses of any length that are right as far as chance has it."""
+
+    def drafter(prompt, draw):
+        true = alone(prompt, SamplingParams(max_tokens=draw + 10), 10_000)[0][draw:]
+        right = rng.choice([0, 0, 1, 2, 9])
+        return [*true[:right], *(rng.randrange(VOCAB) for _ in range(rng.randrange(4)))]
+
+    return drafter
+
+
+def play(trace, overlapped, drafts=None):
+    """Plays a trace to the end; `overlapped` is a bool, or a random generator that switches now and then; `drafts` a
+    random generator for hostile ones."""
+    drafter = None if drafts is None else hostile(drafts)
+    rig = Rig(overlapped=overlapped is not False, errors=trace.errors, drafter=drafter, rng=drafts, **trace.limits)
     tick, left = 0, dict(enumerate(trace.requests))
 
     def cancel(between):
@@ -731,12 +786,14 @@ def judge(trace, rig):
 def test_any_trace_gives_everybody_the_tokens_it_gets_alone(rng, seed):
     trace = make_trace(rng)
     for overlapped in (False, True, random.Random(seed)):
-        judge(trace, play(trace, overlapped))
+        for drafts in (None, random.Random(seed)):
+            judge(trace, play(trace, overlapped, drafts))
 
 
 def test_seeded_traces_reach_what_they_are_for():
     """The same with well-mixed numbers, and proof that the rare events do occur in such traces."""
     seen = {"preempted": 0, "preempted again": 0, "hit": 0, "pending": 0, "in vain": 0}
+    drafts = {"accepted": 0, "rejected": 0, "preempted in flight": 0, "cut short": 0, "stopped among": 0, "spoilt": 0}
     for seed in range(150):
         trace = make_trace(random.Random(seed))
         judge(trace, play(trace, random.Random(-seed)))
@@ -749,4 +806,78 @@ def test_seeded_traces_reach_what_they_are_for():
         seen["hit"] += stats.cached_tokens > 0
         seen["pending"] += any(w.tokens[-1] == PENDING for w in works)
         seen["in vain"] += sum(w.sample for w in works) > stats.generated_tokens
+
+        rig = play(trace, random.Random(seed), random.Random(seed + 1000))
+        judge(trace, rig)
+        deltas = [d for a in rig.answers.values() for d in a.deltas]
+        drafts["accepted"] += any(d.accepted for d in deltas)
+        drafts["rejected"] += any(d.drafted > d.accepted for d in deltas)
+        drafts["cut short"] += any(w.drafts == w.left - 1 > 0 for p in rig.plans for w in p.work)
+        drafts["stopped among"] += any(d.finish_reason == "stop" and d.accepted == len(d.tokens) for d in deltas)
+        drafts["spoilt"] += any(d.drafted and d.accepted == len(d.tokens) and not d.finish_reason for d in deltas)
+        drafts["preempted in flight"] += rig.scheduler.stats().preemptions > 0 and any(d.drafted for d in deltas)
     assert all(n >= 10 for n in seen.values()), seen
+    assert all(n >= 5 for n in drafts.values()), drafts
+
+
+def perfect(prompt, draw):
+    return list(alone(prompt, SamplingParams(max_tokens=draw + 20), 10_000)[0][draw:])
+
+
+@modes
+def test_perfect_drafts_bring_their_number_and_one_more(overlapped):
+    rig = Rig(overlapped=overlapped, drafter=perfect, num_blocks=40, max_model_len=150)
+    rig.submit(1, prompt_of(5), max_tokens=31, logprobs=0)
+    rig.finish()
+    rig.expect(1)
+    assert [d.accepted for d in rig.answers[1].deltas] == [0] + [MAX_DRAFTS] * 3 + [2]
+    assert [len(d.tokens) for d in rig.answers[1].deltas] == [1] + [MAX_DRAFTS + 1] * 3 + [3]  # up to max_tokens
+    assert rig.scheduler.stats().generated_tokens == 31
+    # What was accepted is in the cache as if it had been computed one by one: 36 tokens, the last of them not computed.
+    rig.drafter = None
+    rig.submit(2, (*prompt_of(5), *rig.answers[1].tokens, 1), max_tokens=2)
+    rig.finish()
+    rig.expect(2, cached=32)
+
+
+@modes
+def test_rejected_drafts_leave_no_trace(overlapped):
+    wrong = lambda prompt, draw: [(t + 1) % VOCAB for t in perfect(prompt, draw)]  # noqa: E731
+    rig = Rig(overlapped=overlapped, drafter=wrong, num_blocks=40, max_model_len=150)
+    rig.submit(1, prompt_of(7), max_tokens=20)
+    rig.finish()
+    rig.expect(1)
+    assert all((d.accepted, len(d.tokens)) == (0, 1) for d in rig.answers[1].deltas)
+    assert {d.drafted for d in rig.answers[1].deltas[1:-8]} == {MAX_DRAFTS}
+    assert rig.scheduler.stats().blocks_cached == (7 + 20 - 1) // 4
+
+
+def test_drafts_take_only_what_is_left_over():
+    """Of the step's budget and of the pool: nobody is preempted or waits for the sake of a guess."""
+    rig = Rig(overlapped=False, drafter=perfect, num_blocks=7, max_step_tokens=6, max_model_len=20)
+    rig.submit(1, prompt_of(4), max_tokens=12)
+    rig.tick(), rig.tick()
+    assert rig.plans[-1].work[0].drafts == 5  # 1 + 5 = 6 tokens
+    rig.submit(2, prompt_of(8, seed=2), max_tokens=2)
+    rig.tick()
+    assert [(w.rid, w.count, w.drafts) for w in rig.plans[-1].work] == [(1, 1, 0), (2, 5, 0)]
+    rig.finish()
+    rig.expect(1), rig.expect(2)
+    assert rig.scheduler.stats().preemptions == 0
+
+    rig = Rig(overlapped=False, drafter=perfect, num_blocks=3, max_model_len=12)
+    rig.submit(1, prompt_of(3), max_tokens=4)
+    rig.submit(2, prompt_of(2, seed=2), max_tokens=6)
+    rig.tick(), rig.tick()
+    assert [w.drafts for w in rig.plans[-1].work] == [2, 1]  # the first one's take the last block
+    rig.finish()
+    rig.expect(1), rig.expect(2)
+    assert rig.scheduler.stats().preemptions == 0
+
+
+def test_a_request_with_drafts_in_flight_waits_for_them():
+    rig = Rig(overlapped=True, drafter=perfect)
+    rig.submit(1, prompt_of(5), max_tokens=40)
+    rig.tick(), rig.tick()
+    assert rig.plans[-1].work[0].drafts == MAX_DRAFTS
+    assert rig.scheduler.plan() is None

@@ -67,12 +67,13 @@ CALL = (
 
 
 INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4)
-STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5)
+STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 0, 8, 6), ("suffix", 1, 5, 2)))
 
 
 @dataclass
 class FakeEngine:
-    """Answers every prompt with the tokens of `answer` and `<|im_end|>`, one token per delta unless `width` is more.
+    """Answers every prompt with the tokens of `answer` and `<|im_end|>`, one token per delta unless `width` is more:
+    then all but one had been guessed, and another one wrongly.
 
     Like the real engine it ends at stop ids, honours max_tokens and gives log-probabilities. `pause` seconds precede
     each delta; before delta number `hold` it waits for `release`.
@@ -124,7 +125,15 @@ class FakeEngine:
                 logprobs = () if params.logprobs is None else tuple(self.logprob(t, params.logprobs) for t in part)
                 done = at + self.width >= len(tokens)
                 cached = 3 if at == 0 else 0
-                yield Delta(rid, tuple(part), logprobs, finish_reason=reason if done else None, cached_tokens=cached)
+                yield Delta(
+                    rid,
+                    tuple(part),
+                    logprobs,
+                    finish_reason=reason if done else None,
+                    cached_tokens=cached,
+                    drafted=len(part) if self.width > 1 else 0,
+                    accepted=len(part) - 1,
+                )
         finally:
             self.live -= 1
             if not done:
@@ -337,7 +346,7 @@ def test_chat_keeps_reasoning_apart_and_reports_usage(serve: Any, width: int) ->
         assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
         assert usage["prompt_tokens"] == len("Hi") + len("userassistant") + 6  # im_user im_middle im_end twice; think
         assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": len("Let me see")}
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == len("Let me see")
 
     both(serve, {"messages": HELLO}, check, answer="Let me see</think>Grüße", width=width)
 
@@ -504,7 +513,7 @@ def test_several_answers_to_one_conversation(serve: Any) -> None:
         length = len(BYTES.encode("Hm</think>Sure." + CALL.format(0), allow_special=True)) + 1
         assert answer["usage"]["completion_tokens"] == 3 * length
         assert answer["usage"]["prompt_tokens"] < 400, "the prompt counts once"
-        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 * len("Hm")}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * len("Hm")
 
     async def seeds(s: Served) -> None:
         await s.client.post(CHAT, ask)
@@ -708,7 +717,7 @@ def test_a_model_that_opens_its_own_thought_is_told_so(serve: Any) -> None:
             assert s.prompt().endswith("<|im_middle|>"), "its prompts end where the answer begins"
             message = answer["choices"][0]["message"]
             assert (message["reasoning_content"], message["content"]) == ("r", "a")
-            assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
             constraint = s.engine.constraints[-1]
             assert (constraint is not None and constraint.thinking) == bool(more)
         assert constraint is not None
@@ -1352,6 +1361,10 @@ def test_metrics_page(serve: Any) -> None:
             "perilune_prompt_tokens_total 1000.0",
             "perilune_cached_prompt_tokens_total 300.0",
             "perilune_generated_tokens_total 77.0",
+            "perilune_verified_steps_total 8.0",
+            'perilune_drafted_tokens_total{position="2",source="suffix"} 5.0',
+            'perilune_accepted_tokens_total{position="1",source="suffix"} 6.0',
+            "perilune_acceptance_length 2.0",
             "perilune_preemptions_total 1.0",
         ):
             assert line in lines, f"{line} is missing"
@@ -1370,3 +1383,25 @@ def test_the_access_log_has_no_contents(serve: Any, caplog: pytest.LogCaptureFix
     line = next(r.getMessage() for r in caplog.records if r.name == "perilune.access")
     assert line.startswith("POST /v1/chat/completions 200 ")
     assert not any(word in caplog.text for word in ("private", "k3y", "answered"))
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_usage_tells_of_tokens_guessed_ahead(serve: Any, path: str) -> None:
+    ask = {"messages": HELLO, "thinking": {"type": "disabled"}} if path == CHAT else {"prompt": "Hi"}
+
+    async def test(s: Served) -> None:
+        s.engine.answer, s.engine.width = "abcdefg", 4  # and the end: two deltas of four tokens
+        usage = (await s.client.post(path, ask)).json["usage"]
+        details = usage["completion_tokens_details"]
+        assert (usage["completion_tokens"], details["acceptance_length"]) == (8, 4.0)
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 2)
+        # A stop string among the tokens of a step: what lies behind it is nobody's.
+        answer = (await s.client.post(path, {**ask, "stop": "f"})).json
+        text = answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
+        assert text == "abcde" and answer["usage"]["completion_tokens"] == 6
+        s.engine.width = 1
+        details = (await s.client.post(path, ask)).json["usage"]["completion_tokens_details"]
+        assert [details[k] for k in ("accepted_prediction_tokens", "rejected_prediction_tokens")] == [0, 0]
+        assert details["acceptance_length"] == 1.0
+
+    serve(test)

@@ -1,0 +1,190 @@
+"""How many drafts each request gets in a step: as many as make tokens per second the most.
+
+A draft is worth the probability that it and all before it are right. Which drafts to take is then a matter of adding
+the likeliest of all requests one by one, and stopping where expected tokens over the cost of the step is greatest: a
+large batch, whose step has no idle bandwidth left, stops at once, and so does a text that nobody foretells.
+
+Probabilities come from what happened. Every token, drafted or not, says whether the suffix match before it was right,
+so the table by length of the match and agreement of the matches costs nothing to learn, needs no probing, and is not
+bent by drafting only where it looks good. Because a match grows by one with every draft that is right, the same table
+tells about later drafts of a chain. A model's drafts are told apart by the model's own confidence, and are known only
+where it was asked: so it is, now and then. On top of the table, which all share, come two factors: the request's own,
+because some texts repeat themselves and some only seem to, and the token's own: commas and markers come where they did
+before, digits and names less so.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from perilune.spec.costs import Costs
+
+MEMORY = 400.0  # observations a cell remembers
+PRIOR = 4.0  # observations the first guess of a cell is worth
+FIRST = 0.6  # the first guess of how often a draft model is right
+OWN_MEMORY, OWN_PRIOR = 96.0, 24.0  # of a request's factor
+TOKEN_MEMORY, TOKEN_PRIOR = 400.0, 5.0  # of a token's
+
+_LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # cells by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
+_SHARES = (0.5, 0.8, 1.0)
+
+Cell = tuple[str, int, int]  # the source of a draft, and what tells it from others: learned about one by one
+
+
+def suffix_cell(length: int, share: float, alone: bool) -> Cell:
+    """Of a token foretold by suffix matches: see spec.suffix.Guess."""
+    return "suffix", bisect_right(_LENGTHS, length), bisect_right(_SHARES, share) + (share == 1.0 and not alone)
+
+
+def model_cell(source: str, position: int, confidence: float) -> Cell:
+    """Of a drafter's token number `position` in its chain, in which it trusts as much as `confidence`."""
+    return source, position, min(int(confidence * 8), 7)
+
+
+@dataclass(slots=True)
+class _Rate:
+    hits: float
+    total: float
+
+    @property
+    def mean(self) -> float:
+        return self.hits / self.total
+
+    def add(self, value: float, weight: float, memory: float) -> None:
+        keep = 1 - 1 / memory
+        self.hits = self.hits * keep + value
+        self.total = self.total * keep + weight
+
+
+class Acceptance:
+    """How often drafts of each kind are right if those before them are, of all requests and of each."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Cell, _Rate] = {}
+        self._positions: list[_Rate] = []  # of a draft model's chain
+        self._own: dict[int, dict[str, _Rate]] = {}  # by rid and source: right over expected to be right
+        self._tokens: dict[int, _Rate] = {}  # likewise, of suffix drafts
+
+    def probability(self, rid: int, cell: Cell, token: int) -> float:
+        """That a draft is right if those before it are."""
+        p = self._cell(cell).mean * self._factor(rid, cell[0])
+        if cell[0] == "suffix" and (rate := self._tokens.get(token)) is not None:
+            p *= rate.mean
+        return min(p, 0.995)
+
+    def survival(self, rid: int, cells: Sequence[Cell], tokens: Sequence[int]) -> list[float]:
+        """That the first, the first two, ... of these drafts are right."""
+        alive, survival = 1.0, []
+        for cell, token in zip(cells, tokens):
+            alive *= self.probability(rid, cell, token)
+            survival.append(alive)
+        return survival
+
+    def typical(self, rid: int, length: int) -> list[float]:
+        """That the first, the first two, ... of a chain that a draft model has not drafted yet will be right."""
+        alive, survival, factor = 1.0, [], self._factor(rid, "eagle3")
+        for position in range(length):
+            alive *= min(self._expected(position) * factor, 0.995)
+            survival.append(alive)
+        return survival
+
+    def learn(self, rid: int, cell: Cell, token: int, right: bool) -> None:
+        source, position, _ = cell
+        rate = self._cell(cell)
+        if source == "suffix":
+            self._tokens.setdefault(token, _Rate(TOKEN_PRIOR, TOKEN_PRIOR)).add(float(right), rate.mean, TOKEN_MEMORY)
+        own = self._own.setdefault(rid, {}).setdefault(source, _Rate(OWN_PRIOR, OWN_PRIOR))
+        own.add(float(right), rate.mean, OWN_MEMORY)
+        rate.add(float(right), 1.0, MEMORY)
+        if source != "suffix":
+            while len(self._positions) <= position:
+                self._positions.append(_Rate(0.0, 0.0))
+            self._positions[position].add(float(right), 1.0, MEMORY)
+
+    def drop(self, rid: int) -> None:
+        self._own.pop(rid, None)
+
+    def _factor(self, rid: int, source: str) -> float:
+        own = self._own.get(rid, {}).get(source)
+        return 1.0 if own is None else own.mean
+
+    def _expected(self, position: int) -> float:
+        """Of a position that was seldom seen it is what the one before it does: chains decay slowly."""
+        p = FIRST
+        for rate in self._positions[: position + 1]:
+            p = (rate.hits + PRIOR * p) / (rate.total + PRIOR)
+        return p
+
+    def _cell(self, cell: Cell) -> _Rate:
+        found = self._cells.get(cell)
+        if found is None:
+            source, row, column = cell
+            if source == "suffix":
+                first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
+            else:
+                first = 0.3 + 0.08 * column
+            found = self._cells[cell] = _Rate(PRIOR * first, PRIOR)
+        return found
+
+
+@dataclass(slots=True)
+class Chance:
+    """A request's part of a step: the `count` tokens it computes anyway behind `context`, whether it draws, and
+    `survival[i]`, the probability that its drafts as far as number i are all right. With probability `ready` the drafts
+    can be made at all: less than one while the token before them is still being drawn."""
+
+    count: int
+    context: int
+    draws: bool
+    survival: Sequence[float] = ()
+    ready: float = 1.0
+    taken: int = field(default=0)
+
+
+def choose(chances: Sequence[Chance], costs: Costs, budget: int, overhead: float = 0.0) -> float:
+    """Sets `taken` of each, `budget` at most in all; returns the step's tokens per second over those without drafts.
+
+    `overhead` seconds are lost by drafting at all.
+    """
+    counts = [c.count for c in chances]
+    seconds = costs.step(counts, [c.context for c in chances])
+    tokens = float(sum(c.draws for c in chances))
+    plain = tokens / seconds
+    offers = sorted(
+        ((s * c.ready, -i, owner) for owner, c in enumerate(chances) for i, s in enumerate(c.survival)), reverse=True
+    )
+    # survival never rises along a chain, so in this order a request's drafts come first to last
+    size, best, best_ratio = sum(counts), 0, 1.0
+    spent = seconds + overhead
+    taken = [0] * len(chances)
+    for index, (worth, _, owner) in enumerate(offers[:budget], 1):
+        chance = chances[owner]
+        before, taken[owner] = taken[owner], taken[owner] + 1
+        count = chance.count + before
+        more = costs.base(size + 1) - costs.base(size)
+        more += (costs.reach(count + 1) - costs.reach(count)) * chance.context
+        size += 1
+        spent += more * chance.ready
+        tokens += worth
+        ratio = tokens / spent / plain
+        if ratio > best_ratio:
+            best, best_ratio = index, ratio
+    for chance in chances:
+        chance.taken = 0
+    for _, _, owner in offers[:best]:
+        chances[owner].taken += 1
+    return best_ratio
+
+
+def best_chain(survivals: Sequence[Sequence[float]], contexts: Sequence[int], costs: Costs, overhead: float) -> int:
+    """How long chains a draft model should draft for requests of which a step is drawing the tokens before them:
+    0 if verifying, the drafting itself and `overhead` would cost more than they bring."""
+    count = len(survivals)
+    best, best_rate = 0, count / costs.step([1] * count, contexts)
+    tokens = float(count)
+    for length in range(1, min(map(len, survivals), default=0) + 1):
+        tokens += sum(s[length - 1] for s in survivals)
+        seconds = costs.step([1 + length] * count, contexts) + length * costs.chain(count) + overhead
+        if tokens / seconds > best_rate:
+            best, best_rate = length, tokens / seconds
+    return best

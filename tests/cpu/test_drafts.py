@@ -1,0 +1,299 @@
+"""Where drafts come from and how many are made: matches with earlier text, the store, costs and the policy."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from perilune.core.messages import Delta, EngineStats
+from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, Work
+from perilune.core.sampling import SamplingParams
+from perilune.spec import suffix
+from perilune.spec.costs import Costs, Curve, measure
+from perilune.spec.policy import Acceptance, Chance, best_chain, choose, model_cell, suffix_cell
+from perilune.spec.speculator import Speculator
+from perilune.spec.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
+
+CHEAP = Costs(Curve((1, 2, 64), (1.0, 1.05, 4.0)), Curve((1,), (0.0,)), Curve((1,), (0.1,)))
+DEAR = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)), Curve((1,), (1.0,)))  # every token its full price
+
+
+def trail(text: Sequence[int], store: Store | None = None) -> Trail:
+    made = Trail(text, store)
+    made.catch_up(len(text))
+    return made
+
+
+def tokens(made: Trail, most: int, after: Sequence[int] = ()) -> list[int]:
+    return [g.token for g in made.guesses(most, after)]
+
+
+class TestTrail:
+    def test_what_followed_last_time_follows_again(self) -> None:
+        made = trail([1, 2, 3, 4, 5, 9, 9, 2, 3])
+        assert tokens(made, 3) == [4, 5, 9]
+        assert tokens(made, 2, after=[4, 5]) == [9, 9] and tokens(made, 2, after=[7]) == []
+        assert [g.length for g in made.guesses(3)] == [2, 3, 4]
+        made.append(4)
+        assert tokens(made, 2) == [5, 9] and made.foretold() == made.guesses(1)[0]
+        made.append(8)
+        assert tokens(made, 2) == [] and made.foretold() is None
+
+    def test_a_period_goes_on_beyond_the_end_of_the_text(self) -> None:
+        assert tokens(trail([7, 1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+        assert tokens(trail([5, 5, 5, 5]), 4) == [5, 5, 5, 5]
+
+    def test_the_longer_match_wins_and_shares_are_told(self) -> None:
+        made = trail([1, 2, 3, 7, 0, 2, 3, 8, 9, 1, 2, 3])
+        (guess,) = made.guesses(1)
+        assert guess.token == 7 and guess.length == 3 and 0.5 < guess.share < 1 and not guess.alone
+        assert trail([1, 2, 3, 4, 2, 3]).guesses(1)[0].alone
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_against_looking_through_the_whole_text(self, seed: int) -> None:
+        """The first guess follows one of the longest matches that the text has, as far as pointers were kept."""
+        rng = random.Random(seed)
+        made, text = trail([]), []
+        for _ in range(150):
+            text.append(rng.randrange(4) if rng.random() < 0.7 else text[len(text) // 2] if text else 0)
+            made.append(text[-1])
+            lengths = {}
+            for end in range(GRAM, len(text)):
+                n = 0
+                while n < min(end, LONGEST) and text[end - 1 - n] == text[len(text) - 1 - n]:
+                    n += 1
+                if n >= GRAM:
+                    lengths[text[end]] = max(lengths.get(text[end], 0), n)
+            guess = made.foretold()
+            assert (guess is None) == (not lengths)
+            if guess is not None:
+                assert guess.length <= lengths[guess.token]
+
+    def test_a_prompt_is_taken_in_by_pieces(self) -> None:
+        text = [random.Random(0).randrange(9) for _ in range(100)]
+        made = Trail(text, None)
+        assert [made.catch_up(40), made.behind, made.guesses(3)] == [40, 60, []]
+        made.append(3)  # while it is still behind
+        made.catch_up(1000)
+        assert made.tokens == [*text, 3] and made.guesses(4) == trail([*text, 3]).guesses(4)
+
+
+class TestStore:
+    def test_answers_of_others_are_found_behind_their_context(self) -> None:
+        store = Store()
+        first = trail([1, 2, 3], store)
+        for token in (4, 5, 6, 7):
+            first.append(token)
+        store.add(first.answer())
+        assert tokens(trail([9, 9, 2, 3], store), 5) == [4, 5, 6, 7]
+
+    def test_it_is_bounded_and_forgets_what_was_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = random.Random(3)
+        store = Store(50 * 10 * TOKEN_BYTES)  # 50 texts of 10 tokens
+        texts = [[rng.randrange(1000) for _ in range(10)] for _ in range(120)]
+        for text in texts:
+            store.add(text)
+            used = trail(texts[0][:3], store)
+            assert tokens(used, 3) == texts[0][3:6]
+            used.append(texts[0][3])  # right: the text was of use
+            assert store.bytes <= 50 * 10 * TOKEN_BYTES and len(store) <= 50
+        assert tokens(trail(texts[1][:3], store), 3) == []
+        assert tokens(trail(texts[-1][:3], store), 3) == texts[-1][3:6]
+        assert len(store._latest) <= 50 * 9
+        store.add([0] * 10**6)  # larger than the whole store
+        assert len(store) == 50
+
+    def test_places_survive_that_others_are_forgotten(self) -> None:
+        """Texts that share their grams, forgotten in random order: no place of a forgotten one is left."""
+        rng = random.Random(5)
+        store = Store(8 * 12 * TOKEN_BYTES)
+        for _ in range(300):
+            store.add([rng.randrange(4) for _ in range(12)])
+            store.touch(rng.choice(list(store._texts)))
+            for place in store._latest.values():
+                assert place >> 32 in store._texts
+            probe = [rng.randrange(4) for _ in range(GRAM)]
+            key = 0
+            for token in probe:
+                key = key << 21 | token
+            for _, text, position in store.places(key):
+                assert text[position - GRAM : position] == probe
+
+
+class TestCosts:
+    def test_curve(self) -> None:
+        curve = Curve((1, 2, 6), (1.0, 3.0, 5.0))
+        assert [curve(x) for x in (0, 1, 1.5, 2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        assert Curve((1,), (2.0,))(9) == 2.0
+
+    def test_what_was_timed_comes_out(self) -> None:
+        calls = []
+
+        def timer(counts: Sequence[int], context: int, chain: int = 0) -> float:
+            calls.append((tuple(counts), context, chain))
+            return 1 + 0.1 * sum(counts) + 1e-3 * context * len(counts) + 0.5 * chain * len(counts)
+
+        found = measure(timer, most_requests=8, most_tokens=32, longest=10_000, chains=True)
+        assert found.base.xs == (1, 2, 3, 4, 6, 9, 16, 32)
+        assert all(len(counts) <= 8 and sum(counts) <= 32 for counts, _, _ in calls)
+        assert found.base(2) == pytest.approx(1.2 + 0.032)
+        assert found.reach(1) == pytest.approx(1e-3) and found.chain(4) == pytest.approx(0.5 * 4)
+        small = measure(timer, most_requests=1, most_tokens=4, longest=40, chains=False)
+        assert small.base.xs == (1, 2, 3, 4) and small.reach(1) == 0.0
+
+
+class TestPolicy:
+    def test_drafts_stop_where_they_cease_to_pay(self) -> None:
+        sure = [Chance(1, 10, True, [0.95**i for i in range(1, 9)])]
+        assert choose(sure, CHEAP, 8) > 2 and sure[0].taken == 8
+        assert choose(sure, DEAR, 8) == 1.0 and sure[0].taken == 0
+        unsure = [Chance(1, 10, True, [0.02, 0.0004])]
+        assert choose(unsure, CHEAP, 8) == 1.0 and unsure[0].taken == 0
+        assert choose(sure, CHEAP, 3) > 1 and sure[0].taken == 3
+
+    def test_the_likeliest_of_all_requests_come_first(self) -> None:
+        one, other = Chance(1, 10, True, [0.9, 0.8, 0.7]), Chance(1, 10, True, [0.4, 0.1, 0.01])
+        choose([one, other], CHEAP, 4)
+        assert (one.taken, other.taken) == (3, 1)
+
+    def test_a_large_batch_drafts_less(self) -> None:
+        costs = Costs(Curve((1, 16, 64), (1.0, 1.5, 6.0)), Curve((1,), (0.0,)))
+        taken = {}
+        for batch in (1, 4, 16, 64):
+            chances = [Chance(1, 10, True, [0.6, 0.36, 0.2]) for _ in range(batch)]
+            choose(chances, costs, 1000)
+            taken[batch] = sum(c.taken for c in chances) / batch
+        assert taken[1] >= taken[4] > taken[16] >= taken[64] == 0
+
+    def test_context_and_overhead_count(self) -> None:
+        costs = Costs(CHEAP.base, Curve((1, 9), (0.0, 0.01)))
+        near, far = [Chance(1, 10, True, [0.5])], [Chance(1, 10_000, True, [0.5])]
+        choose(near, costs, 8), choose(far, costs, 8)
+        assert (near[0].taken, far[0].taken) == (1, 0)
+        assert choose(near, costs, 8, overhead=1.0) == 1.0
+
+    def test_chains_are_drafted_where_they_pay(self) -> None:
+        good, bad = [0.9, 0.8, 0.7], [0.05, 0.0, 0.0]
+        assert best_chain([good], [10], CHEAP, 0.0) == 3
+        assert best_chain([bad], [10], CHEAP, 0.0) == best_chain([good], [10], DEAR, 0.0) == 0
+
+    def test_what_is_learned(self) -> None:
+        a = Acceptance()
+        good, bad = suffix_cell(9, 1.0, True), suffix_cell(2, 0.3, False)
+        rng = random.Random(0)
+        for i in range(2000):
+            a.learn(i, good, 5, rng.random() < 0.9)
+            a.learn(i, bad, 5, rng.random() < 0.1)
+        assert a.probability(-1, good, 77) == pytest.approx(0.9, abs=0.05)
+        assert a.probability(-1, bad, 77) == pytest.approx(0.1, abs=0.05)
+        for _ in range(200):
+            a.learn(1, good, 6, False)
+        assert a.probability(1, good, 77) < a.probability(-1, good, 77)  # this request, besides what all learn
+        assert a.probability(-1, good, 6) < a.probability(-1, good, 77)  # this token
+        a.drop(1)
+        for _ in range(400):
+            a.learn(2, model_cell("eagle3", 0, 0.9), 5, True)
+        first, both = a.typical(-1, 2)
+        assert first > 0.95 and both == pytest.approx(first**2)  # never seen: as the one before
+        for _ in range(400):
+            a.learn(2, model_cell("eagle3", 1, 0.9), 5, False)
+        assert a.typical(-1, 2)[1] < 0.05
+
+
+class TestSpeculator:
+    def work(self, rid: int, text: Sequence[int], prompt: int, **other: object) -> Work:
+        fields = dict(left=50, drafts=0) | other
+        return Work(rid, rid, len(text) - 1, (text[-1],), (0,), True, len(text) - prompt, SamplingParams(), 0, **fields)  # type: ignore[arg-type]
+
+    def test_fixed_drafts_and_their_statistics(self) -> None:
+        s = Speculator(suffix=True, fixed=3, shared=True)
+        s.open(1, [1, 2, 3, 4, 5, 6, 1, 2])
+        s.tidy()
+        plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5, 6, 1, 2], 8),))
+        assert s.wanted(plan) and s.propose(plan) == {1: [3, 4, 5]} and s.chain(plan) == 0
+        s.observe([Delta(1, (3, 4, 9), drafted=3, accepted=2)], [])
+        stats = s.report(EngineStats())
+        assert stats.verified == 1
+        assert stats.drafts == (("suffix", 0, 1, 1), ("suffix", 1, 1, 1), ("suffix", 2, 1, 0))
+        text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 9]
+        assert s.propose(StepPlan(1, (self.work(1, text, 8),))) == {}
+        with pytest.raises(AssertionError, match="tokens seen"):
+            s.propose(StepPlan(1, (self.work(1, [*text, 1], 8),)))
+        assert s.propose(StepPlan(1, (Work(1, 1, 11, (PENDING,), (0,), True, 3, SamplingParams(), 0),))) == {}
+        s.drop(1), s.drop(1), s.tidy()
+        s.open(2, [7, 3, 4])
+        s.tidy()
+        assert s.propose(StepPlan(2, (self.work(2, [7, 3, 4], 3),))) == {2: [9]}  # what the other one said
+
+    def test_room_is_kept_to(self) -> None:
+        s = Speculator(suffix=True, fixed=8, shared=False)
+        s.open(1, [1] * 20)
+        s.tidy()
+        assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=3),))) == {1: [1, 1]}
+        assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=1),))) == {}
+
+    def test_hopeless_text_is_left_alone_and_repetition_is_seized(self) -> None:
+        s = Speculator(suffix=True, costs=CHEAP, shared=False)
+        rng = random.Random(0)
+        text = [rng.randrange(3) for _ in range(50)]
+        s.open(1, text)
+        s.tidy()
+        for turn in range(800):
+            came = rng.randrange(3) if turn < 400 else (0, 1, 2, 2)[turn % 4]
+            text.append(came)
+            s.observe([Delta(1, (came,))], [])
+            if turn == 399:
+                plan = StepPlan(0, (self.work(1, text, 50),))
+                assert len(s.propose(plan).get(1, ())) <= 2
+        plan = StepPlan(0, (self.work(1, text, 50),))
+        assert s.wanted(plan) and len(s.propose(plan)[1]) == MAX_DRAFTS
+        dear = Speculator(suffix=True, costs=DEAR, shared=False)
+        dear.open(1, text)
+        dear.tidy()
+        assert not dear.wanted(plan) and dear.propose(plan) == {}
+
+    def test_waiting_costs_what_it_is_seen_to_cost(self) -> None:
+        s = Speculator(suffix=True, costs=CHEAP, shared=False)
+        s.open(1, [1, 2, 3, 4, 5] * 6)
+        s.tidy()
+        plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5] * 6, 30),))
+        assert s.wanted(plan)
+        for _ in range(200):
+            s.timed(plan, 1.9, waited=True)  # of a step that the table has at 1.0
+            s.timed(plan, 1.0, waited=False)
+        assert s._overhead == pytest.approx(0.9, abs=0.01)
+        for _ in range(200):
+            s.timed(plan, 1.8, waited=False)  # all is slow: no reason not to draft
+            s.timed(plan, 30.0, waited=True)  # something else came in between
+        assert s._overhead == pytest.approx(1.0 - 0.8, abs=0.01)
+
+    def test_a_chain_is_continued_by_what_matches_behind_it(self) -> None:
+        s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
+        s.open(1, [1, 2, 3, 4, 5, 6, 7, 9])
+        s.tidy()
+        plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5, 6, 7, 9], 8),))
+        assert s.chain(plan) == 4
+        s.observe([Delta(1, (8,))], [Output(1, (8,), chain=((2, 0.9), (3, 0.8)))])
+        text = [1, 2, 3, 4, 5, 6, 7, 9, 8]
+        assert s.propose(StepPlan(1, (self.work(1, text, 8),))) == {1: [2, 3, 4, 5]}
+        s.observe([Delta(1, (2, 3, 4, 8), drafted=4, accepted=3)], [Output(1, (2, 3, 4, 8))])
+        assert [(source, i) for source, i, _, _ in s.report(EngineStats()).drafts] == [
+            ("eagle3", 0), ("eagle3", 1), ("suffix", 2), ("suffix", 3)
+        ]  # fmt: skip
+
+    def test_a_model_that_is_never_right_is_asked_now_and_then(self) -> None:
+        s = Speculator(suffix=False, longest=8, costs=CHEAP, shared=False)
+        text, asked = [1, 2, 3], []
+        s.open(1, text)
+        for _ in range(400):
+            plan = StepPlan(0, (self.work(1, text, 3),))
+            s.propose(plan)
+            asked.append(s.chain(plan))
+            text.append(1)
+            chain = tuple((2, 0.1) for _ in range(asked[-1]))
+            s.observe([Delta(1, (1,))], [Output(1, (1,), chain=chain)])
+        assert asked[0] > 1 and 1 <= sum(a > 0 for a in asked[200:]) <= 5
+
+
+def test_the_module_names_its_grams_in_63_bits() -> None:
+    assert suffix.GRAM * 21 <= 63
