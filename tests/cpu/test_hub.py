@@ -176,7 +176,8 @@ def test_headers_without_the_weights(served, monkeypatch, first):
     """Enough of a repository to check it, whether the first range of a shard holds its whole header or not."""
     monkeypatch.setattr(hub, "_FIRST_BYTES", first)
     nano = resolve_model(hub.BUNDLED)
-    served.files = {p.name: p.read_bytes() for p in nano.iterdir() if p.is_file()} | {"modeling_kimi.py": b"raise SystemExit"}
+    files = {p.name: p.read_bytes() for p in nano.iterdir() if p.is_file()}
+    served.files = files | {"modeling_kimi.py": b"raise SystemExit"}
     shards = [name for name in served.files if name.endswith(".safetensors")]
     with hub.headers("org/tiny", endpoint=served.url) as path:
         assert not (path / "modeling_kimi.py").exists()
