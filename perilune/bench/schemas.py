@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -315,9 +316,29 @@ def misfits(text: str, schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"no JSON ({e}): {text[-80:]!r}"
         return
     exact = json.loads(json.dumps(schema), parse_float=_number)
-    for error in jsonschema.Draft202012Validator(exact, format_checker=FORMATS).iter_errors(value):
+    for error in _Exactly(exact, format_checker=FORMATS).iter_errors(value):
         path = "/".join(str(step) for step in error.absolute_path)
         yield f"/{path}: {error.message[:200]} ({error.validator})"
+
+
+def _multiple(_: Any, unit: Any, value: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
+    """`multipleOf` without dividing, which takes as many digits as the quotient has."""
+    if not isinstance(value, int | Decimal) or isinstance(value, bool) or Decimal(value).is_infinite():
+        return
+    shares = Fraction(unit)
+    _, digits, exponent = Decimal(value).as_tuple()
+    assert isinstance(exponent, int)
+    whole = int("".join(map(str, digits))) * shares.denominator
+    if exponent >= 0:
+        rest = whole * pow(10, exponent, shares.numerator) % shares.numerator
+    else:
+        rest = whole % (shares.numerator * 10**-exponent) if -exponent < _DIGITS else whole
+    if rest:
+        yield jsonschema.ValidationError(f"{value} is not a multiple of {unit}")
+
+
+_DIGITS = 10_000  # behind the point, after which a number of an answer's length is no multiple of anything but itself
+_Exactly = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"multipleOf": _multiple})
 
 
 def _number(text: str) -> int | Decimal:

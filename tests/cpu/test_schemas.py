@@ -308,3 +308,19 @@ def test_words_that_references_name_stay(nano: Tokenizer) -> None:
 def test_a_drawn_schema_is_odd_in_its_turn() -> None:
     odd = {d.sort for d in draw(ODD_ONE_IN * 40, 5)[ODD_ONE_IN - 1 :: ODD_ONE_IN]}
     assert {"uniqueItems", "propertyNames", "odd format"} <= odd and len(FORMATS) >= 8
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("1.25", True),
+        ("1.255", False),
+        ("1" + "0" * 60, True),
+        ("123456789012345678901234567890123456789.123", False),
+        ("1e999999999", True),
+        ("3e-99999999", False),
+        ("0e-999999", True),
+    ],
+)
+def test_multiples_of_any_size_are_judged_exactly(text: str, fits: bool) -> None:
+    assert (not list(misfits(text, {"type": "number", "multipleOf": 0.01}))) == fits
