@@ -8,7 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """`data` [layers, blocks, block_size, kv_lora_rank + rope]. Which block belongs to whom is kv.blocks' business."""
+    """`data` [layers, blocks, block_size, width], its rows as ops/latents.py has them.
+
+    Which block belongs to whom is kv.blocks' business.
+    """
 
     data: Tensor
 

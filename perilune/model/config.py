@@ -108,7 +108,7 @@ class KimiConfig:
         cls, data: Mapping[str, Any], *, hf_quant: Mapping[str, Any] | None = None, where: str = "config.json"
     ) -> Self:
         text, prefix = _text_level(data, where)
-        get = _Keys(text, where, prefix)
+        get = Keys(text, where, prefix)
         for key, served in _ONLY.items():
             if (value := text.get(key)) is not None and value != served:
                 raise CheckpointError(f"{where}: {prefix}{key}={value!r} is not served; served: {served!r}")
@@ -118,7 +118,7 @@ class KimiConfig:
             )
         if text.get("q_lora_rank") is None:
             raise CheckpointError(f"{where}: {prefix}q_lora_rank is missing or null; only low-rank queries are served")
-        rope_theta, yarn = _rope(text, get, where, prefix)
+        rope_theta, yarn = read_rope(text, get, where, prefix)
         config = cls(
             model_type=data["model_type"],
             has_vision=isinstance(data.get("vision_config"), Mapping),
@@ -174,7 +174,7 @@ class KimiConfig:
         scale = math.pow(self.qk_head_dim, -0.5)
         if self.yarn is None:
             return scale
-        return scale * math.pow(_mscale(self.yarn.factor, self.yarn.mscale_all_dim), 2)
+        return scale * math.pow(yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim), 2)
 
     @property
     def rope_magnitude(self) -> float:
@@ -182,30 +182,11 @@ class KimiConfig:
         if self.yarn is None:
             return 1.0
         factor = self.yarn.factor
-        return _mscale(factor, self.yarn.mscale) / _mscale(factor, self.yarn.mscale_all_dim)
+        return yarn_mscale(factor, self.yarn.mscale) / yarn_mscale(factor, self.yarn.mscale_all_dim)
 
     def rope_inv_freq(self) -> tuple[float, ...]:
-        """qk_rope_head_dim / 2 frequencies: interleaved pair i turns by position * inv_freq[i] radians."""
-        d = self.qk_rope_head_dim
-        base = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
-        yarn = self.yarn
-        if yarn is None:
-            return tuple(base)
-
-        def corner(turns: float) -> float:
-            """The (fractional) pair that makes `turns` turns over the original context."""
-            return (
-                d
-                * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns))
-                / (2 * math.log(self.rope_theta))
-            )
-
-        low = max(math.floor(corner(yarn.beta_fast)), 0)
-        high = float(min(math.ceil(corner(yarn.beta_slow)), d - 1))
-        if low == high:
-            high += 0.001
-        ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(d // 2)]
-        return tuple(b / yarn.factor * r + b * (1 - r) for b, r in zip(base, ramp))
+        """Of the interleaved pairs; see `inverse_frequencies`."""
+        return inverse_frequencies(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def parameters(self) -> Parameters:
         """Weights of the text model, router biases and norms included, counted from the shapes alone."""
@@ -236,7 +217,25 @@ class KimiConfig:
         )
 
 
-def _mscale(factor: float, weight: float) -> float:
+def inverse_frequencies(d: int, theta: float, yarn: Yarn | None) -> tuple[float, ...]:
+    """d / 2 frequencies: pair i turns by position * frequency i radians."""
+    base = [theta ** (-2 * i / d) for i in range(d // 2)]
+    if yarn is None:
+        return tuple(base)
+
+    def corner(turns: float) -> float:
+        """The (fractional) pair that makes `turns` turns over the original context."""
+        return d * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = max(math.floor(corner(yarn.beta_fast)), 0)
+    high = float(min(math.ceil(corner(yarn.beta_slow)), d - 1))
+    if low == high:
+        high += 0.001
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(d // 2)]
+    return tuple(b / yarn.factor * r + b * (1 - r) for b, r in zip(base, ramp))
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -259,7 +258,7 @@ def _text_level(data: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
     return text, "text_config."
 
 
-class _Keys:
+class Keys:
     """Typed reads of one level of the configuration; errors name the key with the path to it."""
 
     def __init__(self, level: Mapping[str, Any], where: str, prefix: str) -> None:
@@ -301,14 +300,14 @@ class _Keys:
         return value
 
 
-def _rope(text: Mapping[str, Any], get: _Keys, where: str, prefix: str) -> tuple[float, Yarn | None]:
+def read_rope(text: Mapping[str, Any], get: Keys, where: str, prefix: str) -> tuple[float, Yarn | None]:
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     block = text.get(key)
     if block is None:
         return get.real("rope_theta", above=1.0), None
     if not isinstance(block, Mapping):
         raise CheckpointError(f"{where}: {prefix}{key} must be an object, not {block!r}")
-    inner = _Keys(block, where, f"{prefix}{key}.")
+    inner = Keys(block, where, f"{prefix}{key}.")
     theta = inner.real("rope_theta", above=1.0) if "rope_theta" in block else get.real("rope_theta", above=1.0)
     kind = block.get("rope_type", block.get("type", "default"))
     if kind == "default":

@@ -41,7 +41,7 @@ class Eagle3Weights:
 
     embed: Tensor  # [V, D]
     fc: Linear  # [D, A * target D]
-    fc_norms: list[Tensor]  # A of [target D], or none
+    fc_norms: Tensor | None  # [A, target D]
     joint_norm: Tensor | None  # [A * target D]
     input_norm: Tensor  # [D]
     hidden_norm: Tensor  # [D]
@@ -61,6 +61,7 @@ class Eagle3:
         self.weights = weights
         self.eps = config.rms_norm_eps
         self.scale = config.softmax_scale
+        self._ones = weights.norm.new_ones(config.target_hidden_size)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * torch.tensor(
             config.rope_inv_freq, dtype=torch.float64
         )
@@ -73,9 +74,10 @@ class Eagle3:
         w = self.weights
         if w.joint_norm is not None:
             aux = rmsnorm(aux, w.joint_norm, self.eps)
-        if w.fc_norms:
-            pieces = aux.chunk(len(w.fc_norms), -1)
-            aux = torch.cat([rmsnorm(p, norm, self.eps) for p, norm in zip(pieces, w.fc_norms)], -1)
+        if w.fc_norms is not None:
+            # All in one: A norms of slices would each be a copy and a kernel.
+            states = aux.reshape(-1, w.fc_norms.shape[1])
+            aux = (rmsnorm(states, self._ones, self.eps).view(len(aux), *w.fc_norms.shape) * w.fc_norms).flatten(1)
         return apply(w.fc, aux)
 
     def hidden(self, step: Step, features: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,9 @@ def load_draft(
         weights = Eagle3Weights(
             embed=read("embed_tokens.weight") if has("embed_tokens.weight") else shared.embed,
             fc=linear("fc.weight"),
-            fc_norms=[read(f"fc_norm.{i}.weight") for i in range(config.num_aux)] if config.fc_norm else [],
+            fc_norms=torch.stack([read(f"fc_norm.{i}.weight") for i in range(config.num_aux)])
+            if config.fc_norm
+            else None,
             joint_norm=read("input_norm.weight") if config.norm_before_fc else None,
             input_norm=read(f"{LAYER}input_layernorm.weight"),
             hidden_norm=read(f"{LAYER}hidden_norm.weight"),

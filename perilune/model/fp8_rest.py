@@ -36,7 +36,7 @@ def to_fp8(weights: Weights) -> Loss:
         old = getattr(holder, field)
         if not isinstance(old, Dense) or old.weight.shape[1] % 64:
             continue
-        new, s, e = _quantize(old.weight)
+        new, s, e = quantize(old.weight)
         setattr(holder, field, new)
         matrices += 1
         saved += old.weight.nbytes - new.weight.nbytes - new.scale.nbytes
@@ -46,7 +46,8 @@ def to_fp8(weights: Weights) -> Loss:
     return Loss(matrices, saved, _decibels(signal, error), worst_db, worst)
 
 
-def _quantize(weight: Tensor) -> tuple[Fp8, float, float]:
+def quantize(weight: Tensor) -> tuple[Fp8, float, float]:
+    """(the matrix in FP8, its energy, the energy of the error)."""
     rows = weight.shape[0]
     new = Fp8(
         torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device),

@@ -6,6 +6,7 @@ T tokens of any requests, in any mixture of prompt chunks and single decoded tok
 Letters: T tokens, D hidden, H heads, n/r/v head sizes (nope, rope, value), R latent (kv_lora_rank), V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,9 @@ from perilune.model.weights import (
     Attention,
     Dense,
     DenseExperts,
-    Experts,
     Fp8,
     Fp8Experts,
+    Int4CompactExperts,
     Int4Experts,
     Linear,
     Mlp,
@@ -30,8 +31,6 @@ from perilune.ops.add_rmsnorm import add_rmsnorm
 from perilune.ops.embed_norm import embed_norm
 from perilune.ops.experts import experts
 from perilune.ops.experts_fp8 import experts_fp8
-from perilune.ops.experts_int4 import experts_int4
-from perilune.ops.experts_int4_compact import experts_int4_compact
 from perilune.ops.experts_nvfp4 import experts_nvfp4
 from perilune.ops.int4_linear import int4_linear
 from perilune.ops.kv_write import kv_write
@@ -39,6 +38,7 @@ from perilune.ops.linear import linear
 from perilune.ops.linear_fp8 import linear_fp8
 from perilune.ops.mla_decode import mla_decode
 from perilune.ops.mla_plain import mla_plain
+from perilune.ops.mla_project import mla_project
 from perilune.ops.mla_query import mla_query
 from perilune.ops.moe_int4 import moe_int4
 from perilune.ops.norm_linear import norm_linear
@@ -102,106 +102,124 @@ class KimiK2:
 
     def hidden(self, step: Step, cache: Tensor) -> Tensor:
         """[T, D] after the final norm."""
-        layers = self.weights.layers
+        return self.hidden_with_aux(step, cache, ())[0]
+
+    def hidden_with_aux(self, step: Step, cache: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[T, D] after the final norm, and [T, len(layers) D]: the residual stream as it enters the layers with these
+        numbers, one beside the other, which is what drafts read (spec 6.3). num_hidden_layers: as it leaves the last.
+        """
         h, x, cos, sin = embed_norm(
             step.tokens,
             *(step.pending or (None, None)),
             step.positions,
             self.weights.embed,
-            layers[0].input_norm,
+            self.weights.layers[0].input_norm,
             self.cos,
             self.sin,
             self.eps,
         )
-        next_norms = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
-        for layer, pages, next_norm in zip(layers, cache, next_norms):
+        next_norms = [layer.input_norm for layer in self.weights.layers[1:]] + [self.weights.norm]
+        kept: dict[int, Tensor] = {}
+        for i, (layer, pages, next_norm) in enumerate(zip(self.weights.layers, cache, next_norms)):
+            if i in layers:
+                kept[i] = h.clone()  # the stream is updated in place
             x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
             x = add_rmsnorm(h, self._ffn(layer.ffn, x), next_norm, self.eps)
-        return x
+        kept[len(self.weights.layers)] = h
+        return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
-        return _apply(self.weights.lm_head, hidden, wide=True)
+        return apply(self.weights.lm_head, hidden, wide=True)
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
-        c = self.config
-        latent, n = c.kv_lora_rank, c.qk_nope_head_dim
-        q_a, ckv = _apply(w.qkv_a, x).split([c.q_lora_rank, latent + c.qk_rope_head_dim], dim=-1)
-        q = _norm_apply(w.q_b, q_a, w.q_a_norm, self.qk_norm_eps)
-        q = q.view(x.shape[0], c.num_attention_heads, n + c.qk_rope_head_dim)
-        out = []
-        if (span := step.absorbed) is not None:
-            rows = span.rows
-            q_full = mla_query(
-                q[rows], ckv[rows], w.kv_a_norm, cos[rows], sin[rows], w.w_uk, pages, step.slots[rows], self.qk_norm_eps
-            )
-            out.append(
-                mla_decode(q_full, pages, span.tables, span.query_start, span.context, self.scale, w.w_uv)
-            )  # fmt: skip
-        if (span := step.plain) is not None:
-            rows = span.rows
-            c_raw, k_pe = ckv[rows].split([latent, c.qk_rope_head_dim], dim=-1)
-            kv_write(
-                pages,
-                rmsnorm(c_raw, w.kv_a_norm, self.qk_norm_eps),
-                rope(k_pe.unsqueeze(1), cos[rows], sin[rows]).squeeze(1),
-                step.slots[rows],
-            )
-            q_rows = torch.cat([q[rows, :, :n], rope(q[rows, :, n:], cos[rows], sin[rows])], dim=-1)
-            out.append(
-                mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, self.scale)
-            )
-        heads = out[0] if len(out) == 1 else torch.cat(out)
-        return _apply(w.o, heads.flatten(1))
+        return mla(w, x, cos, sin, step, pages, self.qk_norm_eps, self.scale)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
         if isinstance(w, Mlp):
-            return _mlp(w, x)
+            return mlp(w, x)
         c = self.config
         ids, shares = router(
             x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
         )
         e, shared = w.experts, w.shared
-        if isinstance(e, Int4Experts):
-            dense = _dense(shared)
+        if isinstance(e, Int4Experts | Int4CompactExperts):
+            rows = {"gate_up_row": e.gate_up_row, "down_row": e.down_row} if isinstance(e, Int4CompactExperts) else {}
+            held = _held(shared)
             parts = moe_int4(
-                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale, *(dense or (None, None))
-            )
-            if dense is None and shared is not None:
-                parts = torch.cat([parts, _mlp(shared, x).float().unsqueeze(1)], 1)
+                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale,
+                *(held or (None, None)), **rows,
+            )  # fmt: skip
+            if held is None and shared is not None:
+                parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
             return parts
         routed = _experts(e, x, ids, shares)
-        return routed if shared is None else routed + _mlp(shared, x)
+        return routed if shared is None else routed + mlp(shared, x)
 
 
-def _dense(shared: Mlp | None) -> tuple[Tensor, Tensor] | tuple[None, None] | None:
-    """The shared expert's two matrices, or two Nones if there is none; None if it is not dense."""
-    if shared is None:
-        return None, None
-    if isinstance(shared.gate_up, Dense) and isinstance(shared.down, Dense):
-        return shared.gate_up.weight, shared.down.weight
-    return None
+def mla(
+    w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor, norm_eps: float, scale: float
+) -> Tensor:
+    """x [T, inputs of w] -> [T, D]; writes the step's latents to `pages` [blocks, block_size, R + r]."""
+    (heads, n, latent), r = w.w_uk.shape, 2 * cos.shape[1]
+    q_a, ckv = apply(w.qkv_a, x).split([w.q_a_norm.shape[0], latent + r], dim=-1)
+    if step.plain is None and (span := step.absorbed) is not None and isinstance(w.q_b, Dense | Fp8):
+        scale_q = w.q_b.scale if isinstance(w.q_b, Fp8) else None
+        q_full = mla_project(
+            q_a, w.q_a_norm, w.q_b.weight, scale_q, ckv, w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, norm_eps
+        )
+        attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
+        return apply(w.o, attended.flatten(1))
+    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps).view(x.shape[0], heads, n + r)
+    out = []
+    if (span := step.absorbed) is not None:
+        rows = span.rows
+        q_full = mla_query(
+            q[rows], ckv[rows], w.kv_a_norm, cos[rows], sin[rows], w.w_uk, pages, step.slots[rows], norm_eps
+        )
+        out.append(mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv))
+    if (span := step.plain) is not None:
+        rows = span.rows
+        c_raw, k_pe = ckv[rows].split([latent, r], dim=-1)
+        kv_write(
+            pages,
+            rmsnorm(c_raw, w.kv_a_norm, norm_eps),
+            rope(k_pe.unsqueeze(1), cos[rows], sin[rows]).squeeze(1),
+            step.slots[rows],
+        )
+        q_rows = torch.cat([q[rows, :, :n], rope(q[rows, :, n:], cos[rows], sin[rows])], dim=-1)
+        out.append(mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
+    heads_out = out[0] if len(out) == 1 else torch.cat(out)
+    return apply(w.o, heads_out.flatten(1))
 
 
-def _experts(e: Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+def mlp(w: Mlp, x: Tensor) -> Tensor:
+    return apply(w.down, swiglu(apply(w.gate_up, x)))
+
+
+def _held(shared: Mlp | None) -> tuple[Tensor, ...] | None:
+    """The shared expert as `moe_int4` takes it: its matrices, and their scales if it is FP8. None if it cannot."""
+    match shared:
+        case Mlp(Dense(upper), Dense(lower)):
+            return upper, lower
+        case Mlp(Fp8(upper, upper_scale), Fp8(lower, lower_scale)):
+            return upper, lower, upper_scale, lower_scale
+        case _:
+            return None
+
+
+def _experts(e: DenseExperts | Fp8Experts | NvFp4Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     if isinstance(e, DenseExperts):
         return experts(x, ids, shares, e.gate_up, e.down)
-    if isinstance(e, Int4Experts):
-        return experts_int4(x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale)
     if isinstance(e, Fp8Experts):
         return experts_fp8(x, ids, shares, e.gate_up, e.gate_up_scale, e.down, e.down_scale)
-    if isinstance(e, NvFp4Experts):
-        return experts_nvfp4(
-            x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_global, e.down_packed, e.down_scale,
-            e.down_global,
-        )  # fmt: skip
-    return experts_int4_compact(
-        x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_row, e.down_packed, e.down_scale, e.down_row
+    return experts_nvfp4(
+        x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_global, e.down_packed, e.down_scale, e.down_global
     )
 
 
-def _apply(w: Linear, x: Tensor, wide: bool = False) -> Tensor:
+def apply(w: Linear, x: Tensor, wide: bool = False) -> Tensor:
     """x w^T as x, or in float32 if `wide`."""
     if isinstance(w, Dense):
         return linear(x, w.weight, wide)
@@ -216,8 +234,4 @@ def _norm_apply(w: Linear, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return norm_linear(x, norm, w.weight, eps)
     if isinstance(w, Fp8):
         return linear_fp8(x, norm, w.weight, w.scale, eps)
-    return _apply(w, rmsnorm(x, norm, eps))
-
-
-def _mlp(w: Mlp, x: Tensor) -> Tensor:
-    return _apply(w.down, swiglu(_apply(w.gate_up, x)))
+    return apply(w, rmsnorm(x, norm, eps))

@@ -1,29 +1,28 @@
 // residual += sum of x's parts, y = rmsnorm(residual), for up to some hundred tokens. Contract in add_rmsnorm.py.
 //
-// A cluster of CTAs shares a row: its sum of squares meets in distributed shared memory. One CTA would take 2 us more
-// for nine partial rows of 7,168 floats, all of it latency.
-#include <cooperative_groups.h>
-
-#include "hopper.cuh"
+// A cluster of CTAs shares a row: one CTA would take 2 us more for nine partial rows of 7,168 floats, all of it
+// latency. Each warp writes its sum of squares into the shared memory of every CTA of the cluster, so that one barrier
+// is enough.
+#include "wgmma.cuh"
 
 using namespace hopper;
-namespace cg = cooperative_groups;
 
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int MOST = 4;  // groups of 4 values a thread holds
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int MOST = 4;     // groups of 4 values a thread holds
+constexpr int CLUSTER = 8;  // at most
 
 template <bool WIDE>
 __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, const void* x, int parts,
                                                               const bf16* w, bf16* y, int D, float eps) {
-  cg::cluster_group cluster = cg::this_cluster();
-  const int ctas = cluster.num_blocks(), rank = cluster.block_rank(), row = blockIdx.x / ctas;
+  const int ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / ctas;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int quads = D / 4, each = (quads + ctas - 1) / ctas;
   const int begin = rank * each, end = min(begin + each, quads);
-  __shared__ float partial[THREADS / 32];
-  __shared__ float whole;
+  __shared__ float sums[CLUSTER * WARPS];
 
+  cluster_arrive();
   uint2 weight[MOST];
 #pragma unroll
   for (int n = 0; n < MOST; n++) {
@@ -62,15 +61,12 @@ __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, co
     squares += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
   }
   squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    float v = warp_sum(threadIdx.x < THREADS / 32 ? partial[threadIdx.x] : 0);
-    if (threadIdx.x == 0) whole = v;
-  }
-  cluster.sync();
+  cluster_wait();  // all CTAs have started: their memory is there
+  if (lane < ctas) store_in(address_in(sums + rank * WARPS + warp, lane), squares);
+  cluster_sync();
   float total = 0;
-  for (int n = 0; n < ctas; n++) total += *cluster.map_shared_rank(&whole, n);
+  for (int n = lane; n < ctas * WARPS; n += 32) total += sums[n];
+  total = warp_sum(total);
   const float scale = rsqrtf(total / D + eps);
 #pragma unroll
   for (int n = 0; n < MOST; n++) {
@@ -81,7 +77,6 @@ __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, co
         make_uint2(narrow(value[n].x * scale * a.x, value[n].y * scale * a.y),
                    narrow(value[n].z * scale * b.x, value[n].w * scale * b.y));
   }
-  cluster.sync();  // nobody leaves while another still reads its sum
 }
 
 }  // namespace

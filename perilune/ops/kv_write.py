@@ -1,7 +1,8 @@
 """cache[slots[t]] = (c[t], k_pe[t]), in place.
 
-cache [N, block_size, R + r] contiguous; c [T, R]; k_pe [T, r]; slots [T] int64 = block * block_size + offset, distinct.
-Values are converted to the cache's type. A slot outside the cache is an error, and nothing is written.
+cache [N, block_size, R + r] contiguous, of a float type or packed (latents.py); c [T, R]; k_pe [T, r]; slots [T]
+int64 = block * block_size + offset, distinct. Values are converted to the cache's type. A slot outside the cache is an
+error, and nothing is written.
 """
 
 import functools
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, latents
 from perilune.ops.case import BFLOAT16, K2, NANO, Make, Sized, exact
 from perilune.ops.registry import Op
 
@@ -25,6 +26,7 @@ class Case(Sized):
     R: int
     r: int
     narrow: bool = False  # a bfloat16 cache whatever the activations are
+    packed: bool = False
 
 
 CASES = [
@@ -33,15 +35,19 @@ CASES = [
     Case(0, 2, 4, 8, 8),
     Case(3, 1, 3, 5, 2),
     Case(5, 3, 4, 8, 8, narrow=True),
+    Case(16, 64, 16, NANO.latent, NANO.rope, packed=True),
+    Case(3, 2, 4, 6, 3, packed=True),
 ]
 TOL = {"cache": exact()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     cache = g.nan(c.N, c.block_size, c.R + c.r)
+    if c.packed:
+        cache = latents.pack(cache[..., : c.R], cache[..., c.R :], latents.PACKED)
     return {
         "cache": cache.to(BFLOAT16) if c.narrow else cache,
-        "c": g.randn(c.T, c.R),
+        "c": g.randn(c.T, c.R, scale=100.0 if c.packed else 1.0),
         "k_pe": g.randn(c.T, c.r),
         "slots": g.permutation(c.N * c.block_size)[: c.T],
     }
@@ -52,7 +58,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    cache.view(-1, cache.shape[2])[slots] = torch.cat([c, k_pe], -1).to(cache.dtype)
+    cache.view(-1, cache.shape[2])[slots] = latents.pack(c, k_pe, cache.dtype)
 
 
 op = Op("kv_write", CASES, TOL, inputs, cost, reference, decides=(1, 0))
@@ -87,11 +93,12 @@ def cpp(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
 
 @op.impl("torch")
 def index_copy(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    cache.view(-1, cache.shape[2]).index_copy_(0, slots, torch.cat([c, k_pe], -1).to(cache.dtype))
+    cache.view(-1, cache.shape[2]).index_copy_(0, slots, latents.pack(c, k_pe, cache.dtype))
 
 
 def kv_write(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    assert cache.shape[2] == c.shape[1] + k_pe.shape[1] and cache.is_contiguous(), f"{cache.shape=} {c.shape=}"
+    width = latents.width(c.shape[1], k_pe.shape[1], cache.dtype)
+    assert cache.shape[2] == width and cache.is_contiguous(), f"{cache.shape=} {cache.dtype=} {c.shape=}"
     assert c.shape[0] == k_pe.shape[0] == slots.shape[0], f"{c.shape=} {k_pe.shape=} {slots.shape=}"
     assert c.dtype == k_pe.dtype and slots.dtype == torch.int64, f"{c.dtype=} {k_pe.dtype=} {slots.dtype=}"
     op(cache, c, k_pe, slots)

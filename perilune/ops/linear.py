@@ -20,7 +20,7 @@ from perilune.ops.registry import Op
 
 FEW_ROWS = 16
 FEW_ON_CPU = 64  # rows up to which float32 is no slower here than in torch's library
-SHARED_BYTES = 149 << 10  # of the rows of x, and a norm's weights, that "cuda" keeps in a processor's shared memory
+SHARED_BYTES = 144 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def streamable(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
     (T, i), o, chunk = x.shape, w.shape[0], 64 // w.itemsize
     return (
         (x.dtype == BFLOAT16, "bfloat16"),
-        (0 < T <= FEW_ROWS and (T + 1) * (i + 32) * 2 <= SHARED_BYTES, f"up to {FEW_ROWS} rows that fit shared memory"),
+        (0 < T <= FEW_ROWS and T * (i + 32) * 2 <= SHARED_BYTES, f"up to {FEW_ROWS} rows that fit shared memory"),
         (i % chunk == 0 and o % 8 == 0, f"input widths in {chunk}s and output widths in 8s"),
     )
 
@@ -107,20 +107,30 @@ def _stream() -> Any:
     return compile.function("linear.cu", "linear", "plpppfpllllllp")
 
 
-def k_split(chunks: int) -> int:
-    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes of a row."""
-    return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12), 1)
+def k_split(chunks: int, tiles: int, processors: int) -> int:
+    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes of a row, in whole
+    stages of four; where tiles are few, 12 of any kind."""
+    few = tiles < 4 * processors
+    return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12 and (few or chunks // s % 4 == 0)), 1)
 
 
 def run_streamed(
-    x: Tensor, w: Tensor, wide: bool, *, scale: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    w: Tensor,
+    wide: bool,
+    *,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    y: Tensor | None = None,
 ) -> Tensor:
-    """With `scale` [o] float32, w holds e4m3; with `norm` [i], x is normalised first."""
+    """With `scale` [o] float32, w holds e4m3; with `norm` [i], x is normalised first. `y`: where the result goes."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     (T, i), o = x.shape, w.shape[0]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    y = torch.empty(T, o, dtype=FLOAT32 if wide else BFLOAT16, device=x.device)
+    if y is None:
+        y = torch.empty(T, o, dtype=FLOAT32 if wide else BFLOAT16, device=x.device)
     failed = _stream()(
         x.data_ptr(),
         x.stride(0),
@@ -133,7 +143,7 @@ def run_streamed(
         i,
         o,
         wide,
-        k_split(i * w.itemsize // 64),
+        k_split(i * w.itemsize // 64, o // 8, processors),
         processors,
         torch.cuda.current_stream().cuda_stream,
     )

@@ -2,8 +2,8 @@
 
 x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; scale [o] float32; y [T, o] as x, or
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
-for decode steps of up to 16 rows; "torch" widens the weights first: for prompts, where that is
-little beside the product.
+for decode steps of up to 32 rows; "torch" widens the weights first: for prompts, where that is little beside the
+product.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from perilune.ops.rmsnorm import reference as norm_reference
 from perilune.ops.rmsnorm import rmsnorm
 
 LARGEST = 448.0  # of e4m3
+AT_ONCE = 8  # rows that "cuda" multiplies at once where more do not fit shared memory
+MOST_ROWS = 32  # beyond, widening the weights once costs less than reading them for every 8 rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ CASES = [
     *(
         Case(t, i, o, norm, big=True)
         for i, o, norm in ((K2.hidden, 2112, False), (8192, K2.hidden, False), (K2.q_rank, 12288, True))
-        for t in (1, 3, 8, 16, 64)
+        for t in (1, 3, 8, 13, 16, 32, 64)
     ),
     Case(2, K2.hidden, 4096, wide=True, big=True),
     Case(0, 64, 8),
@@ -74,9 +76,19 @@ def reference(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: flo
 op = Op("linear_fp8", CASES, TOL, inputs, cost, reference, decides=(0, 2))
 
 
-@op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
+def _fits(a: Any, device: torch.device) -> bool | str:
+    few = (a.x.shape[0] <= MOST_ROWS, f"at most {MOST_ROWS} rows")
+    return compile.on_hopper("linear.cu", device, few, *streamable(a.x[:AT_ONCE], a.w))
+
+
+@op.impl("cuda", when=_fits)
 def cuda(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
-    return run_streamed(x, w, wide, scale=scale, norm=norm, eps=eps)
+    if all(met for met, _ in streamable(x, w)):
+        return run_streamed(x, w, wide, scale=scale, norm=norm, eps=eps)
+    y = torch.empty(x.shape[0], w.shape[0], dtype=FLOAT32 if wide else x.dtype, device=x.device)
+    for rows, out in zip(x.split(AT_ONCE), y.split(AT_ONCE)):
+        run_streamed(rows, w, wide, scale=scale, norm=norm, eps=eps, y=out)
+    return y
 
 
 @op.impl("torch")

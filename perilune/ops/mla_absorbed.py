@@ -1,7 +1,8 @@
 """MLA attention over the latent cache in the absorbed form: one key (c, k_pe) and one value c for all heads.
 
 o[t, h] = softmax(scale * (q_lat[t, h] . c + q_pe[t, h] . k_pe)) c, over the positions up to the token's own.
-q_lat [T, H, R]; q_pe [T, H, r]; cache [N, block_size, R + r] contiguous, of any float type; tables [B, M] int32;
+q_lat [T, H, R]; q_pe [T, H, r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latents.py);
+tables [B, M] int32;
 query_start [B + 1] int32: request b owns rows query_start[b] .. query_start[b + 1] - 1, and they are the last positions
 of its context[b] (int32), already written to the cache. o [T, H, R] as q_lat. Softmax and sums in fp32, rounded once.
 Positions outside a request's context are never read: what lies there, nan included, cannot matter.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, paged, threads
+from perilune.ops import compile, latents, paged, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.registry import Op
 
@@ -36,6 +37,7 @@ class Case(Sized):
     block_size: int = 16
     narrow: bool = False  # a bfloat16 cache whatever the activations are
     scale: float = 1.0  # of the scores
+    packed: bool = False
 
 
 CASES = [
@@ -55,6 +57,7 @@ CASES = [
     Case((2, 1), (1500, 130), 3, 32, 8, 16),
     Case((1, 2), (20, 30), 4, 64, 16, 16, narrow=True),
     Case((1, 2), (200, 300), 4, 64, 16, 16, scale=200.0),
+    Case((1, 2), (20, 30), 4, 64, 16, 16, packed=True),
 ]
 TOL = {
     "o": {
@@ -66,8 +69,10 @@ TOL = {
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     pages = paged.cache(g, c.contexts, c.block_size, c.R + c.r)
+    if c.packed:
+        pages["cache"] = paged.packed(pages["cache"], c.R)
     return {
-        "q_lat": g.randn(sum(c.counts), c.H, c.R),
+        "q_lat": g.randn(sum(c.counts), c.H, c.R, scale=1 / 16 if c.packed else 1.0),
         "q_pe": g.randn(sum(c.counts), c.H, c.r),
         "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
         "tables": pages["tables"],
@@ -90,7 +95,7 @@ def reference(
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         positions = torch.arange(length, device=cache.device)
-        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        latent = latents.unpack(flat[paged.slots(tables[b], positions, cache.shape[1])], R)
         for i in range(count):
             seen = latent[: length - count + i + 1]
             q = torch.cat([q_lat[first + i], q_pe[first + i]], -1).float()
@@ -168,7 +173,8 @@ def gathered(
         count = torch.tensor([counts[b] for b in group], device=device).unsqueeze(1)
         length = context[picked].long().unsqueeze(1)
         positions = torch.arange(longest, device=device)
-        latent = flat[paged.slots(tables[picked], torch.minimum(positions, length - 1), block_size)].float()
+        slots = paged.slots(tables[picked], torch.minimum(positions, length - 1), block_size)
+        latent = latents.unpack(flat[slots], R)
         query = torch.arange(max(counts[b] for b in group), device=device)
         rows = query_start[picked].long().unsqueeze(1) + torch.minimum(query, count - 1)
         scores = q[rows].flatten(1, 2) @ latent.mT * scale
@@ -185,7 +191,8 @@ def mla_absorbed(
 ) -> Tensor:
     (T, H, R), (rows, heads, r), B = q_lat.shape, q_pe.shape, tables.shape[0]
     assert T == rows and H == heads and q_lat.dtype == q_pe.dtype, f"{q_lat.shape=} {q_pe.shape=}"
-    assert cache.shape[2] == R + r and cache.is_contiguous(), f"{cache.shape=} {q_pe.shape=}"
+    assert cache.shape[2] == latents.width(R, r, cache.dtype), f"{cache.shape=} {cache.dtype=} {q_pe.shape=}"
+    assert cache.is_contiguous(), f"{cache.shape=} {cache.stride()=}"
     assert query_start.shape[0] == B + 1 and context.shape[0] == B, f"{tables.shape=} {query_start.shape=}"
     assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
     return op(q_lat, q_pe, cache, tables, query_start, context, scale)

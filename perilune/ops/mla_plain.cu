@@ -4,9 +4,7 @@
 // A CTA has 128 queries of a head, two warpgroups of 64, and goes over the keys 128 at a time; a producing thread keeps
 // two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
 // product of this tile's probabilities with its values during the next tile's softmax.
-#include <cuda.h>
-
-#include "wgmma.cuh"
+#include "tensor_map.cuh"
 
 using namespace hopper;
 
@@ -20,15 +18,6 @@ constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int Q_SLICE = 64 * 128, K_SLICE = KEYS * 128;  // bytes of 64 values
 constexpr int Q_BYTES = 2 * SLICES * Q_SLICE, K_BYTES = SLICES * K_SLICE, V_BYTES = 2 * K_SLICE;
 constexpr int SHARED = 1024 + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (1 + 4 * STAGES);
-
-__device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map, int x, int y, int z,
-                                            uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
-      : "memory");
-}
 
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
@@ -206,46 +195,28 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode encoder() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult status;
-  const cudaError_t e =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-  return e == cudaSuccess && status == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
-}
-
 // Boxes of `box` rows of 64 values out of [heads, rows, width], strides in values; rows outside read as 0.
-int describe(CUtensorMap* map, Encode encode, const void* base, int64_t width, int64_t rows, int64_t heads,
-             int64_t row_stride, int64_t head_stride, int box) {
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(heads)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(2 * row_stride), static_cast<cuuint64_t>(2 * head_stride)};
-  const cuuint32_t boxes[3] = {64, static_cast<cuuint32_t>(box), 1}, steps[3] = {1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), sizes, strides, boxes, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+bool describe(CUtensorMap* map, const void* base, int64_t width, int64_t rows, int64_t heads, int64_t row_stride,
+              int64_t head_stride, int box) {
+  return maps::describe(map, base, maps::SWIZZLED, {width, rows, heads}, {2 * row_stride, 2 * head_stride},
+                        {64, box, 1});
 }
 
 }  // namespace
 
 // One request: q [count, heads, 192] and out [count, heads, 128] with rows q_row and out_row values apart, heads
 // adjacent; k and v [context, heads, 128]; rope [context, 64], rows rope_row apart. Bases and rows are multiples of 16
-// bytes.
+// bytes. -1: no driver entry point for tensor maps, or they are refused.
 API int mla_plain(const void* q, const void* k, const void* rope, const void* v, void* out, int64_t count,
                   int64_t context, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row, float scale,
                   void* stream) {
-  static const Encode encode = encoder();
-  if (!encode) return static_cast<int>(cudaErrorNotSupported);
   CUtensorMap maps[4];
-  int failed = describe(&maps[0], encode, q, NOPE + ROPE, count, heads, q_row, NOPE + ROPE, 64);
-  if (!failed) failed = describe(&maps[1], encode, k, NOPE, context, heads, heads * NOPE, NOPE, KEYS);
-  if (!failed) failed = describe(&maps[2], encode, rope, ROPE, context, 1, rope_row, context * rope_row, KEYS);
-  if (!failed) failed = describe(&maps[3], encode, v, VALUE, context, heads, heads * VALUE, VALUE, KEYS);
-  if (failed) return failed;
+  if (!describe(&maps[0], q, NOPE + ROPE, count, heads, q_row, NOPE + ROPE, 64) ||
+      !describe(&maps[1], k, NOPE, context, heads, heads * NOPE, NOPE, KEYS) ||
+      !describe(&maps[2], rope, ROPE, context, 1, rope_row, context * rope_row, KEYS) ||
+      !describe(&maps[3], v, VALUE, context, heads, heads * VALUE, VALUE, KEYS)) {
+    return -1;
+  }
   const dim3 grid((count + QUERIES - 1) / QUERIES, heads);
   return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, maps[0],
                 maps[1], maps[2], maps[3], static_cast<bf16*>(out), out_row, static_cast<int>(count),

@@ -2,9 +2,9 @@
 
 k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
 token's own.
-q [T, H, n + r]; cache [N, block_size, R + r] contiguous; w_uk [H, n, R]; w_uv [H, R, v]; tables, query_start
-and context as in mla_absorbed.py, the last two best in host memory, where they are read; o [T, H, v] as q. Keys,
-values, scores and softmax in fp32, rounded once.
+q [T, H, n + r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latents.py); w_uk [H, n, R];
+w_uv [H, R, v]; tables, query_start and context as in mla_absorbed.py, the last two best in host memory, where they are
+read; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
 Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
 
 "cuda" (mla_plain.cu) makes keys and values in bfloat16 by the library's products, for as many heads at a time as fit
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, paged
+from perilune.ops import compile, latents, paged
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.registry import Op
 
@@ -39,6 +39,7 @@ class Case(Sized):
     R: int = NANO.latent
     block_size: int = 16
     narrow: bool = False  # a bfloat16 cache whatever the activations are
+    packed: bool = False
 
 
 CASES = [
@@ -54,6 +55,8 @@ CASES = [
     Case((1,), (1,), 2, 8, 4, 8, 16),
     Case((17, 0, 33), (17, 5, 64), 3, 8, 4, 16, 24, 4),
     Case((5, 40), (32, 49), 2, 12, 6, 10, 14, 8, narrow=True),
+    Case((5, 40), (32, 49), 2, 12, 6, 10, 14, 8, packed=True),
+    Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 64, packed=True, big=True),
 ]
 TOL = {
     "o": {
@@ -65,11 +68,14 @@ TOL = {
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     pages = paged.cache(g, c.contexts, c.block_size, c.R + c.r)
+    if c.packed:
+        pages["cache"] = paged.packed(pages["cache"], c.R)
+    size = c.R**-0.5 / (16 if c.packed else 1)
     return {
         "q": g.randn(sum(c.counts), c.H, c.n + c.r),
         "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "w_uk": g.randn(c.H, c.n, c.R, scale=c.R**-0.5),
-        "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5),
+        "w_uk": g.randn(c.H, c.n, c.R, scale=size),
+        "w_uv": g.randn(c.H, c.R, c.v, scale=size),
         "tables": pages["tables"],
         "query_start": paged.query_start(g, c.counts),
         "context": pages["context"],
@@ -97,7 +103,7 @@ def reference(
     for b, length in enumerate(lengths):
         rows, count = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
         positions = torch.arange(length, device=q.device)
-        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        latent = latents.unpack(flat[paged.slots(tables[b], positions, cache.shape[1])], R)
         own = positions[length - count :]
         for h in range(H):
             k = torch.cat([latent[:, :R] @ w_uk[h].float().T, latent[:, R:]], -1)
@@ -149,7 +155,7 @@ def cuda(
         if count == 0:
             continue
         positions = torch.arange(length, device=q.device)
-        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].to(q.dtype)
+        latent = latents.unpack(flat[paged.slots(tables[b], positions, cache.shape[1])], R, q.dtype)
         c = latent[:, :R]
         heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
         for h in range(0, H, heads):
@@ -196,7 +202,7 @@ def in_pieces(
         if count == 0:
             continue
         positions = torch.arange(length, device=device)
-        latent = flat[paged.slots(tables[b], positions, cache.shape[1])].float()
+        latent = latents.unpack(flat[paged.slots(tables[b], positions, cache.shape[1])], R)
         c, k_pe = latent[:, :R], latent[:, R:]
         heads = max(1, min(H, PIECE_BYTES // (4 * length * (size + v))))
         for h in range(0, H, heads):
@@ -229,7 +235,8 @@ def mla_plain(
 ) -> Tensor:
     (_, H, size), (_, n, R) = q.shape, w_uk.shape
     assert w_uk.shape[0] == H and w_uv.shape[:2] == (H, R), f"{q.shape=} {w_uk.shape=} {w_uv.shape=}"
-    assert cache.shape[2] == R + size - n and cache.is_contiguous(), f"{q.shape=} {cache.shape=} {w_uk.shape=}"
+    width = latents.width(R, size - n, cache.dtype)
+    assert cache.shape[2] == width and cache.is_contiguous(), f"{q.shape=} {cache.shape=} {w_uk.shape=}"
     assert q.dtype == w_uk.dtype == w_uv.dtype, f"{q.dtype=} {w_uk.dtype=} {w_uv.dtype=}"
     B = tables.shape[0]
     assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"

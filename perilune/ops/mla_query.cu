@@ -4,7 +4,7 @@
 // the wait, and multiply TOKENS tokens (y) by them: a warp owns 16 columns. They also rotate their share of q_pe.
 // The CTAs after them write the cache, a warp per token. No pointer is __restrict__: the compiler may move a load
 // through such a one above the wait.
-#include "mla.cuh"
+#include "mla_cache.cuh"
 
 using namespace mla;
 
@@ -12,48 +12,11 @@ namespace {
 
 constexpr int TOKENS = 64;  // of one CTA
 
-__device__ __forceinline__ uint32_t rotate(uint32_t pair, float c, float s) {
-  float2 v = widen(pair);
-  return narrow(v.x * c - v.y * s, v.y * c + v.x * s);
-}
-
-__device__ void write_cache(int token, const bf16* ckv, int64_t stride, const uint4 (&norm)[2], const float* cos,
-                            const float* sin, bf16* cache, int64_t slots, const int64_t* slot, float eps) {
-  int lane = threadIdx.x % 32;
-  int64_t to = slot[token];
-  if (to < 0 || to >= slots) return;
-  const bf16* from = ckv + token * stride;
-  uint4 x[2];
-  float squares = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    x[i] = *reinterpret_cast<const uint4*>(from + i * 256 + lane * 8);
-    for (uint32_t word : {x[i].x, x[i].y, x[i].z, x[i].w}) {
-      float2 v = widen(word);
-      squares += v.x * v.x + v.y * v.y;
-    }
-  }
-  uint32_t pe = *reinterpret_cast<const uint32_t*>(from + LATENT + lane * 2);
-  pe = rotate(pe, cos[token * (ROPE / 2) + lane], sin[token * (ROPE / 2) + lane]);
-  float scale = rsqrtf(warp_sum(squares) / LATENT + eps);
-  bf16* row = cache + to * WIDTH;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    auto scaled = [scale](uint32_t word, uint32_t weight) {
-      float2 v = widen(word), w = widen(weight);
-      return narrow(v.x * scale * w.x, v.y * scale * w.y);
-    };
-    uint4 y = {scaled(x[i].x, norm[i].x), scaled(x[i].y, norm[i].y), scaled(x[i].z, norm[i].z),
-               scaled(x[i].w, norm[i].w)};
-    *reinterpret_cast<uint4*>(row + i * 256 + lane * 8) = y;
-  }
-  *reinterpret_cast<uint32_t*>(row + LATENT + lane * 2) = pe;
-}
-
 template <int COLUMNS>
 __global__ void __launch_bounds__(COLUMNS * 2)
     query(const bf16* q, const bf16* ckv, int64_t ckv_stride, const bf16* kv_norm, const float* cos, const float* sin,
-          const bf16* w_uk, bf16* cache, int64_t slots, const int64_t* slot, bf16* out, int T, int H, float eps) {
+          const bf16* w_uk, uint8_t* cache, int64_t slots, int packed, const int64_t* slot, bf16* out, int T, int H,
+          float eps) {
   extern __shared__ __align__(128) char shared[];
   constexpr int THREADS = COLUMNS * 2, PARTS = LATENT / COLUMNS, STEPS = NOPE / 16, FROM = NOPE + ROPE;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -65,7 +28,13 @@ __global__ void __launch_bounds__(COLUMNS * 2)
     for (int i = 0; i < 2; ++i) norm[i] = *reinterpret_cast<const uint4*>(kv_norm + i * 256 + lane * 8);
     wait_for_predecessor();
     int token = first + (blockIdx.x - products) * (THREADS / 32) + warp;
-    if (token < last) write_cache(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
+    if (token < last) {
+      if (packed) {
+        write_cache<true>(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
+      } else {
+        write_cache<false>(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
+      }
+    }
     return;
   }
   int head = blockIdx.x / PARTS, column = blockIdx.x % PARTS * COLUMNS;
@@ -127,17 +96,18 @@ __global__ void __launch_bounds__(COLUMNS * 2)
 
 }  // namespace
 
+// cache: rows of 576 bf16, or packed ones of 640 bytes.
 API int mla_query(const void* q, const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos,
-                  const void* sin, const void* w_uk, void* cache, int64_t slots, const void* slot, void* out, int64_t T,
-                  int64_t H, float eps, void* stream) {
+                  const void* sin, const void* w_uk, void* cache, int64_t slots, int64_t packed, const void* slot,
+                  void* out, int64_t T, int64_t H, float eps, void* stream) {
   auto start = [&](auto kernel, int columns) {
     int warps = columns / 16, tokens = T < TOKENS ? T : TOKENS;
     dim3 grid(H * (LATENT / columns) + (tokens + warps - 1) / warps, (T + TOKENS - 1) / TOKENS);
     return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2, stream, 1, static_cast<const bf16*>(q),
                   static_cast<const bf16*>(ckv), ckv_stride, static_cast<const bf16*>(kv_norm),
                   static_cast<const float*>(cos), static_cast<const float*>(sin), static_cast<const bf16*>(w_uk),
-                  static_cast<bf16*>(cache), slots, static_cast<const int64_t*>(slot), static_cast<bf16*>(out), T, H,
-                  eps);
+                  static_cast<uint8_t*>(cache), slots, packed, static_cast<const int64_t*>(slot),
+                  static_cast<bf16*>(out), T, H, eps);
   };
   if (T == 0) return 0;
   if (H >= 48) return start(query<256>, 256);

@@ -4,9 +4,10 @@
     q_full[t, h]    = (q[t, h, :n] w_uk[h], rope(q[t, h, n:]))
 
 q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as
-in `rope`); w_uk [H, n, R]; cache [N, block_size, R + r] contiguous, of any float type; slots [T] int64 = block *
-block_size + offset, distinct; q_full [T, H, R + r] as q. Sums in fp32, each part of the result rounded once. A slot
-below 0 marks a padding row: nothing is written for it, and its q_full is computed like any other.
+in `rope`); w_uk [H, n, R]; cache [N, block_size, R + r] contiguous, of any float type or packed (latents.py); slots [T]
+int64 = block * block_size + offset, distinct; q_full [T, H, R + r] as q. Sums in fp32, each part of the result rounded
+once; what is cached is rounded to q's type and then to the cache's. A slot below 0 marks a padding row: nothing is
+written for it, and its q_full is computed like any other.
 
 "cuda" is one launch for Kimi's widths and streams W_UK while the kernel before it ends; a token's result does not
 depend on the batch. "cpp" is one call for few tokens of float32. "composed" is the four ops in turn.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, threads
+from perilune.ops import compile, latents, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.kv_write import kv_write
@@ -94,7 +95,7 @@ def reference(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    (_, n, R), width = w_uk.shape, cache.shape[2]
+    _, n, R = w_uk.shape
 
     def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -102,8 +103,8 @@ def reference(
 
     f, new = q.float(), ckv.float()
     c = new[:, :R] * (new[:, :R].square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
-    rows = torch.cat([c, rotated(new[:, R:], cos, sin)], -1).to(q.dtype).to(cache.dtype)
-    cache.view(-1, width)[slots[slots >= 0]] = rows[slots >= 0]
+    rows = latents.pack(c.to(q.dtype), rotated(new[:, R:], cos, sin).to(q.dtype), cache.dtype)
+    cache.view(-1, cache.shape[2])[slots[slots >= 0]] = rows[slots >= 0]
     latent = torch.einsum("thn,hnr->thr", f[..., :n], w_uk.float())
     return torch.cat([latent, rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
 
@@ -113,7 +114,7 @@ op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6))
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_query.cu", "mla_query", "pplppppplppllfp")
+    return compile.function("mla_query.cu", "mla_query", "pplpppppllppllfp")
 
 
 @op.impl(
@@ -121,9 +122,10 @@ def _kernel() -> Any:
     when=lambda a, device: compile.on_hopper(
         "mla_query.cu",
         device,
-        (a.q.dtype == a.cache.dtype == BFLOAT16, "bfloat16 activations and cache"),
+        (a.q.dtype == BFLOAT16, "bfloat16"),
+        (a.cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
         (
-            a.q.shape[2] == K2.nope + K2.rope and a.cache.shape[2] == K2.latent + K2.rope,
+            a.q.shape[2] == K2.nope + K2.rope and a.cache.shape[2] == latents.width(K2.latent, K2.rope, a.cache.dtype),
             "Kimi's head and latent widths",
         ),
     ),
@@ -139,7 +141,7 @@ def cuda(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    (T, H, _), (N, block_size, width) = q.shape, cache.shape
+    (T, H, _), (N, block_size, _), width = q.shape, cache.shape, ckv.shape[1]
     assert w_uk.shape == (H, K2.nope, K2.latent) and w_uk.is_contiguous(), f"{w_uk.shape=} {w_uk.stride()=}"
     if ckv.stride(1) != 1 or ckv.stride(0) % 8 or ckv.data_ptr() % 16:
         ckv = ckv.contiguous()
@@ -154,6 +156,7 @@ def cuda(
         w_uk.data_ptr(),
         cache.data_ptr(),
         N * block_size,
+        cache.dtype == latents.PACKED,
         slots.contiguous().data_ptr(),
         out.data_ptr(),
         T,
@@ -254,9 +257,10 @@ def mla_query(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    (T, H, _), (heads, n, R), width = q.shape, w_uk.shape, cache.shape[2]
-    r = width - R
-    assert heads == H and q.shape[2] == n + r and ckv.shape == (T, width), f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
+    (T, H, _), (heads, n, R) = q.shape, w_uk.shape
+    r = q.shape[2] - n
+    assert heads == H and ckv.shape == (T, R + r), f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
+    assert cache.shape[2] == latents.width(R, r, cache.dtype), f"{q.shape=} {cache.shape=} {cache.dtype=}"
     assert cache.is_contiguous() and kv_norm.shape == (R,), f"{cache.shape=} {cache.stride()=} {kv_norm.shape=}"
     assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
     assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"

@@ -1,20 +1,26 @@
 """The MoE block on INT4 experts: y.sum(1) = experts_int4(x, ids, weights, ...) + shared expert(x).
 
 x [T, D]; ids [T, k] int32, distinct within a row; weights [T, k] float32; gate_up_packed [E, 2 I, D / 8] int32,
-gate_up_scale [E, 2 I, D / 32], down_packed [E, D, I / 8], down_scale [E, D, I / 32] as in experts_int4.py;
-shared_gate_up [2 S, D] and shared_down [D, S] as x, the gate's rows first, or None both: no shared expert.
+gate_up_scale [E, 2 I, D / 32], down_packed [E, D, I / 8], down_scale [E, D, I / 32] as in experts_int4.py; or scales of
+uint8 with gate_up_row [E, 2 I] and down_row [E, D] bfloat16, as in experts_int4_compact.py.
+shared_gate_up [2 S, D] and shared_down [D, S], the gate's rows first: as x, or float8_e4m3fn with
+shared_gate_up_scale [2 S] and shared_down_scale [D] float32, as in linear_fp8.py; or None both: no shared expert.
 y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
 implementation's choice, else 1.
 
-"cuda" (moe_int4.cu, bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two
-launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the
-routing weight applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised
-weights, x and h are exact, sums are fp32. Up to 16 tokens a token's rows do not depend on the batch; above, the shared
-expert is three library calls. gate_up reads an expert once for every 4 of its tokens (7 above 96 tokens, for K2's
-sizes), down once for every 8. An id that is no expert is passed over and its row left unwritten.
-"cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
+"cuda" (bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two launches: h =
+silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the routing weight
+applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised weights, x and h are
+exact, sums are fp32. Up to 16 tokens a token's rows do not depend on the batch (2 to 16: alike; a lone token's sums run
+in another order); above, the shared expert is three library calls. moe_int4_bulk.cu is for one token, compact scales
+and a shared expert in FP8, moe_int4.cu for the rest. gate_up reads an expert once for every 4 of its tokens (7 above 96
+tokens, for K2's sizes), down once for every 8 (compact: 4 up to 64). An id that is no expert is passed over and its row
+left unwritten. x must be older than ids: gate_up may read it while the kernel that writes ids still runs (router.py's
+does not let it start before).
+"cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1. Compact scales are rounded
+to bfloat16 for it, in a copy.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
-"composed" is experts_int4, linear and swiglu: P = 1.
+"composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
 
 import functools
@@ -31,19 +37,26 @@ from perilune.ops.experts import Case as Routed
 from perilune.ops.experts import routing
 from perilune.ops.experts_int4 import experts_int4
 from perilune.ops.experts_int4 import reference as routed_reference
+from perilune.ops.experts_int4_compact import BITS as COMPACT_BITS
+from perilune.ops.experts_int4_compact import experts_int4_compact
+from perilune.ops.experts_int4_compact import reference as compact_reference
 from perilune.ops.int4 import GROUP
 from perilune.ops.linear import FEW_ON_CPU, linear
+from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.registry import Op
 from perilune.ops.swiglu import swiglu
 
-MAX_TOKENS = 256  # of the CUDA kernel; above, dequantising an expert once for all its tokens wins
+SOURCE, BULK = "moe_int4.cu", "moe_int4_bulk.cu"
+MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
 MAX_SHARED = 16  # tokens whose shared expert rides in the same launches
-PIECE = 128  # values of a row that the kernel takes at once
+PIECE = 128  # values of a row that the kernels take at once
 
 
 @dataclass(frozen=True)
 class Case(Routed):
     S: int = 0  # width of the shared expert
+    shared_fp8: bool = False
+    compact: bool = False  # scales of 8 bits
 
 
 CASES = [
@@ -59,29 +72,55 @@ CASES = [
     Case(33, 1, 6, 256, 128, to_one=True),
     Case(16, 1, 6, 128, 256, to_one=True, S=96),
     Case(7, 2, 4, 384, 640, S=160),
+    *(Case(t, K2.top_k, 16, K2.hidden, K2.width, S=K2.width, shared_fp8=True, big=True) for t in (1, 4, 16, 64)),
+    *(Case(t, K2.top_k, 16, K2.hidden, K2.width, S=K2.width, compact=True, big=True) for t in (1, 4, 16, 64)),
+    Case(2, K2.top_k, 16, K2.hidden, K2.width, S=K2.width, shared_fp8=True, compact=True, big=True),
+    Case(12, NANO.top_k, NANO.experts, NANO.hidden, NANO.width, S=NANO.width, shared_fp8=True),
+    *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width, S=NANO.width, compact=True) for t in (1, 20, 300)),
+    Case(3, 2, 5, 384, 640, S=64, shared_fp8=True, compact=True),
 ]
 TOL = {"y": dequantized()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    gate_up_packed, gate_up_scale = g.int4(c.E, 2 * c.I, c.D)
-    down_packed, down_scale = g.int4(c.E, c.D, c.I)
+    x, routes = g.randn(c.T, c.D), routing(c, g)
+    gate_up_row = down_row = gate_up_scales = down_scales = None
+    if c.compact:
+        gate_up_packed, gate_up_scale, gate_up_row = g.int4_compact(c.E, 2 * c.I, c.D)
+        down_packed, down_scale, down_row = g.int4_compact(c.E, c.D, c.I)
+    else:
+        gate_up_packed, gate_up_scale = g.int4(c.E, 2 * c.I, c.D)
+        down_packed, down_scale = g.int4(c.E, c.D, c.I)
+    gate_up = g.randn(2 * c.S, c.D, scale=c.D**-0.5) if c.S else None
+    down = g.randn(c.D, c.S, scale=c.S**-0.5) if c.S else None
+    if c.shared_fp8 and gate_up is not None and down is not None:
+        gate_up, gate_up_scales = quantize_rows(gate_up)
+        down, down_scales = quantize_rows(down)
     return {
-        "x": g.randn(c.T, c.D),
-        **routing(c, g),
+        "x": x,
+        **routes,
         "gate_up_packed": gate_up_packed,
         "gate_up_scale": gate_up_scale,
+        "gate_up_row": gate_up_row,
         "down_packed": down_packed,
         "down_scale": down_scale,
-        "shared_gate_up": g.randn(2 * c.S, c.D, scale=c.D**-0.5) if c.S else None,
-        "shared_down": g.randn(c.D, c.S, scale=c.S**-0.5) if c.S else None,
+        "down_row": down_row,
+        "shared_gate_up": gate_up,
+        "shared_gate_up_scale": gate_up_scales,
+        "shared_down": down,
+        "shared_down_scale": down_scales,
         "partial": False,
     }
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
-    routed = costs.experts(c.T, c.k, c.hit, c.D, c.I, dtype.itemsize, costs.INT4_BITS)
-    return routed + costs.experts(c.T, 1, min(1, c.T), c.D, c.S, dtype.itemsize, 8 * dtype.itemsize) if c.S else routed
+    routed = costs.experts(c.T, c.k, c.hit, c.D, c.I, dtype.itemsize, COMPACT_BITS if c.compact else costs.INT4_BITS)
+    bits = 8 if c.shared_fp8 else 8 * dtype.itemsize
+    return routed + costs.experts(c.T, 1, min(1, c.T), c.D, c.S, dtype.itemsize, bits) if c.S else routed
+
+
+def _widened(w: Tensor, scale: Tensor | None) -> Tensor:
+    return w.float() if scale is None else w.float() * scale.unsqueeze(-1)
 
 
 def reference(
@@ -90,31 +129,54 @@ def reference(
     weights: Tensor,
     gate_up_packed: Tensor,
     gate_up_scale: Tensor,
+    gate_up_row: Tensor | None,
     down_packed: Tensor,
     down_scale: Tensor,
+    down_row: Tensor | None,
     shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
     shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
     f = x.float()
-    y = routed_reference(f, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale)
+    if gate_up_row is None or down_row is None:
+        y = routed_reference(f, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale)
+    else:
+        y = compact_reference(
+            f, ids, weights, gate_up_packed, gate_up_scale, gate_up_row, down_packed, down_scale, down_row
+        )
     if shared_gate_up is not None and shared_down is not None:
-        gate, up = (f @ shared_gate_up.float().T).chunk(2, -1)
-        y += (gate * torch.sigmoid(gate) * up) @ shared_down.float().T
+        gate, up = (f @ _widened(shared_gate_up, shared_gate_up_scale).T).chunk(2, -1)
+        y += (gate * torch.sigmoid(gate) * up) @ _widened(shared_down, shared_down_scale).T
     return y.unsqueeze(1)
 
 
 op = Op("moe_int4", CASES, TOL, inputs, cost, reference, decides=(0, 4))
 
 
-@functools.cache
-def _gate_up() -> Any:
-    return compile.function("moe_int4.cu", "moe_int4_gate_up", "p" * 7 + "l" * 7 + "p")
+def _linear(x: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
+    return linear(x, w) if scale is None else linear_fp8(x, None, w, scale)
+
+
+def _shared(
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None
+) -> Tensor:
+    return _linear(swiglu(_linear(x, gate_up, gate_up_scale)), down, down_scale)
 
 
 @functools.cache
-def _down() -> Any:
-    return compile.function("moe_int4.cu", "moe_int4_down", "p" * 8 + "l" * 8 + "p")
+def _gate_up(bulk: bool) -> Any:
+    if bulk:
+        return compile.function(BULK, "moe_int4_bulk_gate_up", "p" * 9 + "l" * 7 + "p")
+    return compile.function(SOURCE, "moe_int4_gate_up", "p" * 7 + "l" * 7 + "p")
+
+
+@functools.cache
+def _down(bulk: bool) -> Any:
+    if bulk:
+        return compile.function(BULK, "moe_int4_bulk_down", "p" * 10 + "l" * 8 + "p")
+    return compile.function(SOURCE, "moe_int4_down", "p" * 8 + "l" * 8 + "p")
 
 
 @functools.cache
@@ -124,14 +186,15 @@ def _processors(device: torch.device) -> int:
 
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up_scale.shape
-    return compile.on_hopper(
-        "moe_int4.cu",
+    first = compile.on_hopper(
+        SOURCE,
         device,
-        (a.x.dtype == a.gate_up_scale.dtype == BFLOAT16, "bfloat16"),
+        (a.x.dtype == BFLOAT16 and a.gate_up_scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
         (1 <= T <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens"),
         (D % PIECE == 0 and both % (2 * PIECE) == 0, f"widths that are multiples of {PIECE}"),
         (D <= 8192 and both <= 8192 and E <= 1024, "D at most 8192, I at most 4096, at most 1024 experts"),
     )
+    return compile.on_hopper(BULK, device) if first is True else first
 
 
 @op.impl("cuda", when=_fits)
@@ -141,34 +204,46 @@ def cuda(
     weights: Tensor,
     gate_up_packed: Tensor,
     gate_up_scale: Tensor,
+    gate_up_row: Tensor | None,
     down_packed: Tensor,
     down_scale: Tensor,
+    down_row: Tensor | None,
     shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
     shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    shared = shared_gate_up is not None and shared_down is not None
-    rides = shared_down.shape[1] if shared and T <= MAX_SHARED else 0
-    P = k + 1 if shared else k
+    rides = shared_down.shape[1] if shared_down is not None and T <= MAX_SHARED else 0
+    P = k if shared_down is None else k + 1
     h = torch.empty(T * (k * I + rides), dtype=BFLOAT16, device=x.device)
     y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
     h_shared = h.data_ptr() + 2 * T * k * I
-    upper, lower = (shared_gate_up.data_ptr(), shared_down.data_ptr()) if rides else (0, 0)
-    processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
-    failed = _gate_up()(
-        x.data_ptr(), ids.data_ptr(), gate_up_packed.data_ptr(), gate_up_scale.data_ptr(), upper, h.data_ptr(),
-        h_shared, T, k, E, D, I, rides, processors, stream,
+
+    def at(t: Tensor | None, used: int = 1) -> int | None:
+        return t.data_ptr() if used and t is not None else None
+
+    upper, lower = at(shared_gate_up, rides), at(shared_down, rides)
+    upper_scale, lower_scale = at(shared_gate_up_scale, rides), at(shared_down_scale, rides)
+    bulk = T == 1 or gate_up_row is not None or upper_scale is not None
+    extra = [at(gate_up_row), upper, upper_scale] if bulk else [upper]
+    sizes, processors = (T, k, E, D, I, rides), _processors(x.device)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    failed = _gate_up(bulk)(
+        x.data_ptr(), ids.data_ptr(), gate_up_packed.data_ptr(), gate_up_scale.data_ptr(), *extra, h.data_ptr(),
+        h_shared, *sizes, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up_packed.shape=} {rides=}"
-    failed = _down()(
+    extra = [at(down_row), lower, lower_scale] if bulk else [lower]
+    failed = _down(bulk)(
         h.data_ptr(), h_shared, ids.data_ptr(), weights.data_ptr(), down_packed.data_ptr(), down_scale.data_ptr(),
-        lower, y.data_ptr(), T, k, E, D, I, rides, P, processors, stream,
+        *extra, y.data_ptr(), *sizes, P, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down_packed.shape=} {rides=}"
-    if shared and not rides:
-        y[:, k] = linear(swiglu(linear(x, shared_gate_up)), shared_down)
+    if shared_gate_up is not None and shared_down is not None and not rides:
+        y[:, k] = _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return y if partial else y.sum(1, keepdim=True)
 
 
@@ -187,15 +262,34 @@ def cuda_prefill(
     weights: Tensor,
     gate_up_packed: Tensor,
     gate_up_scale: Tensor,
+    gate_up_row: Tensor | None,
     down_packed: Tensor,
     down_scale: Tensor,
+    down_row: Tensor | None,
     shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
     shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
-    return moe_int4_prefill.prefill(
-        x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale, shared_gate_up, shared_down
-    )
+    if gate_up_row is not None and down_row is not None:
+        gate_up_scale, down_scale = _bf16_scales(gate_up_scale, gate_up_row), _bf16_scales(down_scale, down_row)
+    routed = (gate_up_packed, gate_up_scale, down_packed, down_scale)
+    if shared_gate_up is None or shared_down is None or shared_gate_up_scale is None or shared_down_scale is None:
+        return moe_int4_prefill.prefill(x, ids, weights, *routed, shared_gate_up, shared_down)
+    y = moe_int4_prefill.prefill(x, ids, weights, *routed, None, None)
+    y[:, 0] += _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
+    return y
+
+
+def _bf16_scales(scale: Tensor, row: Tensor) -> Tensor:
+    """[E, o, i / 32] uint8 with [E, o] -> bfloat16, each rounded once."""
+    wide = torch.empty(scale.shape, dtype=BFLOAT16, device=scale.device)
+    factor = (row.float() / 255).unsqueeze(-1)
+    for first in range(0, scale.shape[0], 32):  # bounds the float32 copies
+        some = slice(first, first + 32)
+        wide[some] = scale[some] * factor[some]
+    return wide
 
 
 @functools.cache
@@ -218,16 +312,21 @@ def cpp(
     weights: Tensor,
     gate_up_packed: Tensor,
     gate_up_scale: Tensor,
+    gate_up_row: Tensor | None,
     down_packed: Tensor,
     down_scale: Tensor,
+    down_row: Tensor | None,
     shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
     shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     read = [t.contiguous() for t in (x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale)]
     pointers, S = [t.data_ptr() for t in read], 0
-    if shared_gate_up is not None and shared_down is not None:
+    fused = shared_gate_up_scale is None and shared_down_scale is None
+    if fused and shared_gate_up is not None and shared_down is not None:
         upper, lower, S = shared_gate_up.contiguous(), shared_down.contiguous(), shared_down.shape[1]
         pointers += upper.data_ptr(), lower.data_ptr()
     else:
@@ -235,6 +334,8 @@ def cpp(
     h, y = torch.empty(T * (k * I + S)), torch.empty(T, 1, D)
     failed = _on_cpu()(*pointers, h.data_ptr(), y.data_ptr(), T, k, E, D, I, S, threads.count())
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
+    if not fused and shared_gate_up is not None and shared_down is not None:
+        y[:, 0] += _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return y
 
 
@@ -245,15 +346,24 @@ def composed(
     weights: Tensor,
     gate_up_packed: Tensor,
     gate_up_scale: Tensor,
+    gate_up_row: Tensor | None,
     down_packed: Tensor,
     down_scale: Tensor,
+    down_row: Tensor | None,
     shared_gate_up: Tensor | None,
+    shared_gate_up_scale: Tensor | None,
     shared_down: Tensor | None,
+    shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
-    y = experts_int4(x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale).float()
+    if gate_up_row is None or down_row is None:
+        y = experts_int4(x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale).float()
+    else:
+        y = experts_int4_compact(
+            x, ids, weights, gate_up_packed, gate_up_scale, gate_up_row, down_packed, down_scale, down_row
+        ).float()
     if shared_gate_up is not None and shared_down is not None:
-        y += linear(swiglu(linear(x, shared_gate_up)), shared_down)
+        y += _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return y.unsqueeze(1)
 
 
@@ -267,7 +377,12 @@ def moe_int4(
     down_scale: Tensor,
     shared_gate_up: Tensor | None,
     shared_down: Tensor | None,
+    shared_gate_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
     partial: bool = True,
+    *,
+    gate_up_row: Tensor | None = None,
+    down_row: Tensor | None = None,
 ) -> Tensor:
     (T, D), (E, both, words) = x.shape, gate_up_packed.shape
     assert D == 8 * words and D % GROUP == 0 and both % (2 * GROUP) == 0, f"{x.shape=} {gate_up_packed.shape=}"
@@ -277,6 +392,13 @@ def moe_int4(
     assert down_packed.dtype == gate_up_packed.dtype == torch.int32 and down_scale.dtype == gate_up_scale.dtype, (
         f"{gate_up_packed.dtype=} {down_packed.dtype=} {gate_up_scale.dtype=} {down_scale.dtype=}"
     )
+    if gate_up_row is None or down_row is None:
+        assert gate_up_row is None and down_row is None and down_scale.dtype != torch.uint8, f"{down_scale.dtype=}"
+    else:
+        assert gate_up_row.shape == (E, both) and down_row.shape == (E, D), f"{gate_up_row.shape=} {down_row.shape=}"
+        assert down_scale.dtype == torch.uint8 and gate_up_row.dtype == down_row.dtype == BFLOAT16, (
+            f"{down_scale.dtype=} {gate_up_row.dtype=} {down_row.dtype=}"
+        )
     assert ids.shape == weights.shape and ids.shape[0] == T, f"{x.shape=} {ids.shape=} {weights.shape=}"
     assert ids.dtype == torch.int32 and weights.dtype == FLOAT32, f"{ids.dtype=} {weights.dtype=}"
     assert (shared_gate_up is None) == (shared_down is None), "half a shared expert"
@@ -285,7 +407,18 @@ def moe_int4(
         assert shared_gate_up.shape == (2 * S, D) and shared_down.shape == (D, S) and S % GROUP == 0, (
             f"{x.shape=} {shared_gate_up.shape=} {shared_down.shape=}"
         )
-        assert x.dtype == shared_gate_up.dtype == shared_down.dtype, f"{x.dtype=} {shared_gate_up.dtype=}"
+        if shared_gate_up_scale is None or shared_down_scale is None:
+            assert shared_gate_up_scale is None and shared_down_scale is None, "half a shared expert in FP8"
+            assert x.dtype == shared_gate_up.dtype == shared_down.dtype, f"{x.dtype=} {shared_gate_up.dtype=}"
+        else:
+            assert shared_gate_up.dtype == shared_down.dtype == torch.float8_e4m3fn and S % 64 == D % 64 == 0, (
+                f"{shared_gate_up.dtype=} {shared_down.dtype=} {S=} {D=}"
+            )
+            assert shared_gate_up_scale.shape == (2 * S,) and shared_down_scale.shape == (D,), (
+                f"{shared_gate_up_scale.shape=} {shared_down_scale.shape=}"
+            )
+            assert shared_gate_up_scale.dtype == shared_down_scale.dtype == FLOAT32, f"{shared_down_scale.dtype=}"
     return op(
-        x, ids, weights, gate_up_packed, gate_up_scale, down_packed, down_scale, shared_gate_up, shared_down, partial
+        x, ids, weights, gate_up_packed, gate_up_scale, gate_up_row, down_packed, down_scale, down_row, shared_gate_up,
+        shared_gate_up_scale, shared_down, shared_down_scale, partial,
     )  # fmt: skip

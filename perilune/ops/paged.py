@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from perilune.ops import latents
 from perilune.ops.case import Make
 
 
@@ -28,6 +29,11 @@ def cache(g: Make, contexts: Sequence[int], block_size: int, width: int) -> dict
         "tables": g.tensor(tables, torch.int32).view(len(contexts), M),
         "context": g.tensor(list(contexts), torch.int32),
     }
+
+
+def packed(cache: Tensor, R: int) -> Tensor:
+    """A float cache [N, block_size, R + r] as packed rows, its latents 16 times larger, as model/fp8_kv.py has them."""
+    return latents.pack(cache[..., :R] * 16.0, cache[..., R:], latents.PACKED)
 
 
 def query_start(g: Make, counts: Sequence[int]) -> Tensor:

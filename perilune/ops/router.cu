@@ -1,8 +1,8 @@
 // Router scores and the choice of experts in one launch. Contract in router.py.
 //
 // CTAs of 8 warps each multiply 8 rows of the gate over a part of the width, all of which is on its way to shared memory
-// before the activations are there; the last CTA to finish adds the parts in order, and a warp per token picks the
-// experts.
+// before the activations are there, with up to 16 tokens; the last CTA of these tokens to finish adds the parts in order,
+// and a warp per token picks the experts.
 #include "wgmma.cuh"
 
 using namespace hopper;
@@ -14,13 +14,14 @@ constexpr int TILE = 8;
 constexpr int CHUNK = 32;
 constexpr int PAD = 32;
 constexpr int MOST_EXPERTS = 512;
+constexpr int TOKENS = 16;  // of a CTA
 
 struct Args {
   const bf16* x;     // [T, D]
   const bf16* gate;  // [E, D]
   const float* bias;
   float* scores;  // [split, T, E], scratch
-  uint32_t* done;  // zero before and after
+  uint32_t* done;  // one for every 16 tokens, zero before and after
   int* ids;
   float* weights;
   int T, D, E, top_k, norm, workers;
@@ -94,6 +95,7 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
   const int pitch = width + PAD, own = warp * chunks * CHUNK;
   const int row = chunks * CHUNK * 2, row_pitch = weight_pitch(row);
   const bool works = warp < a.workers;
+  const int first = blockIdx.z * TOKENS, tokens = min(TOKENS, a.T - first);
   uint8_t* gate = memory + warp * TILE * row_pitch;
   bf16* xs = reinterpret_cast<bf16*>(memory + a.workers * TILE * row_pitch);
   if (works && lane == 0) {
@@ -106,18 +108,18 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
     const bf16* from = a.gate + static_cast<int64_t>(blockIdx.x * TILE + lane) * a.D + k0 + own;
     bulk_load(gate + lane * row_pitch, from, row, &barriers[warp]);
   }
-  let_successor_start();
   wait_for_predecessor();
-  for (int n = threadIdx.x; n < a.T * (width / 8); n += WARPS * 32) {
+  let_successor_start();  // not before: whoever starts after this kernel may take x as written
+  for (int n = threadIdx.x; n < tokens * (width / 8); n += WARPS * 32) {
     int token = n / (width / 8), k = (n - token * (width / 8)) * 8;
-    copy16(xs + token * pitch + k, a.x + static_cast<int64_t>(token) * a.D + k0 + k);
+    copy16(xs + token * pitch + k, a.x + static_cast<int64_t>(first + token) * a.D + k0 + k);
   }
   copies_commit();
   copies_wait<0>();
   __syncthreads();
 
-  const bf16* low = xs + min(g, a.T - 1) * pitch + own + 8 * t;
-  const bf16* high = MANY ? xs + min(g + 8, a.T - 1) * pitch + own + 8 * t : nullptr;
+  const bf16* low = xs + min(g, tokens - 1) * pitch + own + 8 * t;
+  const bf16* high = MANY ? xs + min(g + 8, tokens - 1) * pitch + own + 8 * t : nullptr;
   float acc[2][4] = {};
   if (works) {
     barrier_wait(&barriers[warp], 0);
@@ -138,23 +140,23 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
         make_float2(acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
   }
   __syncthreads();
-  for (int n = threadIdx.x; n < a.T * TILE; n += WARPS * 32) {
+  for (int n = threadIdx.x; n < tokens * TILE; n += WARPS * 32) {
     float v = 0;
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[s][n];
-    int token = n / TILE;
+    int token = first + n / TILE;
     __stcg(a.scores + (static_cast<int64_t>(blockIdx.y) * a.T + token) * a.E + blockIdx.x * TILE + n % TILE, v);
   }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(a.done, 1) == gridDim.x * gridDim.y - 1;
-    if (last) *a.done = 0;
+    last = atomicAdd(a.done + blockIdx.z, 1) == gridDim.x * gridDim.y - 1;
+    if (last) a.done[blockIdx.z] = 0;
   }
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int token = warp; token < a.T; token += WARPS) {
+  for (int token = first + warp; token < first + tokens; token += WARPS) {
     if (a.E <= 384) {
       pick<12>(a, token, parts, lane);
     } else {
@@ -165,7 +167,8 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
 
 }  // namespace
 
-// E a multiple of 8 and at most 512, top_k at most 32, D / parts a multiple of 32 x workers (at most 8), T at most 16.
+// E a multiple of 8 and at most 512, top_k at most 32, D / parts a multiple of 32 x workers (at most 8); `done` has
+// T / 16 counters, rounded up.
 API int router(const void* x, const void* gate, const void* bias, void* scores, void* done, void* ids, void* weights,
                int64_t T, int64_t D, int64_t E, int64_t top_k, int64_t norm, int64_t parts, int64_t workers,
                float scale, void* stream) {
@@ -175,7 +178,7 @@ API int router(const void* x, const void* gate, const void* bias, void* scores, 
          static_cast<int>(top_k), static_cast<int>(norm), static_cast<int>(workers), scale};
   const int row = a.D / parts / a.workers * 2;
   const size_t shared =
-      static_cast<size_t>(a.workers) * TILE * weight_pitch(row) + static_cast<size_t>(T) * (D / parts + PAD) * 2;
+      static_cast<size_t>(a.workers) * TILE * weight_pitch(row) + static_cast<size_t>(min(a.T, TOKENS)) * (D / parts + PAD) * 2;
   auto kernel = T > 8 ? router_kernel<true> : router_kernel<false>;
-  return launch(kernel, dim3(a.E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
+  return launch(kernel, dim3(a.E / TILE, parts, (a.T + TOKENS - 1) / TOKENS), dim3(WARPS * 32), shared, stream, 1, a);
 }

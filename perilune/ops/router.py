@@ -4,7 +4,8 @@ s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group g
 best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;
 weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
 x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
--> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 16 rows.
+-> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 256
+rows; the kernel that follows may start when x is there (see moe_int4.py).
 """
 
 import functools
@@ -18,6 +19,9 @@ from perilune.core import cost as costs
 from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.registry import Op
+
+MAX_ROWS = 256  # of the CUDA kernel
+ROWS = 16  # that it takes together
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ CASES = [
     *(Case(t, K2.hidden, K2.experts, K2.top_k, big=t > 1) for t in (1, 8, 64, 512)),
     *(Case(t, NANO.hidden, NANO.experts, NANO.top_k) for t in (1, 16, 512)),
     *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (1, 3, 8, 16)),
-    *(Case(t, NANO.hidden, NANO.experts, NANO.top_k, narrow=True) for t in (1, 16)),
+    *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (17, 64, 250)),
+    *(Case(t, NANO.hidden, NANO.experts, NANO.top_k, narrow=True) for t in (1, 16, 100)),
     Case(3, 512, 48, 8, ties=True, narrow=True),
     Case(2, 512, 40, 3, narrow=True, norm=False),
     Case(0, 64, 16, 4),
@@ -146,9 +151,9 @@ def _workers(width: int) -> int:
 
 
 @functools.cache
-def _counter(device: torch.device) -> Tensor:
-    """The kernel leaves it at zero."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def _counters(device: torch.device) -> Tensor:
+    """The kernel leaves them at zero."""
+    return torch.zeros(MAX_ROWS // ROWS, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -163,8 +168,9 @@ def _launch() -> Any:
         device,
         (a.x.dtype == BFLOAT16, "bfloat16"),
         (
-            0 < a.x.shape[0] <= 16 and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
-            "up to 16 rows that fit shared memory",
+            0 < a.x.shape[0] <= MAX_ROWS
+            and min(a.x.shape[0], ROWS) * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
+            f"up to {MAX_ROWS} rows, {ROWS} of which fit shared memory",
         ),
         (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
         (
@@ -187,7 +193,7 @@ def cuda(
         gate.data_ptr(),
         bias.data_ptr(),
         scores.data_ptr(),
-        _counter(x.device).data_ptr(),
+        _counters(x.device).data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         T,

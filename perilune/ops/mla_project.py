@@ -1,0 +1,235 @@
+"""What stands between the first attention projection and absorbed attention: q_b, then `mla_query`.
+
+    q = rmsnorm(q_a) * q_norm  (w_q * w_scale)^T, rounded to q_a's type;  q_full and cache as in mla_query.py
+
+q_a [T, i] and ckv [T, R + r], rows may be strided; q_norm [i]; w_q [H (n + r), i] as q_a with w_scale None, or
+float8_e4m3fn with w_scale [H (n + r)] float32; the rest as `mla_query` has it; q_full [T, H, R + r] as q_a.
+
+"cuda" (mla_project.cu) is one launch for up to 8 tokens where heads fill the GPU: it saves the start and the end of a
+kernel. A token's result does not depend on the batch. "composed" is the two ops.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile, latents, mla_query
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
+from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
+from perilune.ops.linear_fp8 import reference as fp8_reference
+from perilune.ops.norm_linear import norm_linear
+from perilune.ops.norm_linear import reference as dense_reference
+from perilune.ops.registry import Op
+
+FEW_TOKENS = 8
+LEAST_HEADS = 48  # two processors to a head
+WIDEST = 1536  # of q_a: what fits shared memory beside the weights
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    H: int = NANO.heads
+    i: int = NANO.q_rank
+    n: int = K2.nope
+    R: int = K2.latent
+    r: int = K2.rope
+    fp8: bool = False
+    padding: int = 0  # rows at the end without a slot
+
+
+CASES = [
+    *(Case(t, K2.heads, K2.q_rank, fp8=fp8, big=True) for t in (1, 2, 3, 8, 16) for fp8 in (False, True)),
+    Case(7, K2.heads, 512, fp8=True, padding=2, big=True),
+    Case(5, 48, 512, padding=5, big=True),
+    *(Case(t, fp8=fp8) for t in (1, 5) for fp8 in (False, True)),
+    Case(3, 2, 40, 16, 24, 8, padding=1),
+    Case(0),
+]
+TOL = {"q_full": sums(), "cache": rounded()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    width = c.R + c.r
+    slots = g.permutation(2 * 64)[: c.T]
+    slots[c.T - c.padding :] = -1
+    angles = g.rand(c.T, c.r // 2) * 6.0
+    w, scale = g.randn(c.H * (c.n + c.r), c.i, scale=c.i**-0.5), None
+    if c.fp8:
+        w, scale = quantize_rows(w)
+    a = g.randn(c.T, c.i + width, scale=3.0)
+    return {
+        "q_a": a[:, : c.i],
+        "q_norm": g.randn(c.i),
+        "w_q": w,
+        "w_scale": scale,
+        "ckv": a[:, c.i :],
+        "kv_norm": g.randn(c.R),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
+        "cache": g.nan(2, 64, width),
+        "slots": slots,
+        "eps": 1e-5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    q = costs.linear(c.T, c.i, c.H * (c.n + c.r), 1 if c.fp8 else dtype.itemsize)
+    return q + mla_query.cost(mla_query.Case(c.T, c.H, c.n, c.R, c.r), dtype)
+
+
+def reference(
+    q_a: Tensor,
+    q_norm: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor | None,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    if w_scale is None:
+        q = dense_reference(q_a, q_norm, w_q, eps)
+    else:
+        q = fp8_reference(q_a, q_norm, w_q, w_scale, eps, False)
+    heads = w_uk.shape[0]
+    q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
+    return mla_query.reference(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+
+
+op = Op("mla_project", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("mla_project.cu", "mla_project", "plppp" + "plpppp" + "pllpp" + "lllfp")
+
+
+def _fits(a: Any, device: torch.device) -> bool | str:
+    # The number of heads and the type of w_q belong to the same model as the sizes that decide.
+    (T, i), (H, n, R), width = a.q_a.shape, a.w_uk.shape, a.cache.shape[2]
+    return compile.on_hopper(
+        "mla_project.cu",
+        device,
+        (a.q_a.dtype == BFLOAT16, "bfloat16"),
+        (a.cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
+        (1 <= T <= FEW_TOKENS, f"1 to {FEW_TOKENS} tokens"),
+        (H >= LEAST_HEADS, f"at least {LEAST_HEADS} heads"),
+        (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
+        (n == K2.nope and R == K2.latent and width == latents.width(R, K2.rope, a.cache.dtype), "Kimi's widths"),
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself if its rows can be read in pieces of 16 bytes."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+@op.impl("cuda", when=_fits)
+def cuda(
+    q_a: Tensor,
+    q_norm: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor | None,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (T, i), (H, _, _), (N, block_size, _) = q_a.shape, w_uk.shape, cache.shape
+    assert w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_q.stride()=} {w_uk.stride()=}"
+    q_a, ckv = aligned(q_a), aligned(ckv)
+    out = torch.empty(T, H, K2.latent + K2.rope, dtype=q_a.dtype, device=q_a.device)
+    failed = _kernel()(
+        q_a.data_ptr(),
+        q_a.stride(0),
+        q_norm.data_ptr(),
+        w_q.data_ptr(),
+        None if w_scale is None else w_scale.data_ptr(),
+        ckv.data_ptr(),
+        ckv.stride(0),
+        kv_norm.data_ptr(),
+        cos.contiguous().data_ptr(),
+        sin.contiguous().data_ptr(),
+        w_uk.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        cache.dtype == latents.PACKED,
+        slots.contiguous().data_ptr(),
+        out.data_ptr(),
+        T,
+        i,
+        H,
+        eps,
+        torch.cuda.current_stream(q_a.device).cuda_stream,
+    )
+    assert not failed, f"mla_project does not start: CUDA error {failed}"
+    return out
+
+
+@op.impl("composed")
+def composed(
+    q_a: Tensor,
+    q_norm: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor | None,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    if w_scale is None:
+        q = norm_linear(q_a, q_norm, w_q, eps)
+    else:
+        q = linear_fp8(q_a, q_norm, w_q, w_scale, eps)
+    heads = w_uk.shape[0]
+    q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
+    return mla_query.mla_query(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+
+
+def mla_project(
+    q_a: Tensor,
+    q_norm: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor | None,
+    ckv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w_uk: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> Tensor:
+    (T, i), (H, n, R) = q_a.shape, w_uk.shape
+    r = ckv.shape[1] - R
+    assert w_q.shape == (H * (n + r), i) and q_norm.shape == (i,), f"{q_a.shape=} {w_q.shape=} {w_uk.shape=}"
+    if w_scale is None:
+        assert w_q.dtype == q_a.dtype, f"{w_q.dtype=} {q_a.dtype=}"
+    else:
+        assert w_q.dtype == latents.E4M3 and w_scale.shape == w_q.shape[:1] and w_scale.dtype == FLOAT32, (
+            f"{w_q.dtype=} {w_scale.shape=} {w_scale.dtype=}"
+        )
+    assert ckv.shape[0] == T == slots.shape[0] and kv_norm.shape == (R,), f"{ckv.shape=} {slots.shape=}"
+    assert cache.shape[2] == latents.width(R, r, cache.dtype) and cache.is_contiguous(), f"{cache.shape=}"
+    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
+    assert q_a.dtype == q_norm.dtype == ckv.dtype == kv_norm.dtype == w_uk.dtype, f"{q_a.dtype=} {ckv.dtype=}"
+    assert slots.dtype == torch.int64, f"{slots.dtype=}"
+    return op(q_a, q_norm, w_q, w_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
