@@ -21,7 +21,7 @@ from perilune.spec.costs import Costs
 
 MEMORY = 400.0  # observations a cell remembers
 PRIOR = 4.0  # observations the first guess of a cell is worth
-FIRST = 0.6  # the first guess of how often a draft model is right
+FIRST = 0.8  # the first guess of how often a draft model is right: hopeful, so that it is tried at once
 OWN_MEMORY, OWN_PRIOR = 96.0, 24.0  # of a request's factor
 TOKEN_MEMORY, TOKEN_PRIOR = 400.0, 5.0  # of a token's
 

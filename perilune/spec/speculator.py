@@ -19,10 +19,13 @@ from perilune.spec.policy import Acceptance, Cell, Chance, best_chain, choose, m
 from perilune.spec.suffix import Guess, Store, Trail
 
 CATCH_UP = 4096  # prompt tokens taken in per step, 1-2 ms
-OVERHEAD = 2e-4  # seconds lost by planning after a step instead of beside it, until seen
-LATENESS = 0.05  # weight of a new observation of that
+WAITING = 0.03  # share of a step lost by planning after its predecessor instead of beside it, until seen
+LATENESS, BLAME = (
+    0.05,
+    0.2,
+)  # weight of a new observation of that; how much of it goes to waiting, not to a slow machine
 PROBE_EVERY = 64  # steps without a chain, after which a short one is asked for to see how it would do
-PROBE = 2
+PROBE = 3
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Speculator:
         self._minds: dict[int, _Mind] = {}
         self._acceptance = Acceptance()
         self._finished: list[Trail] = []
-        self._late = {True: OVERHEAD, False: 0.0}  # by whether the planning waited
+        self._late, self._waiting = 0.0, WAITING  # shares by which steps are later than the table says
         self._unasked = 0  # steps since the draft model was last asked for a chain
         self.verified = 0  # works that had drafts
         self.drafted: Counter[tuple[str, int]] = Counter()  # by source and position
@@ -95,15 +98,19 @@ class Speculator:
         """A step took so long from when its predecessor had landed, for whose tokens its planning `waited`, or not."""
         if self._costs is None or max(w.count for w in plan.work) > MAX_DRAFTS + 1:
             return
-        expected = self._costs.step([w.count for w in plan.work], [w.end for w in plan.work])
-        expected += plan.chain * self._costs.chain(len(plan.work))
-        late = min(max(seconds - expected, -expected), expected)  # what came in between is nobody's fault
-        self._late[waited] += LATENESS * (late - self._late[waited])
+        late = seconds / (self._seconds(plan) + plan.chain * self._costs.chain(len(plan.work))) - 1
+        late = min(max(late, -1.0), 1.0)  # what came in between is nobody's fault
+        error = LATENESS * (late - self._late - waited * self._waiting)
+        self._late += error * (1 - BLAME * waited)
+        self._waiting += error * BLAME * waited
 
-    @property
-    def _overhead(self) -> float:
-        """Seconds by which a step is later than the table says if its planning waits, over one whose does not."""
-        return max(self._late[True] - self._late[False], 0.0)
+    def _seconds(self, plan: StepPlan) -> float:
+        assert self._costs is not None
+        return self._costs.step([w.count for w in plan.work], [w.end for w in plan.work])
+
+    def _overhead(self, plan: StepPlan) -> float:
+        """Seconds by which a step is later if its planning waits."""
+        return max(self._waiting, 0.0) * self._seconds(plan)
 
     def wanted(self, running: StepPlan) -> bool:
         """Whether to wait for the step that is running, because drafts for the one after it promise more than planning
@@ -126,7 +133,7 @@ class Speculator:
         if not any(c.survival for c in chances):
             return False
         assert self._costs is not None
-        return choose(chances, self._costs, MAX_DRAFTS * len(chances), self._overhead) > 1.0
+        return choose(chances, self._costs, MAX_DRAFTS * len(chances), self._overhead(running)) > 1.0
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
         """Guesses by rid for a step about to run. None if a predecessor's tokens have not been observed yet."""
@@ -163,7 +170,7 @@ class Speculator:
         assert self._costs is not None
         drawing = [w for w in plan.work if w.sample]
         survivals = [self._acceptance.typical(w.rid, self._longest) for w in drawing]
-        length = best_chain(survivals, [w.end for w in drawing], self._costs, self._overhead)
+        length = best_chain(survivals, [w.end for w in drawing], self._costs, self._overhead(plan))
         self._unasked = 0 if length else self._unasked + 1
         if self._unasked >= PROBE_EVERY:
             self._unasked = 0
