@@ -41,7 +41,7 @@ PEER_PREFILL = {1000: 5.9, 4000: 17.5, 10000: 40.4}
 
 def latest(bench: str, *, shapes: bool = False) -> list[dict]:
     """The newest row of each configuration: of a model's real weights, or of a slice of exact shapes."""
-    keys = ("model", "shape", "batch", "context", "tokens", "gpu", "expert_format", "rest_dtype")
+    keys = ("model", "shape", "batch", "context", "tokens", "gpu", "rest_dtype", "kv_dtype", "draft")
     rows: dict[tuple, dict] = {}
     for line in (ROOT / "bench/results" / f"{bench}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -79,9 +79,13 @@ def layers() -> str:
             f"{beside} | {r['gpu']} | {r['commit']} |"
         )
 
-    for r in sorted(latest("decode", shapes=True), key=lambda r: (r["rest_dtype"], r["batch"], r["context"])):
-        peer = PEER_DECODE.get((r["batch"], r["context"])) if r["rest_dtype"] == "bf16" else None
+    shapes = latest("decode", shapes=True)
+    for r in sorted(shapes, key=lambda r: (r["rest_dtype"], r["kv_dtype"], r["draft"], r["batch"], r["context"])):
+        plain = r["rest_dtype"] == r["kv_dtype"] == "bf16" and not r["draft"]
+        peer = PEER_DECODE.get((r["batch"], r["context"])) if plain else None
         what = f"decode, {r['batch']} at once, context {r['context']:,}"
+        what += f", verifying {r['draft']} drafts" if r["draft"] else ""
+        what += ", FP8 cache" if r["kv_dtype"] == "fp8" else ""
         lines.append(line(what, r, r["us_per_layer"], r["floor_us_per_layer"], peer, "us"))
     for r in sorted(latest("prefill", shapes=True), key=lambda r: r["tokens"]):
         what = f"prefill, {r['tokens']:,} tokens"
