@@ -26,21 +26,29 @@ _VALUES = b'"0123456789TZntf[{-'
 _USUAL = _VALUES + b"aAzZ_@:./, +eE\\}]"
 
 
-def shortest(start: LLMatcher, hints: Sequence[bytes] = (), *, enough: int = 0) -> bytes | None:
+def shortest(
+    start: LLMatcher, hints: Sequence[bytes] = (), keys: Sequence[bytes] = (), *, enough: int = 0
+) -> bytes | None:
     """Bytes that complete the text of a matcher over single bytes, which stays as it is; None if none were found.
 
-    `hints` are pieces worth trying inside strings. A completion of up to `enough` bytes need not be the shortest.
+    `hints` are pieces worth trying inside strings, `keys` those that have to be written where several might be. A
+    completion of up to `enough` bytes need not be the shortest.
     """
     if start.is_accepting():
         return b""
-    greedy = _greedy(start, hints, _FREE_CHOICES)
+    greedy = _greedy(start, hints, keys, _FREE_CHOICES)
     if greedy is not None and len(greedy) <= enough:
         return greedy
-    found = _search(start, hints, MAX_BYTES if greedy is None else len(greedy), few=True)
-    return found or greedy or _greedy(start, hints, 10 * _FREE_CHOICES) or _search(start, hints, MAX_BYTES, few=False)
+    found = _search(start, hints, keys, MAX_BYTES if greedy is None else len(greedy), few=True)
+    return (
+        found
+        or greedy
+        or _greedy(start, hints, keys, 10 * _FREE_CHOICES)
+        or _search(start, hints, keys, MAX_BYTES, few=False)
+    )
 
 
-def _greedy(start: LLMatcher, hints: Sequence[bytes], choices: int) -> bytes | None:
+def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], choices: int) -> bytes | None:
     """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
 
     In a string that may not end yet it takes the end of a hint that ends it; else it goes where it has not been, the
@@ -57,7 +65,9 @@ def _greedy(start: LLMatcher, hints: Sequence[bytes], choices: int) -> bytes | N
             pieces = _continuations(mask, True)[:_TRIED]
             piece = pieces[0] if pieces else b""
             again = text[-2:] == 2 * piece
-            if piece and piece not in _CLOSERS and (again or _inside_string(mask)):
+            if named := _key(state, bytes(text), mask, keys):
+                piece = named
+            elif piece and piece not in _CLOSERS and (again or _inside_string(mask)):
                 if ending := _ending(state, mask, hints):
                     piece = ending
                 elif len(seen) < _NEW:
@@ -69,6 +79,19 @@ def _greedy(start: LLMatcher, hints: Sequence[bytes], choices: int) -> bytes | N
             return None
         text += piece
     return None
+
+
+def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> bytes:
+    """The rest of the first of `keys` that can be written here, with its colon; empty if none can or has to be."""
+    if not keys or _inside_string(mask) or any(_has(mask, closer[0]) for closer in _CLOSERS):
+        return b""
+    begun = text.rpartition(b'"')[2]
+    for key in keys:
+        rest = key[len(begun) :] + b'":'
+        likely = key.startswith(begun) and _has(mask, rest[0])
+        if likely and state.deep_copy().try_consume_tokens(list(rest)) == len(rest):
+            return rest
+    return b""
 
 
 def _ending(state: LLMatcher, mask: bytes, hints: Sequence[bytes]) -> bytes:
@@ -89,7 +112,7 @@ def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> byte
     return b""
 
 
-def _search(start: LLMatcher, hints: Sequence[bytes], bound: int, *, few: bool) -> bytes | None:
+def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bound: int, *, few: bool) -> bytes | None:
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
 
     States of one length after which the same may come count as the same state, and few of one cost are looked into:
@@ -107,11 +130,15 @@ def _search(start: LLMatcher, hints: Sequence[bytes], bound: int, *, few: bool) 
         if looked_at[cost] > _BEAM:
             continue
         pieces = [bytes(state.compute_ff_bytes())]
-        mask = b""
+        mask, named, stuck = b"", b"", False
         if not pieces[0]:
             mask = bytes(state.compute_bitmask())
             stuck = _inside_string(mask) and not _has(mask, _QUOTE)
-            pieces = [*_continuations(mask, few), *(h for h in hints if stuck and _has(mask, h[0]))]
+            named = _key(state, text, mask, keys)
+            if named:
+                pieces = [named]
+            else:
+                pieces = [*_continuations(mask, few), *(h for h in hints if stuck and _has(mask, h[0]))]
         for piece in pieces:
             child = state.deep_copy()
             reached += 1
@@ -124,9 +151,10 @@ def _search(start: LLMatcher, hints: Sequence[bytes], bound: int, *, few: bool) 
             seen.add(key)
             if mask and after == mask and stuck:
                 piece += _run_on(child, piece, mask)
-            free = bool(mask) and piece not in _CLOSERS
+            free = bool(mask) and piece not in _CLOSERS and not named
             cost_there = cost + len(piece) * (1 + free)
-            heapq.heappush(states, (cost_there, turns - (after != mask), reached, text + piece, child))
+            further = len(piece) if named else int(after != mask)
+            heapq.heappush(states, (cost_there, turns - further, reached, text + piece, child))
     return None
 
 

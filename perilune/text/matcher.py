@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from perilune.text.completion import example, shortest
 from perilune.text.tokenizer import Tokenizer
-from perilune.text.unordered import rules
+from perilune.text.unordered import required_keys, rules
 
 Words = NDArray[np.uint32]  # bit i of word w stands for token 32 w + i
 
@@ -125,11 +125,19 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 class Matcher:
     """A text on its way through a grammar. One thread at a time."""
 
-    def __init__(self, vocabulary: Vocabulary, tokens: LLMatcher, single: LLMatcher, hints: tuple[bytes, ...]) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        tokens: LLMatcher,
+        single: LLMatcher,
+        hints: tuple[bytes, ...],
+        keys: tuple[bytes, ...],
+    ) -> None:
         self._vocabulary = vocabulary
         self._tokens = tokens
         self._single = single
         self._hints = hints
+        self._keys = keys
         self.from_start: list[int] = []  # a completion of the empty text, found when the grammar was compiled
 
     @classmethod
@@ -137,7 +145,7 @@ class Matcher:
         tokens, single = (LLMatcher(t, grammar, log_level=0) for t in (vocabulary.over_tokens, vocabulary.over_bytes))
         _check(tokens)
         _check(single)
-        made = cls(vocabulary, tokens, single, _hints(grammar))
+        made = cls(vocabulary, tokens, single, _hints(grammar), _keys(grammar))
         found = made.completion()
         if found is None:
             raise GrammarError("no text was found that satisfies it")
@@ -145,7 +153,7 @@ class Matcher:
         return made
 
     def copy(self) -> "Matcher":
-        made = Matcher(self._vocabulary, self._tokens.deep_copy(), self._single.deep_copy(), self._hints)
+        made = Matcher(self._vocabulary, self._tokens.deep_copy(), self._single.deep_copy(), self._hints, self._keys)
         made.from_start = self.from_start
         return made
 
@@ -183,7 +191,7 @@ class Matcher:
 
         Any way of up to `enough` tokens will do.
         """
-        text = shortest(self._single, self._hints, enough=enough)
+        text = shortest(self._single, self._hints, self._keys, enough=enough)
         if text is None:
             return None
         tokens = self._vocabulary.encode(text)
@@ -260,6 +268,14 @@ def _hints(grammar: str) -> tuple[bytes, ...]:
                     found[json.dumps(text.decode(), ensure_ascii=False)[1:-1].encode()] = None
         level += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return tuple(found)[:MAX_HINTS]
+
+
+def _keys(grammar: str) -> tuple[bytes, ...]:
+    """The keys that objects with properties in any order have to have, as they are written between their quotes."""
+    if not grammar.startswith('{"grammars": [{"lark_grammar"'):
+        return ()
+    required = required_keys(json.loads(grammar)["grammars"][0]["lark_grammar"])
+    return tuple(json.dumps(key, ensure_ascii=False)[1:-1].encode() for key in required)
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 MOST = 8  # properties of an object in any order
 _STATES = 512  # of all objects of a schema
 _WORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+_REMARK = "// required: "
 _ROOTS = ("#/$defs/", "#/definitions/")
 
 
@@ -25,6 +26,7 @@ class _Rules:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.lines: list[str] = []
         self.schemas: list[Any] = []
+        self.required: dict[str, None] = {}
         self._names = itertools.count()
         self._shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
         self._states = 0
@@ -50,6 +52,7 @@ class _Rules:
             pairs.append(f'{text} " "? {self.value(wanted)}')
         for i, pair in enumerate(pairs):
             self.lines.append(f"{name}_p{i}: {pair}")
+        self.required |= {key: None for key in properties if key in schema.get("required", ())}
         required = sum(1 << i for i, key in enumerate(properties) if key in schema.get("required", ()))
         for had in range(1 << len(pairs)):
             ways = ['"}"'] if not required & ~had else []
@@ -82,7 +85,14 @@ def rules(schema: Any) -> tuple[str, list[Any]] | None:
         top = made.value(schema)
     except (_Ordered, RecursionError):
         return None
-    return "\n".join([f"start: {top}", *made.lines, "COMMA: /, ?/"]), made.schemas
+    remark = _REMARK + json.dumps(list(made.required))
+    return "\n".join([remark, f"start: {top}", *made.lines, "COMMA: /, ?/"]), made.schemas
+
+
+def required_keys(text: str) -> list[str]:
+    """The properties that objects of a text by `rules` have to have; empty for any other text."""
+    first, _, _ = text.partition("\n")
+    return list(json.loads(first.removeprefix(_REMARK))) if first.startswith(_REMARK) else []
 
 
 def _listed(schema: Any) -> Mapping[str, Any]:

@@ -133,6 +133,25 @@ def test_random_objects_agree_with_a_validator(nano: Tokenizer) -> None:
     assert 30 < agreed < 120, "both verdicts are tried"
 
 
+def test_the_end_is_found_past_properties_that_may_be_left_out(nano: Tokenizer) -> None:
+    """A search that began with `language`, an identifier of 36 characters, used to get lost in it."""
+    unit = {
+        "path": {"type": "integer"},
+        "patent": {"type": "string", "pattern": "^(ab)*c$"},
+        "language": {"type": "string", "format": "uuid"},
+        "zip-code": {"type": "string", "format": "ipv4"},
+    }
+    inner = {"type": "object", "properties": unit, "required": ["path", "zip-code", "patent"]}
+    schema = {"type": "object", "properties": {"about": {"type": "string"}, "unit": inner}, "required": ["unit"]}
+    matcher = vocabulary(nano).compile(json_grammar(schema))
+    for begun in ("", '{"unit": {"pat', '{"unit": {"zip-code": "1.2.3.4", "l', '{"about": "x'):
+        state = matcher.copy()
+        assert all(state.advance(t) for t in nano.encode(begun))
+        rest = state.completion()
+        assert rest is not None
+        jsonschema.validate(json.loads(begun + nano.decode(rest)), schema)
+
+
 def test_enforcement_costs_the_bundled_model_no_call() -> None:
     asked = problems("tool_call", "heldout", 8, seed=5, thinking=True, families=FAMILIES)
     with LLM("kimi-nano", max_model_len=2048) as llm:
