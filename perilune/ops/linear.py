@@ -102,6 +102,11 @@ def streamable(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
     )
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x itself if its rows can be read in pieces of 16 bytes."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
 @functools.cache
 def _stream() -> Any:
     return compile.function("linear.cu", "linear", "plpppfpllllllp")
@@ -125,8 +130,7 @@ def run_streamed(
     y: Tensor | None = None,
 ) -> Tensor:
     """With `scale` [o] float32, w holds e4m3; with `norm` [i], x is normalised first. `y`: where the result goes."""
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = aligned(x)
     (T, i), o = x.shape, w.shape[0]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     if y is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.ops import compile, latents, mla_query
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
+from perilune.ops.linear import aligned
 from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.linear_fp8 import reference as fp8_reference
 from perilune.ops.norm_linear import norm_linear
@@ -127,11 +128,6 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
         (n == K2.nope and R == K2.latent and width == latents.width(R, K2.rope, a.cache.dtype), "Kimi's widths"),
     )
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself if its rows can be read in pieces of 16 bytes."""
-    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 @op.impl("cuda", when=_fits)

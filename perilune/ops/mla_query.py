@@ -25,6 +25,7 @@ from perilune.ops import compile, latents, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.kv_write import kv_write
+from perilune.ops.linear import aligned
 from perilune.ops.registry import Op
 from perilune.ops.rmsnorm import rmsnorm
 from perilune.ops.rope import rope
@@ -143,8 +144,7 @@ def cuda(
 ) -> Tensor:
     (T, H, _), (N, block_size, _), width = q.shape, cache.shape, ckv.shape[1]
     assert w_uk.shape == (H, K2.nope, K2.latent) and w_uk.is_contiguous(), f"{w_uk.shape=} {w_uk.stride()=}"
-    if ckv.stride(1) != 1 or ckv.stride(0) % 8 or ckv.data_ptr() % 16:
-        ckv = ckv.contiguous()
+    ckv = aligned(ckv)
     out = torch.empty(T, H, width, dtype=q.dtype, device=q.device)
     failed = _kernel()(
         q.contiguous().data_ptr(),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perilune.ops import compile
 from perilune.ops.case import BFLOAT16, FLOAT32
+from perilune.ops.linear import aligned
 from perilune.ops.swiglu import swiglu
 
 SOURCE = "moe_int4_prefill.cu"
@@ -81,8 +82,7 @@ def _chunk(
     shared: Tensor | None,
     y: Tensor,
 ) -> None:
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = aligned(x)
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     pairs = T * k
     tiles = pairs // WIDEST + E

@@ -39,7 +39,8 @@ Right by position: the share of drafts that stood of those whose predecessors di
 {rows:,} answers of kimi-nano itself ({answers:,} tokens) to generated problems of the training split:
 {forced:,} greedy ones, read off the generators' answers as far as the model says the same, and {decoded:,} decoded,
 half of these at temperature 1. {steps:,} steps in {minutes:.1f} minutes on one {device}, chains of {unroll} unrolled
-as in serving, cross entropy with the target's distributions. `runs/kimi-nano-drafter.sh` repeats it.
+as in serving, cross entropy with the target's distributions. `runs/kimi-nano-drafter.sh` has the commands (collection
+by newer options, not yet run as it stands).
 """
 
 
