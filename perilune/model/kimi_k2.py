@@ -33,17 +33,16 @@ from perilune.ops.experts import experts
 from perilune.ops.experts_fp8 import experts_fp8
 from perilune.ops.experts_nvfp4 import experts_nvfp4
 from perilune.ops.int4_linear import int4_linear
-from perilune.ops.kv_write import kv_write
 from perilune.ops.linear import linear
 from perilune.ops.linear_fp8 import linear_fp8
 from perilune.ops.mla_decode import mla_decode
 from perilune.ops.mla_plain import mla_plain
 from perilune.ops.mla_project import mla_project
 from perilune.ops.mla_query import mla_query
+from perilune.ops.mla_rotate import mla_rotate
 from perilune.ops.moe_int4 import moe_int4
 from perilune.ops.norm_linear import norm_linear
 from perilune.ops.rmsnorm import rmsnorm
-from perilune.ops.rope import rope
 from perilune.ops.router import router
 from perilune.ops.swiglu import swiglu
 
@@ -181,14 +180,8 @@ def mla(
         out.append(mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv))
     if (span := step.plain) is not None:
         rows = span.rows
-        c_raw, k_pe = ckv[rows].split([latent, r], dim=-1)
-        kv_write(
-            pages,
-            rmsnorm(c_raw, w.kv_a_norm, norm_eps),
-            rope(k_pe.unsqueeze(1), cos[rows], sin[rows]).squeeze(1),
-            step.slots[rows],
-        )
-        q_rows = torch.cat([q[rows, :, :n], rope(q[rows, :, n:], cos[rows], sin[rows])], dim=-1)
+        q_rows = q[rows]
+        mla_rotate(q_rows, ckv[rows], w.kv_a_norm, cos[rows], sin[rows], pages, step.slots[rows], norm_eps)
         out.append(mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
     heads_out = out[0] if len(out) == 1 else torch.cat(out)
     return apply(w.o, heads_out.flatten(1))

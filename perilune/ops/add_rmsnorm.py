@@ -2,7 +2,8 @@
 
 residual [T, D] is updated in place and rounded to its type before the norm; x [T, D] of the same type, or float32
 [T, P, D], P parts whose sum (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32, y is
-rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of processors.
+rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of processors, "cuda_many" (rmsnorm.cu) one or
+several rows to a processor.
 """
 
 import functools
@@ -36,6 +37,10 @@ CASES = [
     Case(1, NANO.hidden, 5),
     Case(3, 520, 2),
     *(Case(t, K2.hidden, 9, big=True) for t in (1, 16, 64)),
+    *(Case(t, K2.hidden, 1, big=True) for t in (600, 2048)),
+    Case(700, NANO.hidden, 1, big=True),
+    *(Case(t, d, big=True) for t, d in ((513, 1536), (777, 3072), (600, 8), (515, 2048))),
+    Case(530, 1536, 3, big=True),
 ]
 TOL = {"y": rounded(), "residual": rounded()}
 
@@ -82,6 +87,7 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 MOST_CUDA = 8 * 4096  # width: 8 processors, 256 threads of 16 values each
+FEW_ROWS = 512  # of a row to a cluster
 
 
 @functools.cache
@@ -95,7 +101,7 @@ def _cluster() -> Any:
         "add_rmsnorm.cu",
         device,
         (a.residual.dtype == BFLOAT16, "bfloat16"),
-        (0 < a.residual.shape[0] <= 512, "1 to 512 rows"),
+        (0 < a.residual.shape[0] <= FEW_ROWS, f"1 to {FEW_ROWS} rows"),
         (a.residual.shape[1] % 4 == 0 and a.residual.shape[1] <= MOST_CUDA, f"a width in 4s up to {MOST_CUDA}"),
     ),
 )
@@ -114,6 +120,42 @@ def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
         8 if D >= 4096 else 1,
         eps,
         torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=}"
+    return y
+
+
+@functools.cache
+def _many() -> Any:
+    return compile.function("rmsnorm.cu", "add_rmsnorm", "ppllppllfp")
+
+
+@op.impl(
+    "cuda_many",
+    when=lambda a, device: compile.on_hopper(
+        "rmsnorm.cu",
+        device,
+        (a.residual.dtype == BFLOAT16, "bfloat16"),
+        (a.residual.shape[0] > FEW_ROWS, f"more than {FEW_ROWS} rows"),
+        (a.residual.shape[1] % 8 == 0 and a.residual.shape[1] <= 8192, "a width in 8s up to 8,192"),
+    ),
+)
+def cuda_many(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
+    (T, D), x = residual.shape, x.contiguous()
+    y = torch.empty_like(residual)
+    wide = x.dim() == 3
+    stream = torch.cuda.current_stream(residual.device).cuda_stream
+    failed = _many()(
+        residual.data_ptr(),
+        x.data_ptr(),
+        x.shape[1] if wide else 1,
+        wide,
+        w.data_ptr(),
+        y.data_ptr(),
+        T,
+        D,
+        eps,
+        stream,
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=}"
     return y

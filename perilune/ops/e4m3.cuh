@@ -16,6 +16,15 @@ __device__ __forceinline__ uint32_t even(uint32_t word) {
 }
 __device__ __forceinline__ uint32_t odd(uint32_t word) { return (word & 0x80008000u) | ((word >> 4) & 0x07f007f0u); }
 
+// Four bytes as fp16, two and two: exact.
+__device__ __forceinline__ uint2 halves(uint32_t word) {
+  uint2 v;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(v.x), "=r"(v.y)
+      : "r"(word));
+  return v;
+}
+
 // Bytes 2 N and 2 N + 1 as bf16 of their own values.
 template <int N>
 __device__ __forceinline__ uint32_t pair(uint32_t word) {

@@ -119,6 +119,30 @@ def cpp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) 
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
 
 
+GATHERED_BYTES = 256 << 20  # of weights copied at once by "gathered"
+
+
+def few_on_gpu(x: Tensor, gate_up: Tensor, device: torch.device) -> bool | str:
+    """Whether the weights of each token's experts (8 at most, as a rule) are little enough to be copied for it."""
+    if device.type != "cuda":
+        return "for CUDA"
+    expert = 1.5 * gate_up.shape[1] * x.shape[1] * FLOAT32.itemsize
+    return 8 * x.shape[0] * expert <= GATHERED_BYTES or "for few tokens of a small model"
+
+
+def gathered_sum(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The op with weights gate_up [T, k, 2 I, D], down [T, k, D, I] of x's type copied for each token."""
+    gate, up = (gate_up @ x[:, None, :, None]).chunk(2, 2)
+    parts = (down @ (torch.nn.functional.silu(gate) * up)).squeeze(3)
+    return (parts.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+
+@op.impl("gathered", when=lambda a, device: few_on_gpu(a.x, a.gate_up, device))
+def gathered(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Which experts are hit does not matter to the host, as a CUDA graph needs it."""
+    return gathered_sum(x, weights, gate_up[ids], down[ids])
+
+
 @op.impl("torch")
 def per_expert(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return each(x, ids, weights, lambda e: (gate_up[e], down[e]))

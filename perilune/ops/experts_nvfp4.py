@@ -20,7 +20,7 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.ops import compile, threads
 from perilune.ops.case import FLOAT32, K2, NANO, Make, dequantized
-from perilune.ops.experts import Case, each, routing
+from perilune.ops.experts import Case, each, few_on_gpu, gathered_sum, routing
 from perilune.ops.experts import reference as dense_reference
 from perilune.ops.registry import Op
 
@@ -59,13 +59,18 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.experts(c.T, c.k, c.hit, c.D, c.I, dtype.itemsize, BITS)
 
 
+@functools.cache
+def _values(device: torch.device) -> Tensor:
+    """Of the 16 codes. Kept, because making it is a copy from the host, which a CUDA graph must not hold."""
+    return torch.tensor((*E2M1, *(-v for v in E2M1)), device=device)
+
+
 def dequantize(packed: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """packed [..., o, i / 2] uint8, scale [..., o, i / 16], factor [...] float32, a scale of each matrix
     -> [..., o, i]."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=packed.device)
     step = scale.float() * factor[..., None, None]
-    grouped = table[codes.int()].unflatten(-1, (-1, GROUP)) * step.unsqueeze(-1)
+    grouped = _values(packed.device)[codes.int()].unflatten(-1, (-1, GROUP)) * step.unsqueeze(-1)
     return grouped.flatten(-2).to(dtype)
 
 
@@ -119,6 +124,25 @@ def cpp(
     failed = _kernel()(*pointers, T, k, E, D, I, threads.count())
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
+
+
+@op.impl("gathered", when=lambda a, device: few_on_gpu(a.x, a.gate_up_packed, device))
+def gathered(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    down_global: Tensor,
+) -> Tensor:
+    """Which experts are hit does not matter to the host, as a CUDA graph needs it."""
+    gate_up = _gate_up(gate_up_packed[ids], gate_up_scale[ids], gate_up_global[ids], x.dtype)
+    return gathered_sum(
+        x, weights, gate_up, dequantize(down_packed[ids], down_scale[ids], down_global[ids], x.dtype)
+    )  # fmt: skip
 
 
 @op.impl("torch")

@@ -2,8 +2,9 @@
 
 x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; scale [o] float32; y [T, o] as x, or
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
-for decode steps of up to 32 rows; "torch" widens the weights first: for prompts, where that is little beside the
-product.
+for decode steps of up to 32 rows; its products are of fp16, and a row of x is multiplied by the power of two that
+brings its largest value near 2^15, which is exact down to 2^-28 of that value. "torch" widens the weights first: for
+prompts, where that is little beside the product.
 """
 
 from dataclasses import dataclass

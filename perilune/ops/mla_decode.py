@@ -29,12 +29,13 @@ from perilune.core import cost as costs
 from perilune.ops import compile, latents, paged, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
-from perilune.ops.mla_absorbed import mla_absorbed
+from perilune.ops.mla_absorbed import GATHER_BYTES, mla_absorbed
 from perilune.ops.registry import Op
 
 ROWS = 64  # (token, head) pairs of one tile, as in the kernel
 GROUP = 16  # positions copied together; blocks of the cache hold whole groups
 LEAST = 64  # positions worth a CTA of their own
+MOST_ROWS = 512  # of "rows"
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,43 @@ def cpp(
         else f"queries and contexts disagree: {T=} {query_start=} {context=} {tables.shape=} {block_size=}"
     )
     return out
+
+
+@op.impl(
+    "rows",
+    when=lambda a, device: (
+        "for CUDA" if device.type != "cuda" else a.q_full.shape[0] <= MOST_ROWS or f"for at most {MOST_ROWS} tokens"
+    ),
+)
+def rows(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    """Every row gathers all that its table holds: nothing depends on what lengths are, as a CUDA graph needs it."""
+    (T, H, _), R, (_, size, width) = q_full.shape, w_uv.shape[1], cache.shape
+    if not T or not len(context):
+        return q_full.new_zeros(T, H, w_uv.shape[2])
+    row = torch.arange(T, dtype=torch.int32, device=q_full.device)
+    owner = torch.searchsorted(query_start[1:], row, right=True)
+    ours = owner < len(context)
+    owner = owner.clamp_max_(len(context) - 1)
+    seen = torch.where(ours, context[owner] - (query_start[owner + 1] - 1 - row), 0).unsqueeze(1)
+    positions = torch.arange(tables.shape[1] * size, device=q_full.device)
+    several = max(1, GATHER_BYTES // (len(positions) * width * 4))
+    parts = []
+    for some in row.long().split(several):
+        read = torch.minimum(positions, (seen[some] - 1).clamp_min(0))
+        latent = latents.unpack(cache.view(-1, width)[paged.slots(tables[owner[some]], read, size)], R)
+        latent = latent.masked_fill_((seen[some] <= 0).unsqueeze(2), 0.0)
+        scores = q_full[some].float() @ latent.mT * scale
+        scores = scores.masked_fill_((positions >= seen[some].clamp_min(1)).unsqueeze(1), float("-inf"))
+        parts.append((torch.softmax(scores, -1) @ latent[..., :R]).to(q_full.dtype))
+    return head_matmul(torch.cat(parts), w_uv).masked_fill_((seen <= 0).unsqueeze(2), 0.0)
 
 
 @op.impl("composed")

@@ -205,8 +205,8 @@ bool describe(CUtensorMap* map, const void* base, int64_t width, int64_t rows, i
 }  // namespace
 
 // One request: q [count, heads, 192] and out [count, heads, 128] with rows q_row and out_row values apart, heads
-// adjacent; k and v [context, heads, 128]; rope [context, 64], rows rope_row apart. Bases and rows are multiples of 16
-// bytes. -1: no driver entry point for tensor maps, or they are refused.
+// adjacent; k [context, heads, 128], v [heads, context, 128]; rope [context, 64], rows rope_row apart. Bases and rows
+// are multiples of 16 bytes. -1: no driver entry point for tensor maps, or they are refused.
 API int mla_plain(const void* q, const void* k, const void* rope, const void* v, void* out, int64_t count,
                   int64_t context, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row, float scale,
                   void* stream) {
@@ -214,7 +214,7 @@ API int mla_plain(const void* q, const void* k, const void* rope, const void* v,
   if (!describe(&maps[0], q, NOPE + ROPE, count, heads, q_row, NOPE + ROPE, 64) ||
       !describe(&maps[1], k, NOPE, context, heads, heads * NOPE, NOPE, KEYS) ||
       !describe(&maps[2], rope, ROPE, context, 1, rope_row, context * rope_row, KEYS) ||
-      !describe(&maps[3], v, VALUE, context, heads, heads * VALUE, VALUE, KEYS)) {
+      !describe(&maps[3], v, VALUE, context, heads, VALUE, context * VALUE, KEYS)) {
     return -1;
   }
   const dim3 grid((count + QUERIES - 1) / QUERIES, heads);

@@ -149,19 +149,19 @@ def cuda(
         q = q.contiguous()
     (_, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(q.shape[0], H, v, dtype=q.dtype, device=q.device)
-    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    starts, lengths, block_size = query_start.tolist(), context.tolist(), cache.shape[1]
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if count == 0:
             continue
-        positions = torch.arange(length, device=q.device)
-        latent = latents.unpack(flat[paged.slots(tables[b], positions, cache.shape[1])], R, q.dtype)
+        blocks = cache.index_select(0, tables[b, : -(-length // block_size)])
+        latent = latents.unpack(blocks.view(-1, cache.shape[2])[:length], R, q.dtype)
         c = latent[:, :R]
         heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
         for h in range(0, H, heads):
             some = slice(h, min(h + heads, H))
             k = torch.nn.functional.linear(c, w_uk[some].flatten(0, 1))
-            values = torch.nn.functional.linear(c, w_uv[some].mT.flatten(0, 1))
+            values = torch.bmm(c.expand(some.stop - h, *c.shape), w_uv[some])  # [heads, length, v]
             failed = _kernel()(
                 q[first, h].data_ptr(),
                 k.data_ptr(),

@@ -14,7 +14,7 @@ using stream::TILE;
 
 namespace {
 
-constexpr int TOKENS = 8, WARPS = 16, THREADS = WARPS * 32;
+constexpr int MOST = 8, WARPS = 16, THREADS = WARPS * 32;
 constexpr int KS = 4, GROUPS = WARPS / KS;                 // warps that share a tile; tiles at once
 constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2;  // of a CTA
 constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE, EACH = TILES / GROUPS;
@@ -28,46 +28,29 @@ struct Args {
   stream::Rows in;
   const uint8_t* w;    // [H (NOPE + ROPE), i]
   const float* scale;  // of its rows, of e4m3
-  const bf16* ckv;     // [T, LATENT + ROPE], rows ckv_stride apart
-  int64_t ckv_stride;
-  const bf16* kv_norm;
-  const float *cos, *sin;  // [T, ROPE / 2]
-  const bf16* w_uk;        // [H, NOPE, LATENT]
-  uint8_t* cache;
-  int64_t slots;
-  const int64_t* slot;
-  bf16* out;  // [T, H, WIDTH]
-  int H, packed, stages;
+  NewRows rows;
+  const bf16* w_uk;  // [H, NOPE, LATENT]
+  bf16* out;         // [T, H, WIDTH]
+  int H, stages;
 };
 
-__device__ void write_rows(const Args& a) {
-  const int lane = threadIdx.x % 32, token = (blockIdx.x - 2 * a.H) * WARPS + threadIdx.x / 32;
-  uint4 norm[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) norm[i] = *reinterpret_cast<const uint4*>(a.kv_norm + i * 256 + lane * 8);
-  wait_for_predecessor();
-  if (token >= a.in.T) return;
-  if (a.packed) {
-    write_cache<true>(token, a.ckv, a.ckv_stride, norm, a.cos, a.sin, a.cache, a.slots, a.slot, a.in.eps);
-  } else {
-    write_cache<false>(token, a.ckv, a.ckv_stride, norm, a.cos, a.sin, a.cache, a.slots, a.slot, a.in.eps);
-  }
-}
-
-template <typename W>
+template <typename W, int TOKENS>
 __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Args a) {
   using Stage = StageOf<W>;
   let_successor_start();
-  if (blockIdx.x >= 2 * a.H) return write_rows(a);
+  if (blockIdx.x >= 2 * a.H) return add_row(a.rows, (blockIdx.x - 2 * a.H) * WARPS + threadIdx.x / 32);
   extern __shared__ __align__(128) uint8_t memory[];
   uint8_t* w_uk = memory + WARPS * a.stages * Stage::BYTES;
-  bf16* xs = reinterpret_cast<bf16*>(w_uk + NOPE * PITCH);
-  bf16* norm = xs + a.in.T * (a.in.i + W::PAD);
-  __shared__ float sums[KS][TILES][TOKENS * TILE], scales[ROWS];
-  __shared__ __align__(16) bf16 nope[TOKENS * STRIDE];
+  using X = stream::Sums<TOKENS>;
+  using Value = typename W::Value;
+  Value* xs = reinterpret_cast<Value*>(w_uk + NOPE * PITCH);
+  const int pitch = stream::pitch_of(a.in.i);
+  bf16* norm = reinterpret_cast<bf16*>(xs + a.in.T * pitch);
+  __shared__ float sums[KS][TILES][TOKENS * TILE], scales[ROWS], lowered[TOKENS];
+  __shared__ __align__(16) bf16 nope[MOST * STRIDE];
   __shared__ uint64_t barriers[WARPS][MOST_STAGES], w_uk_full;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int part = warp % KS, group = warp / KS, rank = cluster_rank(), head = blockIdx.x / 2;
   const int row_bytes = a.in.i * W::BYTES, chunks = a.in.i / W::CHUNK / KS, begin = part * chunks;
   // Row n of this CTA's in the head's: its share of the nope rows, then of the rope rows.
@@ -79,55 +62,62 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   auto load = [&] {
     if (ahead_tile >= TILES) return;
     uint64_t* barrier = &barriers[warp][stage_in];
-    if (lane == 0) barrier_expect(barrier, TILE * 64 * Stage::CHUNKS);
-    __syncwarp();
-    if (lane < TILE) {
-      const int64_t row = row_of(ahead_tile * TILE + lane);
-      const uint8_t* from = a.w + row * row_bytes + (begin + ahead) * 64;
-      bulk_load(ring + stage_in * Stage::BYTES + Stage::place(lane), from, 64 * Stage::CHUNKS, barrier);
+    if (elected()) {
+      const uint8_t* from = a.w + static_cast<int64_t>(row_of(ahead_tile * TILE)) * row_bytes + (begin + ahead) * 64;
+      barrier_expect(barrier, TILE * 64 * Stage::CHUNKS);
+#pragma unroll
+      for (int row = 0; row < TILE; row++) {
+        uint8_t* to = ring + stage_in * Stage::BYTES + Stage::place(row);
+        bulk_load(to, from + row * row_bytes, 64 * Stage::CHUNKS, barrier);
+      }
     }
     stage_in = stage_in + 1 == a.stages ? 0 : stage_in + 1;
     if ((ahead += Stage::CHUNKS) == chunks) ahead = 0, ahead_tile += GROUPS;
   };
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
-  if (threadIdx.x == 0) barrier_init(&w_uk_full, NOPE);
+  if (threadIdx.x == 0) barrier_init(&w_uk_full, WARPS);
   barriers_visible();
   __syncwarp();
-  for (int s = 0; s < a.stages; s++) load();
+  // Asked for before the weights: what comes after them arrives after them, some microseconds later.
   for (int k = threadIdx.x * 8; k < a.in.i; k += THREADS * 8) copy16(norm + k, a.in.norm + k);
   copies_commit();
-  if (W::BYTES == 1 && threadIdx.x < ROWS) scales[threadIdx.x] = e4m3::Y_SCALE * a.scale[row_of(threadIdx.x)];
+  const float scale = W::BYTES == 1 && threadIdx.x < ROWS ? a.scale[row_of(threadIdx.x)] : 1;
   cluster_arrive();
   __syncthreads();
-  if (threadIdx.x < NOPE) {
-    barrier_expect(&w_uk_full, COLUMNS * 2);
-    const bf16* from = a.w_uk + (static_cast<int64_t>(head) * NOPE + threadIdx.x) * LATENT + rank * COLUMNS;
-    bulk_load(w_uk + threadIdx.x * PITCH, from, COLUMNS * 2, &w_uk_full);
+#pragma unroll 1
+  for (int s = 0; s < a.stages; s++) load();
+  if (elected()) {
+    constexpr int EACH_WARP = NOPE / WARPS;
+    barrier_expect(&w_uk_full, EACH_WARP * COLUMNS * 2);
+    const bf16* from = a.w_uk + (static_cast<int64_t>(head) * NOPE + warp * EACH_WARP) * LATENT + rank * COLUMNS;
+#pragma unroll
+    for (int row = 0; row < EACH_WARP; row++) {
+      bulk_load(w_uk + (warp * EACH_WARP + row) * PITCH, from + row * LATENT, COLUMNS * 2, &w_uk_full);
+    }
   }
-  copies_wait<0>();
   wait_for_predecessor();
-  stream::stage<W>(a.in, xs, norm);
+  copies_wait<0>();
+  if (W::BYTES == 1 && threadIdx.x < ROWS) scales[threadIdx.x] = scale;
+  __syncthreads();  // the norm's weights are there
+  stream::stage<W>(a.in, xs, norm, lowered);
   __syncthreads();
 
-  const bf16* x = xs + min(g, a.in.T - 1) * (a.in.i + W::PAD) + begin * W::CHUNK + 16 / W::BYTES * t;
+  const Value* x[X::KINDS];
+#pragma unroll
+  for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
   const uint8_t* mine = ring + Stage::place(g) + 16 * t;
   int stage_out = 0, phase = 0;
   for (int n = 0; n < EACH; n++) {
-    float acc[2][4] = {};
+    X acc;
 #pragma unroll 1
     for (int c = 0; c < chunks; c += Stage::CHUNKS) {
       barrier_wait(&barriers[warp][stage_out], phase);
-#pragma unroll
-      for (int u = 0; u < Stage::CHUNKS; u++) {
-        const uint4 w = *reinterpret_cast<const uint4*>(mine + stage_out * Stage::BYTES + u * 64);
-        stream::multiply<W, false>(acc, w, x + (c + u) * W::CHUNK, nullptr);
-      }
+      stream::multiply<W, Stage::CHUNKS>(acc, mine + stage_out * Stage::BYTES, x, (begin + c) * W::CHUNK);
       if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
       __syncwarp();  // everyone has read the stage that the next load overwrites
       load();
     }
-    *reinterpret_cast<float2*>(&sums[part][group + n * GROUPS][g * TILE + 2 * t]) =
-        make_float2(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
+    acc.store(sums[part][group + n * GROUPS]);
   }
   cluster_wait();  // the other has started: its memory is there
   __syncthreads();
@@ -137,7 +127,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
     float v[2] = {at[0], at[1]};
 #pragma unroll
     for (int s = 1; s < KS; s++) v[0] += at[s * TILES * TOKENS * TILE], v[1] += at[s * TILES * TOKENS * TILE + 1];
-    if (W::BYTES == 1) v[0] *= scales[n], v[1] *= scales[n + 1];
+    if (W::BYTES == 1) v[0] *= scales[n] * lowered[token], v[1] *= scales[n + 1] * lowered[token];
     return narrow(v[0], v[1]);
   };
   for (int n = threadIdx.x; n < a.in.T * (NOPE_ROWS / 2); n += THREADS) {
@@ -150,7 +140,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   cluster_arrive();
   for (int n = threadIdx.x; n < a.in.T * (ROPE_ROWS / 2); n += THREADS) {
     const int token = n / (ROPE_ROWS / 2), row = n % (ROPE_ROWS / 2) * 2, angle = (rank * ROPE_ROWS + row) / 2;
-    const float c = a.cos[token * (ROPE / 2) + angle], s = a.sin[token * (ROPE / 2) + angle];
+    const float c = a.rows.cos[token * (ROPE / 2) + angle], s = a.rows.sin[token * (ROPE / 2) + angle];
     bf16* to = a.out + (static_cast<int64_t>(token) * a.H + head) * WIDTH + LATENT + rank * ROPE_ROWS + row;
     *reinterpret_cast<uint32_t*>(to) = rotate(pair(token, NOPE_ROWS + row), c, s);
   }
@@ -186,32 +176,27 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
 
 // scale: null for bf16 weights, else those of the rows of e4m3 weights. T is at most 8, i a multiple of 512
 // and at most 1,536.
-API int mla_project(const void* x, int64_t x_stride, const void* norm, const void* w, const void* scale,
+API int mla_project(const void* x, int64_t x_stride, int64_t i, const void* norm, const void* w, const void* scale,
                     const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos, const void* sin,
-                    const void* w_uk, void* cache, int64_t slots, int64_t packed, const void* slot, void* out,
-                    int64_t T, int64_t i, int64_t H, float eps, void* stream) {
+                    void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps,
+                    const void* w_uk, void* out, int64_t H, void* stream) {
   Args a{{static_cast<const bf16*>(x), x_stride, static_cast<const bf16*>(norm), static_cast<int>(T),
-                static_cast<int>(i), eps},
-               static_cast<const uint8_t*>(w),
-               static_cast<const float*>(scale),
-               static_cast<const bf16*>(ckv),
-               ckv_stride,
-               static_cast<const bf16*>(kv_norm),
-               static_cast<const float*>(cos),
-               static_cast<const float*>(sin),
-               static_cast<const bf16*>(w_uk),
-               static_cast<uint8_t*>(cache),
-               slots,
-               static_cast<const int64_t*>(slot),
-               static_cast<bf16*>(out),
-               static_cast<int>(H),
-               static_cast<int>(packed),
-               0};
+          static_cast<int>(i), eps},
+         static_cast<const uint8_t*>(w),
+         static_cast<const float*>(scale),
+         new_rows(ckv, ckv_stride, kv_norm, cos, sin, cache, slots, packed, slot, T, eps),
+         static_cast<const bf16*>(w_uk),
+         static_cast<bf16*>(out),
+         static_cast<int>(H),
+         0};
   auto start = [&](auto kind, auto kernel) {
     using W = decltype(kind);
-    const int staged = NOPE * PITCH + static_cast<int>(T * (i + W::PAD) + i) * 2, round = WARPS * StageOf<W>::BYTES;
-    a.stages = min((210 * 1024 - staged) / round, MOST_STAGES);
+    const int staged = NOPE * PITCH + static_cast<int>(T * stream::pitch_of(i) + i) * 2;
+    const int round = WARPS * StageOf<W>::BYTES;
+    a.stages = min((208 * 1024 - staged) / round, MOST_STAGES);
     return launch(kernel, dim3(2 * H + 2), dim3(THREADS), staged + a.stages * round, stream, 2, a);
   };
-  return scale == nullptr ? start(Bf16(), project<Bf16>) : start(E4m3(), project<E4m3>);
+  const bool few = T <= 4;
+  return scale == nullptr ? start(Bf16(), few ? project<Bf16, 4> : project<Bf16, 8>)
+                          : start(E4m3(), few ? project<E4m3, 4> : project<E4m3, 8>);
 }

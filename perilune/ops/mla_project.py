@@ -2,8 +2,8 @@
 
     q = rmsnorm(q_a) * q_norm  (w_q * w_scale)^T, rounded to q_a's type;  q_full and cache as in mla_query.py
 
-q_a [T, i] and ckv [T, R + r], rows may be strided; q_norm [i]; w_q [H (n + r), i] as q_a with w_scale None, or
-float8_e4m3fn with w_scale [H (n + r)] float32; the rest as `mla_query` has it; q_full [T, H, R + r] as q_a.
+q_a [T, i], rows may be strided; q_norm [i]; w_q [H (n + r), i] as q_a with w_scale None, or float8_e4m3fn with w_scale
+[H (n + r)] float32; the rest as `mla_query` has it; q_full [T, H, R + r] as q_a.
 
 "cuda" (mla_project.cu) is one launch for up to 8 tokens where heads fill the GPU: it saves the start and the end of a
 kernel. A token's result does not depend on the batch. "composed" is the two ops.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, latents, mla_query
+from perilune.ops import compile, latents, mla_query, new_rows
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.linear import aligned
 from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
@@ -55,26 +55,22 @@ TOL = {"q_full": sums(), "cache": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    width = c.R + c.r
-    slots = g.permutation(2 * 64)[: c.T]
-    slots[c.T - c.padding :] = -1
-    angles = g.rand(c.T, c.r // 2) * 6.0
     w, scale = g.randn(c.H * (c.n + c.r), c.i, scale=c.i**-0.5), None
     if c.fp8:
         w, scale = quantize_rows(w)
-    a = g.randn(c.T, c.i + width, scale=3.0)
+    a, rows = g.randn(c.T, c.i + c.R + c.r, scale=3.0), new_rows.inputs(g, c.T, c.R, c.r, padding=c.padding)
     return {
         "q_a": a[:, : c.i],
         "q_norm": g.randn(c.i),
         "w_q": w,
         "w_scale": scale,
         "ckv": a[:, c.i :],
-        "kv_norm": g.randn(c.R),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        "kv_norm": rows["kv_norm"],
+        "cos": rows["cos"],
+        "sin": rows["sin"],
         "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "cache": g.nan(2, 64, width),
-        "slots": slots,
+        "cache": rows["cache"],
+        "slots": rows["slots"],
         "eps": 1e-5,
     }
 
@@ -112,21 +108,21 @@ op = Op("mla_project", CASES, TOL, inputs, cost, reference, decides=(0, 9))
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_project.cu", "mla_project", "plppp" + "plpppp" + "pllpp" + "lllfp")
+    return compile.function("mla_project.cu", "mla_project", "pllppp" + new_rows.SIGNATURE + "pplp")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
     # The number of heads and the type of w_q belong to the same model as the sizes that decide.
-    (T, i), (H, n, R), width = a.q_a.shape, a.w_uk.shape, a.cache.shape[2]
+    (T, i), (H, n, R) = a.q_a.shape, a.w_uk.shape
     return compile.on_hopper(
         "mla_project.cu",
         device,
         (a.q_a.dtype == BFLOAT16, "bfloat16"),
-        (a.cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
         (1 <= T <= FEW_TOKENS, f"1 to {FEW_TOKENS} tokens"),
         (H >= LEAST_HEADS, f"at least {LEAST_HEADS} heads"),
         (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
-        (n == K2.nope and R == K2.latent and width == latents.width(R, K2.rope, a.cache.dtype), "Kimi's widths"),
+        (n == K2.nope and R == K2.latent, "Kimi's head widths"),
+        *new_rows.needs(a.cache),
     )
 
 
@@ -145,31 +141,21 @@ def cuda(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    (T, i), (H, _, _), (N, block_size, _) = q_a.shape, w_uk.shape, cache.shape
+    (T, i), H = q_a.shape, w_uk.shape[0]
     assert w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_q.stride()=} {w_uk.stride()=}"
     q_a, ckv = aligned(q_a), aligned(ckv)
     out = torch.empty(T, H, K2.latent + K2.rope, dtype=q_a.dtype, device=q_a.device)
     failed = _kernel()(
         q_a.data_ptr(),
         q_a.stride(0),
+        i,
         q_norm.data_ptr(),
         w_q.data_ptr(),
         None if w_scale is None else w_scale.data_ptr(),
-        ckv.data_ptr(),
-        ckv.stride(0),
-        kv_norm.data_ptr(),
-        cos.contiguous().data_ptr(),
-        sin.contiguous().data_ptr(),
+        *new_rows.arguments(ckv, kv_norm, cos, sin, cache, slots, eps),
         w_uk.data_ptr(),
-        cache.data_ptr(),
-        N * block_size,
-        cache.dtype == latents.PACKED,
-        slots.contiguous().data_ptr(),
         out.data_ptr(),
-        T,
-        i,
         H,
-        eps,
         torch.cuda.current_stream(q_a.device).cuda_stream,
     )
     assert not failed, f"mla_project does not start: CUDA error {failed}"
@@ -223,9 +209,6 @@ def mla_project(
         assert w_q.dtype == latents.E4M3 and w_scale.shape == w_q.shape[:1] and w_scale.dtype == FLOAT32, (
             f"{w_q.dtype=} {w_scale.shape=} {w_scale.dtype=}"
         )
-    assert ckv.shape[0] == T == slots.shape[0] and kv_norm.shape == (R,), f"{ckv.shape=} {slots.shape=}"
-    assert cache.shape[2] == latents.width(R, r, cache.dtype) and cache.is_contiguous(), f"{cache.shape=}"
-    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
-    assert q_a.dtype == q_norm.dtype == ckv.dtype == kv_norm.dtype == w_uk.dtype, f"{q_a.dtype=} {ckv.dtype=}"
-    assert slots.dtype == torch.int64, f"{slots.dtype=}"
+    assert q_a.dtype == q_norm.dtype == ckv.dtype == w_uk.dtype, f"{q_a.dtype=} {ckv.dtype=} {w_uk.dtype=}"
+    new_rows.check(T, R, ckv, kv_norm, cos, sin, cache, slots)
     return op(q_a, q_norm, w_q, w_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)

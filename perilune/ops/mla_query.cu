@@ -14,29 +14,13 @@ constexpr int TOKENS = 64;  // of one CTA
 
 template <int COLUMNS>
 __global__ void __launch_bounds__(COLUMNS * 2)
-    query(const bf16* q, const bf16* ckv, int64_t ckv_stride, const bf16* kv_norm, const float* cos, const float* sin,
-          const bf16* w_uk, uint8_t* cache, int64_t slots, int packed, const int64_t* slot, bf16* out, int T, int H,
-          float eps) {
+    query(const bf16* q, const __grid_constant__ NewRows rows, const bf16* w_uk, bf16* out, int H) {
   extern __shared__ __align__(128) char shared[];
   constexpr int THREADS = COLUMNS * 2, PARTS = LATENT / COLUMNS, STEPS = NOPE / 16, FROM = NOPE + ROPE;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int products = H * PARTS, first = blockIdx.y * TOKENS, last = min(T, first + TOKENS);
+  int products = H * PARTS, T = rows.T, first = blockIdx.y * TOKENS, last = min(T, first + TOKENS);
   let_successor_start();
-  if (blockIdx.x >= products) {
-    uint4 norm[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) norm[i] = *reinterpret_cast<const uint4*>(kv_norm + i * 256 + lane * 8);
-    wait_for_predecessor();
-    int token = first + (blockIdx.x - products) * (THREADS / 32) + warp;
-    if (token < last) {
-      if (packed) {
-        write_cache<true>(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
-      } else {
-        write_cache<false>(token, ckv, ckv_stride, norm, cos, sin, cache, slots, slot, eps);
-      }
-    }
-    return;
-  }
+  if (blockIdx.x >= products) return add_row(rows, first + (blockIdx.x - products) * (THREADS / 32) + warp);
   int head = blockIdx.x / PARTS, column = blockIdx.x % PARTS * COLUMNS;
   HeadWeights<NOPE, COLUMNS> weights{shared};
   weights.load(w_uk + static_cast<int64_t>(head) * NOPE * LATENT + column, LATENT, threadIdx.x, THREADS);
@@ -55,7 +39,7 @@ __global__ void __launch_bounds__(COLUMNS * 2)
     int token = first + i / (ROPE / 2), pair = i % (ROPE / 2);
     int64_t row = static_cast<int64_t>(token) * H + head;
     uint32_t pe = *reinterpret_cast<const uint32_t*>(q + row * FROM + NOPE + pair * 2);
-    pe = rotate(pe, cos[token * (ROPE / 2) + pair], sin[token * (ROPE / 2) + pair]);
+    pe = rotate(pe, rows.cos[token * (ROPE / 2) + pair], rows.sin[token * (ROPE / 2) + pair]);
     *reinterpret_cast<uint32_t*>(out + row * WIDTH + LATENT + pair * 2) = pe;
   }
   copies_wait<0>();
@@ -96,18 +80,15 @@ __global__ void __launch_bounds__(COLUMNS * 2)
 
 }  // namespace
 
-// cache: rows of 576 bf16, or packed ones of 640 bytes.
 API int mla_query(const void* q, const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos,
-                  const void* sin, const void* w_uk, void* cache, int64_t slots, int64_t packed, const void* slot,
-                  void* out, int64_t T, int64_t H, float eps, void* stream) {
+                  const void* sin, void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps,
+                  const void* w_uk, void* out, int64_t H, void* stream) {
+  const NewRows rows = new_rows(ckv, ckv_stride, kv_norm, cos, sin, cache, slots, packed, slot, T, eps);
   auto start = [&](auto kernel, int columns) {
     int warps = columns / 16, tokens = T < TOKENS ? T : TOKENS;
     dim3 grid(H * (LATENT / columns) + (tokens + warps - 1) / warps, (T + TOKENS - 1) / TOKENS);
-    return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2, stream, 1, static_cast<const bf16*>(q),
-                  static_cast<const bf16*>(ckv), ckv_stride, static_cast<const bf16*>(kv_norm),
-                  static_cast<const float*>(cos), static_cast<const float*>(sin), static_cast<const bf16*>(w_uk),
-                  static_cast<uint8_t*>(cache), slots, packed, static_cast<const int64_t*>(slot),
-                  static_cast<bf16*>(out), T, H, eps);
+    return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2, stream, 1, static_cast<const bf16*>(q), rows,
+                  static_cast<const bf16*>(w_uk), static_cast<bf16*>(out), H);
   };
   if (T == 0) return 0;
   if (H >= 48) return start(query<256>, 256);

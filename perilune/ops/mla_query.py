@@ -1,13 +1,10 @@
 """What stands between the attention projections and absorbed attention, for few tokens: new cache rows and q_full.
 
-    cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
-    q_full[t, h]    = (q[t, h, :n] w_uk[h], rope(q[t, h, n:]))
+    q_full[t, h] = (q[t, h, :n] w_uk[h], rope(q[t, h, n:]))
 
-q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as
-in `rope`); w_uk [H, n, R]; cache [N, block_size, R + r] contiguous, of any float type or packed (latents.py); slots [T]
-int64 = block * block_size + offset, distinct; q_full [T, H, R + r] as q. Sums in fp32, each part of the result rounded
-once; what is cached is rounded to q's type and then to the cache's. A slot below 0 marks a padding row: nothing is
-written for it, and its q_full is computed like any other.
+q [T, H, n + r] contiguous; w_uk [H, n, R]; q_full [T, H, R + r] as q; ckv, kv_norm, cos, sin, cache and slots as in
+new_rows.py. Sums in fp32, each part of the result rounded once. A padding row, without a slot, has a q_full like any
+other.
 
 "cuda" is one launch for Kimi's widths and streams W_UK while the kernel before it ends; a token's result does not
 depend on the batch. "cpp" is one call for few tokens of float32. "composed" is the four ops in turn.
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, latents, threads
+from perilune.ops import compile, latents, new_rows, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.head_matmul import FEW_TOKENS, head_matmul
 from perilune.ops.kv_write import kv_write
@@ -59,22 +56,19 @@ TOL = {"q_full": sums(), "cache": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    width = c.R + c.r
-    blocks = c.T // c.block_size + 2
-    before = 8 if c.strided else 0
-    cache = g.nan(blocks, c.block_size, width)
-    slots = g.permutation(blocks * c.block_size)[: c.T]
-    slots[c.T - c.padding :] = -1
-    angles = g.rand(c.T, c.r // 2) * 6.0
+    before, blocks = 8 if c.strided else 0, c.T // c.block_size + 2
+    rows = new_rows.inputs(g, c.T, c.R, c.r, blocks=blocks, block_size=c.block_size, padding=c.padding)
+    if c.narrow:
+        rows["cache"] = rows["cache"].to(BFLOAT16)
     return {
         "q": g.randn(c.T, c.H, c.n + c.r),
-        "ckv": g.randn(c.T, before + width, scale=3.0)[:, before:],
-        "kv_norm": g.randn(c.R),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        "ckv": g.randn(c.T, before + c.R + c.r, scale=3.0)[:, before:],
+        "kv_norm": rows["kv_norm"],
+        "cos": rows["cos"],
+        "sin": rows["sin"],
         "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "cache": cache.to(BFLOAT16) if c.narrow else cache,
-        "slots": slots,
+        "cache": rows["cache"],
+        "slots": rows["slots"],
         "eps": 1e-5,
     }
 
@@ -96,18 +90,10 @@ def reference(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    _, n, R = w_uk.shape
-
-    def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * c - odd * s, odd * c + even * s), -1).flatten(-2)
-
-    f, new = q.float(), ckv.float()
-    c = new[:, :R] * (new[:, :R].square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
-    rows = latents.pack(c.to(q.dtype), rotated(new[:, R:], cos, sin).to(q.dtype), cache.dtype)
-    cache.view(-1, cache.shape[2])[slots[slots >= 0]] = rows[slots >= 0]
+    n, f = w_uk.shape[1], q.float()
+    new_rows.reference(ckv, kv_norm, cos, sin, cache, slots, eps)
     latent = torch.einsum("thn,hnr->thr", f[..., :n], w_uk.float())
-    return torch.cat([latent, rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
+    return torch.cat([latent, new_rows.rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
 
 
 op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6))
@@ -115,7 +101,7 @@ op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6))
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_query.cu", "mla_query", "pplpppppllppllfp")
+    return compile.function("mla_query.cu", "mla_query", "p" + new_rows.SIGNATURE + "pplp")
 
 
 @op.impl(
@@ -124,11 +110,8 @@ def _kernel() -> Any:
         "mla_query.cu",
         device,
         (a.q.dtype == BFLOAT16, "bfloat16"),
-        (a.cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
-        (
-            a.q.shape[2] == K2.nope + K2.rope and a.cache.shape[2] == latents.width(K2.latent, K2.rope, a.cache.dtype),
-            "Kimi's head and latent widths",
-        ),
+        (a.q.shape[2] == K2.nope + K2.rope, "Kimi's head width"),
+        *new_rows.needs(a.cache),
     ),
 )
 def cuda(
@@ -142,26 +125,16 @@ def cuda(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    (T, H, _), (N, block_size, _), width = q.shape, cache.shape, ckv.shape[1]
+    (T, H, _), width = q.shape, ckv.shape[1]
     assert w_uk.shape == (H, K2.nope, K2.latent) and w_uk.is_contiguous(), f"{w_uk.shape=} {w_uk.stride()=}"
-    ckv = aligned(ckv)
+    q, ckv = q.contiguous(), aligned(ckv)
     out = torch.empty(T, H, width, dtype=q.dtype, device=q.device)
     failed = _kernel()(
-        q.contiguous().data_ptr(),
-        ckv.data_ptr(),
-        ckv.stride(0),
-        kv_norm.data_ptr(),
-        cos.contiguous().data_ptr(),
-        sin.contiguous().data_ptr(),
+        q.data_ptr(),
+        *new_rows.arguments(ckv, kv_norm, cos, sin, cache, slots, eps),
         w_uk.data_ptr(),
-        cache.data_ptr(),
-        N * block_size,
-        cache.dtype == latents.PACKED,
-        slots.contiguous().data_ptr(),
         out.data_ptr(),
-        T,
         H,
-        eps,
         torch.cuda.current_stream(q.device).cuda_stream,
     )
     assert not failed, f"mla_query does not start: CUDA error {failed}"
@@ -239,11 +212,27 @@ def composed(
 ) -> Tensor:
     _, n, R = w_uk.shape
     c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1)
-    kept = (slots >= 0).nonzero().squeeze(1)
-    if len(kept) < len(slots):
-        c, k_pe, slots = c[kept], k_pe[kept], slots[kept]
-    kv_write(cache, c, k_pe, slots)
+    if slots.device.type == "cuda":
+        _write(cache, c, k_pe, slots)
+    else:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        if len(kept) < len(slots):
+            c, k_pe, slots = c[kept], k_pe[kept], slots[kept]
+        kv_write(cache, c, k_pe, slots)
     return torch.cat([head_matmul(q[..., :n], w_uk), rope(q[..., n:], cos, sin)], -1)
+
+
+def _write(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    """As kv_write, but without waiting to see which slots are below 0: rows of padding write what another row writes,
+    or what is there."""
+    if not len(slots):
+        return
+    flat, rows, real = cache.view(-1, cache.shape[2]), latents.pack(c, k_pe, cache.dtype), slots >= 0
+    other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
+    spare = torch.where(some, slots[other], 0)
+    flat[torch.where(real, slots, spare)] = torch.where(
+        real.unsqueeze(1), rows, torch.where(some, rows[other], flat[0])
+    )  # fmt: skip
 
 
 def mla_query(
@@ -258,11 +247,7 @@ def mla_query(
     eps: float,
 ) -> Tensor:
     (T, H, _), (heads, n, R) = q.shape, w_uk.shape
-    r = q.shape[2] - n
-    assert heads == H and ckv.shape == (T, R + r), f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
-    assert cache.shape[2] == latents.width(R, r, cache.dtype), f"{q.shape=} {cache.shape=} {cache.dtype=}"
-    assert cache.is_contiguous() and kv_norm.shape == (R,), f"{cache.shape=} {cache.stride()=} {kv_norm.shape=}"
-    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
-    assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
-    assert q.dtype == ckv.dtype == kv_norm.dtype == w_uk.dtype, f"{q.dtype=} {ckv.dtype=} {w_uk.dtype=}"
+    assert heads == H and ckv.shape[1] - R == q.shape[2] - n, f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
+    assert q.dtype == ckv.dtype == w_uk.dtype, f"{q.dtype=} {ckv.dtype=} {w_uk.dtype=}"
+    new_rows.check(T, R, ckv, kv_norm, cos, sin, cache, slots)
     return op(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)

@@ -17,8 +17,7 @@ and a shared expert in FP8, moe_int4.cu for the rest. gate_up reads an expert on
 tokens, for K2's sizes), down once for every 8 (compact: 4 up to 64). An id that is no expert is passed over and its row
 left unwritten. x must be older than ids: gate_up may read it while the kernel that writes ids still runs (router.py's
 does not let it start before).
-"cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1. Compact scales are rounded
-to bfloat16 for it, in a copy.
+"cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
@@ -78,6 +77,11 @@ CASES = [
     Case(12, NANO.top_k, NANO.experts, NANO.hidden, NANO.width, S=NANO.width, shared_fp8=True),
     *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width, S=NANO.width, compact=True) for t in (1, 20, 300)),
     Case(3, 2, 5, 384, 640, S=64, shared_fp8=True, compact=True),
+    *(Case(t, K2.top_k, 16, K2.hidden, K2.width, S=K2.width, big=True) for t in (257, 500, 1000)),
+    Case(700, K2.top_k, 16, K2.hidden, K2.width, S=K2.width, compact=True, big=True),
+    Case(300, K2.top_k, 48, K2.hidden, K2.width, S=K2.width, shared_fp8=True, compact=True, big=True),
+    Case(600, 2, 9, 1024, 384, to_one=True, big=True),
+    Case(400, 1, 3, 128, 128, to_one=True, compact=True, big=True),
 ]
 TOL = {"y": dequantized()}
 
@@ -250,7 +254,7 @@ def cuda(
 @op.impl(
     "cuda_prefill",
     when=lambda a, device: compile.on_hopper(
-        moe_int4_prefill.SOURCE,
+        moe_int4_prefill.source_for(a.gate_up_scale),
         device,
         (a.x.shape[0] > MAX_TOKENS, f"more than {MAX_TOKENS} tokens"),
         *moe_int4_prefill.needs(a.x, a.gate_up_packed, a.gate_up_scale),
@@ -272,24 +276,18 @@ def cuda_prefill(
     shared_down_scale: Tensor | None,
     partial: bool,
 ) -> Tensor:
-    if gate_up_row is not None and down_row is not None:
-        gate_up_scale, down_scale = _bf16_scales(gate_up_scale, gate_up_row), _bf16_scales(down_scale, down_row)
-    routed = (gate_up_packed, gate_up_scale, down_packed, down_scale)
-    if shared_gate_up is None or shared_down is None or shared_gate_up_scale is None or shared_down_scale is None:
-        return moe_int4_prefill.prefill(x, ids, weights, *routed, shared_gate_up, shared_down)
-    y = moe_int4_prefill.prefill(x, ids, weights, *routed, None, None)
-    y[:, 0] += _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
-    return y
-
-
-def _bf16_scales(scale: Tensor, row: Tensor) -> Tensor:
-    """[E, o, i / 32] uint8 with [E, o] -> bfloat16, each rounded once."""
-    wide = torch.empty(scale.shape, dtype=BFLOAT16, device=scale.device)
-    factor = (row.float() / 255).unsqueeze(-1)
-    for first in range(0, scale.shape[0], 32):  # bounds the float32 copies
-        some = slice(first, first + 32)
-        wide[some] = scale[some] * factor[some]
-    return wide
+    shared = None
+    if shared_gate_up is not None and shared_down is not None:
+        shared = functools.partial(
+            _shared,
+            gate_up=shared_gate_up,
+            gate_up_scale=shared_gate_up_scale,
+            down=shared_down,
+            down_scale=shared_down_scale,
+        )
+    gate_up = moe_int4_prefill.Packed(gate_up_packed, gate_up_scale, gate_up_row)
+    down = moe_int4_prefill.Packed(down_packed, down_scale, down_row)
+    return moe_int4_prefill.prefill(x, ids, weights, gate_up, down, shared)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 // CTAs of 8 warps each multiply 8 rows of the gate over a part of the width, all of which is on its way to shared memory
 // before the activations are there, with up to 16 tokens; the last CTA of these tokens to finish adds the parts in order,
 // and a warp per token picks the experts.
+#include "router_pick.cuh"
 #include "wgmma.cuh"
 
 using namespace hopper;
@@ -13,7 +14,6 @@ constexpr int WARPS = 8;
 constexpr int TILE = 8;
 constexpr int CHUNK = 32;
 constexpr int PAD = 32;
-constexpr int MOST_EXPERTS = 512;
 constexpr int TOKENS = 16;  // of a CTA
 
 struct Args {
@@ -30,58 +30,6 @@ struct Args {
 
 // Bytes between a warp's rows of the gate: two neighbours share no bank.
 __host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
-
-// A warp picks the experts of one token. All loads of scores are in flight at once: one after the other they took 10 us.
-template <int EACH>
-__device__ void pick(const Args& a, int token, int parts, int lane) {
-  float score[EACH];
-  uint32_t key[EACH];  // choices as integers of the same order; 0 is below all
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    int e = min(n * 32 + lane, a.E - 1);
-    score[n] = __ldcg(a.scores + static_cast<int64_t>(token) * a.E + e);
-    key[n] = __float_as_uint(a.bias[e]);
-  }
-  for (int p = 1; p < parts; p++) {
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      int e = min(n * 32 + lane, a.E - 1);
-      score[n] += __ldcg(a.scores + (static_cast<int64_t>(p) * a.T + token) * a.E + e);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    score[n] = 1.0f / (1.0f + expf(-score[n]));
-    uint32_t bits = __float_as_uint(score[n] + __uint_as_float(key[n]));
-    key[n] = n * 32 + lane < a.E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
-  }
-  float kept = 0, sum = 0;
-  int mine = 0;
-  for (int k = 0; k < a.top_k; k++) {
-    uint32_t best = 0;
-#pragma unroll
-    for (int n = 0; n < EACH; n++) best = max(best, key[n]);
-    best = __reduce_max_sync(~0u, best);
-    int id = 1 << 30;
-#pragma unroll
-    for (int n = EACH - 1; n >= 0; n--) {
-      if (key[n] == best) id = n * 32 + lane;
-    }
-    id = __reduce_min_sync(~0u, id);
-    float value = 0;
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      if (n * 32 + lane == id) value = score[n], key[n] = 0;
-    }
-    value = __shfl_sync(~0u, value, id % 32);
-    sum += value;
-    if (lane == k) mine = id, kept = value;
-  }
-  if (lane < a.top_k) {
-    a.ids[token * a.top_k + lane] = mine;
-    a.weights[token * a.top_k + lane] = (a.norm ? kept / (sum + 1e-20f) : kept) * a.scale;
-  }
-}
 
 template <bool MANY>
 __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
@@ -156,13 +104,10 @@ __global__ __launch_bounds__(WARPS * 32) void router_kernel(Args a) {
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int token = first + warp; token < first + tokens; token += WARPS) {
-    if (a.E <= 384) {
-      pick<12>(a, token, parts, lane);
-    } else {
-      pick<MOST_EXPERTS / 32>(a, token, parts, lane);
-    }
-  }
+  const routing::Choice choice = {a.bias, a.ids, a.weights, a.E, a.top_k, a.norm, a.scale};
+  for (int token = first + warp; token < first + tokens; token += WARPS)
+    routing::pick(choice, a.scores + static_cast<int64_t>(token) * a.E, parts, static_cast<int64_t>(a.T) * a.E, token,
+                 lane);
 }
 
 }  // namespace

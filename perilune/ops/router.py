@@ -5,7 +5,8 @@ best choices stay; ids = the top_k largest choices, in descending order, ties to
 weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
 x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
 -> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 256
-rows; the kernel that follows may start when x is there (see moe_int4.py).
+rows; the kernel that follows may start when x is there (see moe_int4.py). "cuda_many" (router_many.cu) chooses from the
+logits that the library's product gives in fp32.
 """
 
 import functools
@@ -42,9 +43,11 @@ CASES = [
     *(Case(t, K2.hidden, K2.experts, K2.top_k, big=t > 1) for t in (1, 8, 64, 512)),
     *(Case(t, NANO.hidden, NANO.experts, NANO.top_k) for t in (1, 16, 512)),
     *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (1, 3, 8, 16)),
-    *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (17, 64, 250)),
+    *(Case(t, K2.hidden, K2.experts, K2.top_k, narrow=True, big=True) for t in (17, 64, 250, 257, 1000)),
     *(Case(t, NANO.hidden, NANO.experts, NANO.top_k, narrow=True) for t in (1, 16, 100)),
     Case(3, 512, 48, 8, ties=True, narrow=True),
+    Case(300, 512, 48, 8, ties=True, narrow=True, big=True),
+    Case(300, 512, 40, 3, norm=False, narrow=True, big=True),
     Case(2, 512, 40, 3, narrow=True, norm=False),
     Case(0, 64, 16, 4),
     Case(3, 8, 5, 5),
@@ -205,6 +208,44 @@ def cuda(
         _workers(D // parts),
         scale,
         torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
+    return ids, weights
+
+
+@functools.cache
+def _choose() -> Any:
+    return compile.function("router_many.cu", "router_many", "ppppllllfp")
+
+
+@op.impl(
+    "cuda_many",
+    when=lambda a, device: compile.on_hopper(
+        "router_many.cu",
+        device,
+        (a.x.dtype == a.gate.dtype == BFLOAT16, "bfloat16 and a bfloat16 gate"),
+        (a.x.shape[0] > MAX_ROWS, f"more than {MAX_ROWS} rows"),
+        (a.gate.shape[0] <= 512 and a.n_group == a.topk_group and a.top_k <= 32, "at most 512 experts, no groups"),
+    ),
+)
+def cuda_many(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    logits = torch.mm(x, gate.T, out_dtype=FLOAT32)
+    T, E = logits.shape
+    ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(T, top_k, device=x.device)
+    failed = _choose()(
+        logits.data_ptr(),
+        bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        T,
+        E,
+        top_k,
+        norm,
+        scale,
+        torch.cuda.current_stream(x.device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
     return ids, weights

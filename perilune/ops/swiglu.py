@@ -1,6 +1,6 @@
 """y = silu(gate) * up, in fp32, rounded once.
 
-gate_up [T, 2 I] with the gate first, rows may be strided; y [T, I] as gate_up.
+gate_up [T, 2 I] with the gate first, rows may be strided; y [T, I] as gate_up. "cuda" is one pass over bfloat16.
 """
 
 import functools
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops import compile, threads
-from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, Tol, rounded
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded
+from perilune.ops.linear import aligned
 from perilune.ops.registry import Op
 
 
@@ -33,7 +34,7 @@ CASES = [
 TOL = {
     "y": {
         FLOAT32: Tol(1e-6, 4e-6, 2e-6, "two units in the last place of an exponential"),
-        torch.bfloat16: rounded()[torch.bfloat16],
+        BFLOAT16: rounded()[BFLOAT16],
     }
 }
 
@@ -74,6 +75,30 @@ def cpp(gate_up: Tensor) -> Tensor:
     T, both = gate_up.shape
     y = torch.empty(T, both // 2)
     _kernel()(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), T, both // 2, threads.count())
+    return y
+
+
+@functools.cache
+def _one_pass() -> Any:
+    return compile.function("swiglu.cu", "swiglu", "plpllp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper(
+        "swiglu.cu",
+        device,
+        (a.gate_up.dtype == BFLOAT16, "bfloat16"),
+        (a.gate_up.shape[1] % 16 == 0, "a width that is a multiple of 8"),
+    ),
+)
+def cuda(gate_up: Tensor) -> Tensor:
+    gate_up = aligned(gate_up)
+    T, both = gate_up.shape
+    y = torch.empty(T, both // 2, dtype=BFLOAT16, device=gate_up.device)
+    stream = torch.cuda.current_stream(gate_up.device).cuda_stream
+    failed = _one_pass()(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), T, both // 2, stream)
+    assert not failed, f"CUDA error {failed}: {gate_up.shape=}"
     return y
 
 

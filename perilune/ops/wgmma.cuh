@@ -41,6 +41,15 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int phase) {
 }
 
 // ---- bulk copies, clusters ----
+// Addresses that a whole warp computes alike, asked for by one elected lane, cost a few instructions a copy. Addresses
+// of the lanes' own compile to a loop over the lanes, which took half of a short kernel.
+
+// Whether this lane is the one, of a whole warp.
+__device__ __forceinline__ bool elected() {
+  uint32_t yes;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(yes));
+  return yes;
+}
 
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -163,29 +172,53 @@ __device__ void wgmma(float (&d)[N / 2], const uint32_t* a, uint64_t b);
 #define PERILUNE_C14 PERILUNE_C13, PERILUNE_8(104)
 #define PERILUNE_C15 PERILUNE_C14, PERILUNE_8(112)
 #define PERILUNE_C16 PERILUNE_C15, PERILUNE_8(120)
-#define PERILUNE_WGMMA(N, UNITS, a0, a1, a2, a3, b0)                                                               \
+#define PERILUNE_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PERILUNE_WGMMA(N, LIST, OUTPUTS, a0, a1, a2, a3, b0)                                                        \
   template <>                                                                                                       \
   __device__ __forceinline__ void wgmma<N>(float (&d)[N / 2], const uint32_t* a, uint64_t b) {                      \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PERILUNE_D##UNITS                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST                                  \
                  "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b0 ", 1, 1, 1, 0;"                                  \
-                 : PERILUNE_C##UNITS                                                                                \
+                 : PERILUNE_LIST OUTPUTS                                                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
   }
-PERILUNE_WGMMA(16, 1, 8, 9, 10, 11, 12)
-PERILUNE_WGMMA(32, 2, 16, 17, 18, 19, 20)
-PERILUNE_WGMMA(64, 4, 32, 33, 34, 35, 36)
-PERILUNE_WGMMA(80, 5, 40, 41, 42, 43, 44)
-PERILUNE_WGMMA(96, 6, 48, 49, 50, 51, 52)
-PERILUNE_WGMMA(112, 7, 56, 57, 58, 59, 60)
-PERILUNE_WGMMA(128, 8, 64, 65, 66, 67, 68)
-PERILUNE_WGMMA(144, 9, 72, 73, 74, 75, 76)
-PERILUNE_WGMMA(160, 10, 80, 81, 82, 83, 84)
-PERILUNE_WGMMA(176, 11, 88, 89, 90, 91, 92)
-PERILUNE_WGMMA(192, 12, 96, 97, 98, 99, 100)
-PERILUNE_WGMMA(208, 13, 104, 105, 106, 107, 108)
-PERILUNE_WGMMA(224, 14, 112, 113, 114, 115, 116)
-PERILUNE_WGMMA(240, 15, 120, 121, 122, 123, 124)
-PERILUNE_WGMMA(256, 16, 128, 129, 130, 131, 132)
+#define PERILUNE_LIST(...) __VA_ARGS__
+// Whole units of 16 columns; or 8 columns more, whose registers are i0 to i3.
+#define PERILUNE_EVEN(N, UNITS, a0, a1, a2, a3, b0) \
+  PERILUNE_WGMMA(N, PERILUNE_D##UNITS, (PERILUNE_C##UNITS), a0, a1, a2, a3, b0)
+#define PERILUNE_ODD(N, UNITS, i0, i1, i2, i3, a0, a1, a2, a3, b0)                                      \
+  PERILUNE_WGMMA(N, PERILUNE_D##UNITS ",%" #i0 ",%" #i1 ",%" #i2 ",%" #i3,                              \
+                 (PERILUNE_C##UNITS, PERILUNE_4(i0)), a0, a1, a2, a3, b0)
+PERILUNE_EVEN(16, 1, 8, 9, 10, 11, 12)
+PERILUNE_ODD(24, 1, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+PERILUNE_EVEN(32, 2, 16, 17, 18, 19, 20)
+PERILUNE_ODD(40, 2, 16, 17, 18, 19, 20, 21, 22, 23, 24)
+PERILUNE_EVEN(48, 3, 24, 25, 26, 27, 28)
+PERILUNE_ODD(56, 3, 24, 25, 26, 27, 28, 29, 30, 31, 32)
+PERILUNE_EVEN(64, 4, 32, 33, 34, 35, 36)
+PERILUNE_ODD(72, 4, 32, 33, 34, 35, 36, 37, 38, 39, 40)
+PERILUNE_EVEN(80, 5, 40, 41, 42, 43, 44)
+PERILUNE_ODD(88, 5, 40, 41, 42, 43, 44, 45, 46, 47, 48)
+PERILUNE_EVEN(96, 6, 48, 49, 50, 51, 52)
+PERILUNE_ODD(104, 6, 48, 49, 50, 51, 52, 53, 54, 55, 56)
+PERILUNE_EVEN(112, 7, 56, 57, 58, 59, 60)
+PERILUNE_ODD(120, 7, 56, 57, 58, 59, 60, 61, 62, 63, 64)
+PERILUNE_EVEN(128, 8, 64, 65, 66, 67, 68)
+PERILUNE_ODD(136, 8, 64, 65, 66, 67, 68, 69, 70, 71, 72)
+PERILUNE_EVEN(144, 9, 72, 73, 74, 75, 76)
+PERILUNE_ODD(152, 9, 72, 73, 74, 75, 76, 77, 78, 79, 80)
+PERILUNE_EVEN(160, 10, 80, 81, 82, 83, 84)
+PERILUNE_ODD(168, 10, 80, 81, 82, 83, 84, 85, 86, 87, 88)
+PERILUNE_EVEN(176, 11, 88, 89, 90, 91, 92)
+PERILUNE_ODD(184, 11, 88, 89, 90, 91, 92, 93, 94, 95, 96)
+PERILUNE_EVEN(192, 12, 96, 97, 98, 99, 100)
+PERILUNE_ODD(200, 12, 96, 97, 98, 99, 100, 101, 102, 103, 104)
+PERILUNE_EVEN(208, 13, 104, 105, 106, 107, 108)
+PERILUNE_ODD(216, 13, 104, 105, 106, 107, 108, 109, 110, 111, 112)
+PERILUNE_EVEN(224, 14, 112, 113, 114, 115, 116)
+PERILUNE_ODD(232, 14, 112, 113, 114, 115, 116, 117, 118, 119, 120)
+PERILUNE_EVEN(240, 15, 120, 121, 122, 123, 124)
+PERILUNE_ODD(248, 15, 120, 121, 122, 123, 124, 125, 126, 127, 128)
+PERILUNE_EVEN(256, 16, 128, 129, 130, 131, 132)
 
 // The same with N = 128 and b n-major: slabs of 64 values of n of 8 k, `apart` bytes between the halves of n; k
 // advances by 16 with + 128.

@@ -1,0 +1,178 @@
+"""Time per layer of a prompt computed in one engine step, on the exact shapes of a large model with random weights.
+
+As in microscope.py, two engines on the same weights, `STEP` layers apart, and the difference of their steps. A prompt
+may continue a prefix whose KV is already in the cache. The floor is the larger of two times: the layer's products and
+causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
+"""
+
+import copy
+import dataclasses
+import itertools
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from perilune.bench import ledger
+from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, Bench, Report
+from perilune.bench.shapes import shape
+from perilune.core import cost
+from perilune.core.messages import Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine.engine import Engine
+from perilune.model.config import KimiConfig
+from perilune.model.weights import Int4CompactExperts, Int4Experts, Layer, Moe, Weights
+
+BLOCK = 64  # tokens of a cache block
+PROMPTS = 5  # the first warms up
+MARK = "plan_kernel"  # begins the experts of a layer
+FORMATS = ("int4-g32", "int4-compact")
+
+
+def measure(
+    bench: Bench,
+    tokens: int,
+    report: Report,
+    *,
+    cached: int = 0,
+    expert_format: str = FORMATS[0],
+    kernels: bool = False,
+) -> dict[str, Any]:
+    """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens."""
+    assert cached % BLOCK == 0 and expert_format in FORMATS, f"{cached=} {expert_format=}"
+    if expert_format == "int4-compact":
+        bench = copy.copy(bench)
+        bench.weights = compacted(bench.weights)
+    ms = {}
+    for layers in (bench.layers, bench.layers - STEP):
+        engine = bench.engine(
+            layers,
+            max_num_seqs=1,
+            max_model_len=cached + tokens + BLOCK,
+            max_step_tokens=tokens,
+            kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
+            block_size=BLOCK,
+            prefix_cache=cached > 0,
+        )
+        try:
+            prefix = _prompt(engine, cached, 0)
+            engine.scheduler.adopt(prefix)
+            seconds = [_seconds(engine, prefix + _prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
+            ms[layers] = statistics.median(seconds[1:]) * 1e3
+            if kernels and layers == bench.layers:
+                for line in _kernels(engine, prefix + _prompt(engine, tokens, PROMPTS + 1)):
+                    report(line)
+        finally:
+            engine.close()
+    per_layer = (ms[bench.layers] - ms[bench.layers - STEP]) / STEP
+    c = shape(bench.name, bench.layers)
+    touched = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens)
+    read = bench.layer_bytes(touched, 1, cached + tokens) / CEILING_TB_S / 1e9
+    flops = layer_flops(c, tokens, cached)
+    floor = max(flops / CEILING_TFLOP_S / 1e9, read)
+    row = {
+        "bench": "prefill",
+        "shape": bench.name,
+        "layers": bench.layers,
+        "tp": 1,
+        "ep": 1,
+        "tokens": tokens,
+        "cached": cached,
+        "expert_format": expert_format,
+        "rest_dtype": "bf16",
+        "kv_dtype": "bf16",
+        "ms_per_layer": round(per_layer, 3),
+        "floor_ms_per_layer": round(floor, 3),
+        "fraction": round(floor / per_layer, 4),
+        "tflops": round(flops / per_layer / 1e9, 1),
+        "step_ms": round(ms[bench.layers], 3),
+        "tokens_per_s": round(tokens / ms[bench.layers] * 1e3, 1),
+        "ceiling_tflops": CEILING_TFLOP_S,
+        "measured_tflops": round(bench.product_tflop_s, 1),
+        "method": f"(step of {bench.layers} layers - step of {bench.layers - STEP}) / {STEP}, medians of {PROMPTS - 1} "
+        "prompts; random zero-mean weights and KV",
+        **ledger.circumstances(),
+    }
+    behind = f" behind {cached}" if cached else ""
+    report(
+        f"prefill {tokens}{behind}, {expert_format}: {per_layer:.2f} ms per layer, floor {floor:.2f} "
+        f"({100 * floor / per_layer:.0f} %), {row['tflops']} TFLOP/s"
+    )
+    return row
+
+
+def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
+    """Of one MoE layer: its matrix products, and causal attention in the plain form."""
+    d, h = c.hidden_size, c.num_attention_heads
+    qkv = d * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) + c.q_lora_rank * h * c.qk_head_dim
+    experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
+    per_token = qkv + d * h * c.v_head_dim + d * c.n_routed_experts + experts
+    sizes = (h, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim)
+    return 2.0 * tokens * per_token + cost.mla_plain([tokens], [cached + tokens], *sizes, size=2).flops
+
+
+def compacted(weights: Weights) -> Weights:
+    """The same with random compact scales: 8 bits a group, and one for every row."""
+
+    def scales(wide: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        narrow = torch.empty(wide.shape, dtype=torch.uint8, device=wide.device).random_(85, 256)
+        row = torch.empty(wide.shape[:-1], dtype=torch.bfloat16, device=wide.device)
+        return narrow, row.uniform_(0.2 * width**-0.5, 0.4 * width**-0.5)
+
+    def layer(old: Layer) -> Layer:
+        if not isinstance(old.ffn, Moe):
+            return old
+        e = old.ffn.experts
+        assert isinstance(e, Int4Experts)
+        upper, lower = e.gate_up_packed.shape[-1] * 8, e.down_packed.shape[-1] * 8
+        made = Int4CompactExperts(
+            e.gate_up_packed, *scales(e.gate_up_scale, upper), e.down_packed, *scales(e.down_scale, lower)
+        )
+        return dataclasses.replace(old, ffn=dataclasses.replace(old.ffn, experts=made))
+
+    return dataclasses.replace(weights, layers=[layer(old) for old in weights.layers])
+
+
+def _prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
+
+
+def _seconds(engine: Engine, prompt: tuple[int, ...]) -> float:
+    engine.submit(Submit(len(prompt), prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+    engine.runner.call(torch.cuda.synchronize)
+    begin = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    return time.perf_counter() - begin
+
+
+def _kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
+    """What each kernel adds, from its predecessor's end to its own, from the experts of the last MoE layer but one to
+    those of the last; and the sums of the layers before.
+
+    The part of it in which nothing ran at all is given apart: the host, or the start of a kernel.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _seconds(engine, prompt)
+        engine.runner.call(torch.cuda.synchronize)
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
+    marks = [i for i, (*_, name) in enumerate(spans) if MARK in name]
+    if len(marks) < 2:
+        return [f"(no breakdown: {MARK} is not among the {len(spans)} kernels of the trace)"]
+    first, last = marks[-2], marks[-1]
+    ends = [spans[i - 1][0] for i in marks]
+    sums = ", ".join(f"{after - before:.0f}" for before, after in itertools.pairwise(ends))
+    lines, idle = [], 0.0
+    for i in range(first, last):
+        end, start, name = spans[i]
+        waited = max(0.0, start - spans[i - 1][0])
+        idle += waited
+        lines.append(f"  {end - spans[i - 1][0]:9.1f} us (idle {waited:6.1f})  {name[:110]}")
+    title = (
+        f"from one layer's experts to the next one's: {sums} us; the last: {last - first} kernels, idle {idle:.0f} us"
+    )
+    return [title, *lines]
