@@ -46,7 +46,8 @@ def latest(bench: str, *, shapes: bool = False) -> list[dict]:
     for line in (ROOT / "bench/results" / f"{bench}.jsonl").read_text().splitlines():
         row = json.loads(line)
         if ("shape" in row) == shapes and row.get("balanced", True):
-            rows[tuple(row.get(k) for k in keys)] = row
+            prefill = (row.get("expert_format"), row.get("cached") or 0) if bench == "prefill" else ()
+            rows[(*(row.get(k) for k in keys), *prefill)] = row
     return list(rows.values())
 
 
@@ -87,9 +88,14 @@ def layers() -> str:
         what += f", verifying {r['draft']} drafts" if r["draft"] else ""
         what += ", FP8 cache" if r["kv_dtype"] == "fp8" else ""
         lines.append(line(what, r, r["us_per_layer"], r["floor_us_per_layer"], peer, "us"))
-    for r in sorted(latest("prefill", shapes=True), key=lambda r: r["tokens"]):
+    prompts = latest("prefill", shapes=True)
+    for r in sorted(prompts, key=lambda r: (r.get("cached") or 0, r["expert_format"] != "int4-g32", r["tokens"])):
+        cached, compact = r.get("cached") or 0, r["expert_format"] == "int4-compact"
+        peer = None if cached or compact else PEER_PREFILL.get(r["tokens"])
         what = f"prefill, {r['tokens']:,} tokens"
-        lines.append(line(what, r, r["ms_per_layer"], r["floor_ms_per_layer"], PEER_PREFILL.get(r["tokens"]), "ms"))
+        what += f" behind {cached:,} cached" if cached else ""
+        what += ", compact scales" if compact else ""
+        lines.append(line(what, r, r["ms_per_layer"], r["floor_ms_per_layer"], peer, "ms"))
     return "\n".join(lines)
 
 

@@ -4,9 +4,10 @@ The trace is the same for all, its seed fixed before there was a policy: problem
 (digits, forms), hard (stories at temperature 1), copied (values and calls taken over from the prompt) and long (far
 behind in a long prompt), first by one user, then by several at once. All settings run in one process on the same
 weights, round after round in changing order, with nothing cached, and what they learn in a round is forgotten after it.
-Every answer is compared with the one without drafts.
+Every answer is compared with the one without drafts. The same by table, and what hindsight would gain: replay.py.
 """
 
+import math
 import random
 import statistics
 import time
@@ -15,17 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.bench import ledger
+from perilune.bench import ledger, replay
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.plan import MAX_DRAFTS
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
-from perilune.spec.costs import Costs
-from perilune.spec.policy import Acceptance, Chance, choose
-from perilune.spec.speculator import cells
-from perilune.spec.suffix import Store, Trail
+from perilune.spec.speculator import Speculator
 from perilune.tasks.documents import BUILT_IN
 from perilune.tasks.families import problems
 from perilune.tasks.problem import Problem
@@ -44,7 +42,7 @@ MOST_TOKENS = 160
 CONTEXT = 2048
 OFF = ("off", None)
 FIXED = {"suffix": (1, 2, 4, 8), "eagle3": (1, 2, 3, 5), "hybrid": (3, 5, 8)}
-Setting = tuple[str, int | None]
+Setting = tuple[str, int | None]  # source, and drafts per step; None: as many as pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,19 @@ class Asked:
     kind: str
     prompt: tuple[int, ...]
     params: SamplingParams
+
+
+def settings_of(text: str) -> list[Setting]:
+    """ "hybrid,eagle3:3": as many hybrid drafts as pay, three of the draft model."""
+    found: list[Setting] = []
+    for part in text.split(","):
+        source, _, count = part.strip().partition(":")
+        if source not in FIXED or not (count == "" or (count.isdecimal() and 1 <= int(count) <= MAX_DRAFTS)):
+            raise ConfigError(
+                f"setting {part!r} is none: {', '.join(FIXED)}, alone or with :1 to :{MAX_DRAFTS} drafts, by commas"
+            )
+        found.append((source, int(count) if count else None))
+    return found
 
 
 def trace(model: Path, count: int, longest: int) -> list[Asked]:
@@ -80,49 +91,67 @@ def trace(model: Path, count: int, longest: int) -> list[Asked]:
 
 @dataclass(slots=True)
 class Round:
-    """What a setting did with the trace once: seconds and tokens by users, drafts, answers."""
+    """What a setting did with the trace once: seconds by users, tokens, drafts, answers. `rates` by users: tokens per
+    second while no request waited for its first token, so of decoding alone. `captured`: CUDA graphs, meanwhile."""
 
     seconds: dict[int, float]
+    rates: dict[int, float]
     tokens: int
     drafted: int
     accepted: int
     verified: int
     answers: list[tuple[int, ...]]
+    captured: int = 0
 
 
 def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int]) -> Round:
     """The whole trace for each number of users at once."""
-    result = Round({}, 0, 0, 0, 0, [])
+    result = Round({}, {}, 0, 0, 0, 0, [])
+    graphs = engine.runner.graphs
+    captured = graphs.captured if graphs is not None else 0
     for most in users:
         waiting, answers = list(enumerate(asked))[::-1], [list[int]() for _ in asked]
-        live = 0
-        begin = time.perf_counter()
+        live, fresh = 0, set[int]()
+        tokens, seconds = 0, 0.0  # of decoding alone
+        now = begin = time.perf_counter()
         while waiting or live:
             while waiting and live < most:
                 rid, one = waiting.pop()
                 engine.submit(Submit(rid, one.prompt, one.params))
+                fresh.add(rid)
                 live += 1
-            for delta in engine.step():
+            deltas, decoding = engine.step(), not fresh
+            before, now = now, time.perf_counter()
+            if decoding:
+                tokens += sum(len(delta.tokens) for delta in deltas)
+                seconds += now - before
+            for delta in deltas:
                 answers[delta.rid] += delta.tokens
+                fresh.discard(delta.rid)
                 result.drafted += delta.drafted
                 result.accepted += delta.accepted
                 result.verified += delta.drafted > 0
                 live -= delta.finish_reason is not None
-        result.seconds[most] = time.perf_counter() - begin
+        result.seconds[most], result.rates[most] = now - begin, tokens / seconds if seconds else math.nan
         while engine.busy:
             engine.step()  # what was planned ahead in vain
         result.tokens += sum(map(len, answers))
         result.answers += map(tuple, answers)
+    result.captured = graphs.captured - captured if graphs is not None else 0
     return result
 
 
 def measure(
-    model: Path, config: dict[str, Any], count: int, users: Sequence[int], rounds: int, report: Callable[[str], None]
+    model: Path,
+    config: dict[str, Any],
+    count: int,
+    users: Sequence[int],
+    rounds: int,
+    report: Callable[[str], None],
+    wanted: Sequence[Setting] = (),
 ) -> dict[str, Any]:
-    """One row: the settings' times over those of no speculation, and what a policy that knew the future would gain.
-
-    Where draft models go along, that last part is about suffix drafts all the same.
-    """
+    """One row: the times of the settings `wanted` (default: a small grid and the policy) over those of no speculation,
+    and what the policy and hindsight gain by table."""
     engine = Engine(
         model, EngineConfig(**{**config, "max_num_seqs": max(users), "prefix_cache": False, "draft_tokens": None})
     )
@@ -131,27 +160,29 @@ def measure(
         sources = ["suffix"] if engine.config.draft == "suffix" else list(FIXED)
         if engine.config.draft == "off":
             raise ConfigError("draft is off: there is nothing to compare")
+        if bad := {s for s, _ in wanted} - set(sources):
+            raise ConfigError(f"no draft model is loaded: {', '.join(sorted(bad))} cannot be run")
         adaptive: Setting = (engine.config.draft, None)
-        settings: list[Setting] = [OFF, *((s, n) for s in sources for n in FIXED[s]), adaptive]
-        for setting in settings:  # warm-up; on a GPU it captures the graphs
-            engine.use_drafts(*setting, shared=True)
-            play(engine, asked if engine.on_gpu else asked[: len(KINDS)], users)
+        settings = [OFF, *(wanted or [*((s, n) for s in sources for n in FIXED[s]), adaptive])]
         times: dict[Setting, list[Round]] = {s: [] for s in settings}
         for number in range(rounds):
             order = settings[:]
             random.Random(number).shuffle(order)
             for setting in order:
+                # Warm-up, each time: a GPU's graphs are captured anew where a draft model comes or goes.
+                engine.use_drafts(*setting, shared=True)
+                play(engine, asked if engine.on_gpu else asked[: len(KINDS)], users if engine.on_gpu else users[:1])
                 engine.use_drafts(*setting, shared=True)
                 times[setting].append(play(engine, asked, users))
                 done = times[setting][-1]
                 report(f"round {number}, {_name(setting)}: {sum(done.seconds.values()):.2f} s, {_length(done):.2f}")
-        return _row(engine, asked, users, times, adaptive)
+        return _row(engine, asked, users, times)
     finally:
         engine.close()
 
 
 def _row(
-    engine: Engine, asked: Sequence[Asked], users: Sequence[int], times: dict[Setting, list[Round]], adaptive: Setting
+    engine: Engine, asked: Sequence[Asked], users: Sequence[int], times: dict[Setting, list[Round]]
 ) -> dict[str, Any]:
     plain = times[OFF][0].answers
     different = {_name(s): sum(a != b for r in rs for a, b in zip(r.answers, plain)) for s, rs in times.items()}
@@ -159,12 +190,25 @@ def _row(
     def seconds(setting: Setting, most: int | None = None) -> float:
         return statistics.median(sum(r.seconds.values()) if most is None else r.seconds[most] for r in times[setting])
 
-    fixed = [s for s in times if s not in (OFF, adaptive)]
-    best = min(fixed, key=seconds)
-    costs = engine.costs
-    texts = [(a.prompt, t) for a, t in zip(asked, plain)]
-    foreseen, chosen = by_table(texts, costs, "oracle"), by_table(texts, costs, "policy")
-    fixed_by_table = min(by_table(texts, costs, n) for n in range(1, MAX_DRAFTS + 1))
+    def over_off(most: int | None = None) -> dict[str, float]:
+        return {_name(s): round(seconds(OFF, most) / seconds(s, most), 3) for s in times if s != OFF}
+
+    def rate(setting: Setting, most: int) -> float:
+        return statistics.median(r.rates[most] for r in times[setting])
+
+    adaptive: Setting = (engine.config.draft, None)
+    fixed = [s for s in times if s[1] is not None]
+    compared = {}
+    if fixed and adaptive in times:
+        best = min(fixed, key=seconds)
+        compared = {
+            "best_fixed": _name(best),
+            "adaptive_over_best_fixed": round(seconds(best) / seconds(adaptive), 3),
+            "adaptive_over_best_fixed_by_users": {
+                str(n): round(min(seconds(s, n) for s in fixed) / seconds(adaptive, n), 3) for n in users
+            },
+            "by_table": _by_table(engine, asked, users, adaptive),
+        }
     return {
         "bench": "drafts",
         "model": engine.info.model,
@@ -175,56 +219,50 @@ def _row(
         "seed": SEED,
         "tokens": times[OFF][0].tokens,
         "off_s": round(seconds(OFF), 3),
-        "speed_over_off": {_name(s): round(seconds(OFF) / seconds(s), 3) for s in times if s != OFF},
-        "adaptive_by_users": {str(n): round(seconds(OFF, n) / seconds(adaptive, n), 3) for n in users},
-        "best_fixed": _name(best),
-        "best_fixed_by_users": {str(n): _name(min(fixed, key=lambda s: seconds(s, n))) for n in users},
-        "adaptive_over_best_fixed": round(seconds(best) / seconds(adaptive), 3),
+        "speed_over_off": over_off(),
+        "speed_over_off_by_users": {str(n): over_off(n) for n in users},
+        "decoding_over_off_by_users": {
+            str(n): {_name(s): round(rate(s, n) / rate(OFF, n), 3) for s in times if s != OFF} for n in users
+        },
+        **compared,
         "acceptance_length": {_name(s): round(_length(rs[0]), 3) for s, rs in times.items() if s != OFF},
         "acceptance": "measured",
         "different_answers": different,
-        "suffix_by_table": {
-            "policy_over_off": round(by_table(texts, costs, 0) / chosen, 3),
-            "policy_over_best_fixed": round(fixed_by_table / chosen, 3),
-            "oracle_over_best_fixed": round(fixed_by_table / foreseen, 3),
-        },
-        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace for each number of users",
+        "graphs_captured": {_name(s): sum(r.captured for r in rs) for s, rs in times.items()},
+        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace with prompts for each "
+        "number of users; decoding: while no request waited for its first token",
         **ledger.circumstances(),
     }
 
 
-def by_table(texts: Sequence[tuple[Sequence[int], Sequence[int]]], costs: Costs, how: int | str) -> float:
-    """Seconds that one user's texts (prompt, answer) would take by the table of costs, free of a machine's noise.
+def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adaptive: Setting) -> dict[str, Any]:
+    """As measured, but by the table of costs; and for one user, over the best fixed one, what hindsight gains."""
+    engine.use_drafts(*adaptive, shared=True)
+    costs = engine.costs
+    told = replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
+    modelled = adaptive[0] != "suffix"
+    clock = replay.Clock(costs)  # as an oracle needs it: chains are as long as they are asked to be
 
-    With so many suffix drafts; with as many as the policy chooses; or, "oracle", with as many as are going to be right
-    where that pays.
-    """
-    store, acceptance, spent = Store(), Acceptance(), 0.0
-    for rid, (prompt, answer) in enumerate(texts):
-        trail = Trail(prompt, store)
-        trail.catch_up(len(prompt))
-        at = 0
-        while at < len(answer):
-            room = len(answer) - at - 1
-            guesses = trail.guesses(min(how if isinstance(how, int) else MAX_DRAFTS, room)) if room else []
-            right = 0
-            while right < len(guesses) and guesses[right].token == answer[at + right]:
-                right += 1
-            count, context = len(guesses), len(prompt) + at
-            if how == "oracle":
-                count = max(range(right + 1), key=lambda n: (n + 1) / costs.step([n + 1], [context]))
-            elif how == "policy":
-                chance = Chance(1, context, True, acceptance.survival(rid, cells(guesses), [g.token for g in guesses]))
-                choose([chance], costs, MAX_DRAFTS)
-                count = chance.taken
-            spent += costs.step([count + 1], [context])
-            for token in answer[at : at + min(count, right) + 1]:
-                if (guess := trail.foretold()) is not None:
-                    acceptance.learn(rid, cells([guess])[0], guess.token, guess.token == token)
-                trail.append(token)
-            at += min(count, right) + 1
-        store.add(trail.answer())
-    return spent
+    def seconds(most: int, source: str, count: int | None) -> float:
+        speculator = Speculator(
+            suffix=source != "eagle3",
+            longest=MAX_DRAFTS if source != "suffix" else 0,
+            fixed=count,
+            costs=None if count else costs,
+            shared=True,
+        )
+        floor = 0.0 if engine.on_gpu else speculator.hope
+        return replay.play(told, most, replay.Clock(costs, floor=floor), speculator).seconds
+
+    best = {n: min(seconds(n, s, k) for s in FIXED if s == "suffix" or modelled for k in FIXED[s]) for n in users}
+    chosen = {n: seconds(n, *adaptive) for n in users}
+    found = {
+        "policy_over_off": {str(n): round(replay.play(told, n, clock, None).seconds / chosen[n], 3) for n in users},
+        "policy_over_best_fixed": {str(n): round(best[n] / chosen[n], 3) for n in users},
+    }
+    if 1 in users:
+        found["oracle_over_best_fixed"] = {"1": round(best[1] / replay.oracle(told, clock), 3)}
+    return found
 
 
 def _length(one: Round) -> float:

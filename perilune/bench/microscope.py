@@ -7,12 +7,13 @@ random and zero-mean, so routing is near uniform; the distinct experts a step re
 """
 
 import dataclasses
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
-from perilune.core.plan import StepPlan
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model import fp8_kv, kimi_k2
@@ -31,7 +31,6 @@ from perilune.model.synthetic import random_weights
 from perilune.model.weights import Int4Experts, Moe, Weights
 from perilune.ops import latents, mla_project
 from perilune.ops.timing import measure_roof
-from perilune.spec.speculator import Speculator
 
 STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
@@ -39,10 +38,18 @@ CEILING_TFLOP_S = 790.0
 BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
 REPLAYS = 60
 STEPS = 24
+WARM_UP = 6
 LAYER = "the last MoE layer"
 TRACED = 12  # replays under the profiler
 
 Report = Callable[[str], None]
+
+
+class Replayable(Protocol):
+    """A CUDA graph."""
+
+    @property
+    def replay(self) -> Callable[[], None]: ...
 
 
 class Bench:
@@ -57,12 +64,12 @@ class Bench:
             raise ConfigError(f"layers must be above {STEP + 1}: the difference to {STEP} fewer is what is measured")
         self.name, self.layers = name, layers
         self.device = torch.device("cuda")
-        self._weights = random_weights(shape(name, layers), dtype=torch.bfloat16, device=self.device)
+        self.weights = random_weights(shape(name, layers), dtype=torch.bfloat16, device=self.device)
         roof = measure_roof(self.device, torch.bfloat16)
         self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
 
     def engine(self, layers: int, **config: Any) -> Engine:
-        cut = dataclasses.replace(self._weights, layers=self._weights.layers[:layers])
+        cut = dataclasses.replace(self.weights, layers=self.weights.layers[:layers])
 
         def source(path: Path, **_: Any) -> tuple[KimiConfig, Weights]:
             return shape(self.name, layers), cut
@@ -75,7 +82,7 @@ class Bench:
 
     def layer_bytes(self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> float:
         """What one MoE layer must read for one decode step."""
-        layer = self._weights.layers[-1]
+        layer = self.weights.layers[-1]
         assert isinstance(layer.ffn, Moe)
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
         c = shape(self.name, self.layers)
@@ -86,7 +93,7 @@ class Bench:
         self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16
     ) -> list[tuple[str, float]]:
         """(what it does, bytes it must read) of the kernels of one MoE layer for up to 16 tokens, in order."""
-        layer = self._weights.layers[-1]
+        layer = self.weights.layers[-1]
         a, moe = layer.attention, layer.ffn
         assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts) and moe.shared is not None
         c, e = shape(self.name, self.layers), moe.experts
@@ -122,15 +129,9 @@ class Bench:
         kernels: bool = False,
         rest_dtype: str = "dtype",
         kv_dtype: str = "auto",
-        draft: int = 0,
-        accepted: float = 1.0,
     ) -> dict[str, Any]:
-        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good.
-
-        With `draft`, of steps that verify so many random tokens per request, of which `accepted` - 1 are declared to be
-        right; what a draft model takes to find them is not part of it.
-        """
-        graph_ms, step_ms, distinct = {}, 0.0, 0.0
+        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good."""
+        graph_ms, whole_ms, distinct = {}, 0.0, 0.0
         for layers in (self.layers, self.layers - STEP):
             engine = self.engine(
                 layers,
@@ -142,30 +143,23 @@ class Bench:
                 kv_dtype=kv_dtype,
             )
             try:
-                if draft:
-                    engine.speculator = RandomGuesses(draft, engine.info.vocab_size)
-                _start(engine, batch, context)
-                seconds = []
-                for _ in range(STEPS):
-                    engine.runner.call(_scatter, engine)
-                    seconds.append(_timed(engine.step))
+                start(engine, batch, context, STEPS + 48)
+                taken = step_ms(engine)
                 if layers == self.layers:
-                    step_ms = statistics.median(seconds) * 1e3
-                    distinct = _distinct(engine)
+                    whole_ms = taken
+                    distinct = distinct_experts(engine)
                     engine.step()  # back on the graph
                 engine.runner.call(_scatter, engine)
-                graph_ms[layers] = engine.runner.call(_replay_ms, engine.runner.graphs.latest())
+                graph_ms[layers] = engine.runner.call(replay_ms, engine.runner.graphs.latest())
                 if kernels and layers == self.layers:
                     reads = self.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
-                    for line in _kernels(engine.runner.graphs.latest(), reads):
+                    for line in breakdown(engine.runner.graphs.latest(), reads):
                         report(line)
             finally:
                 engine.close()
         us = (graph_ms[self.layers] - graph_ms[self.layers - STEP]) / STEP * 1e3
         stored = latents.PACKED if kv_dtype == "fp8" else torch.bfloat16
         floor = self.layer_bytes(distinct, batch, context, stored) / CEILING_TB_S / 1e6
-        c = shape(self.name, self.layers)
-        uniform = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** batch)
         row = {
             "bench": "decode",
             "shape": self.name,
@@ -174,7 +168,7 @@ class Bench:
             "ep": 1,
             "batch": batch,
             "context": context,
-            "draft": draft,
+            "draft": 0,
             "expert_format": "int4-g32",
             "rest_dtype": "bf16" if rest_dtype == "dtype" else rest_dtype,
             "kv_dtype": "fp8" if kv_dtype == "fp8" else "bf16",
@@ -182,13 +176,13 @@ class Bench:
             "floor_us_per_layer": round(floor, 1),
             "fraction": round(floor / us, 4),
             "outside_us": round(graph_ms[self.layers] * 1e3 - us * (self.layers - 1), 1),
-            "step_ms": round(step_ms, 4),
-            "tokens_per_s": round(batch * accepted / step_ms * 1e3, 1),
-            "acceptance_length": accepted,
-            "acceptance": "declared" if draft else "measured",
-            "draft_ms": None if draft else 0.0,
+            "step_ms": round(whole_ms, 4),
+            "tokens_per_s": round(batch / whole_ms * 1e3, 1),
+            "acceptance_length": 1.0,
+            "acceptance": "measured",
+            "draft_ms": 0.0,
             "distinct_experts": round(distinct, 2),
-            "balanced": distinct >= BALANCED * uniform,
+            "balanced": balanced(shape(self.name, self.layers), distinct, batch),
             "ceiling_tb_s": CEILING_TB_S,
             "measured_read_tb_s": round(self.read_tb_s, 3),
             "method": f"(graph of {self.layers} layers - graph of {self.layers - STEP}) / {STEP}, medians of {REPLAYS} "
@@ -198,70 +192,10 @@ class Bench:
         report(
             f"batch {batch:>3}, context {context:>6}: {us:8.1f} us per layer, floor {floor:7.1f} "
             f"({100 * floor / us:.0f} %), {distinct:.1f} distinct experts, outside the layers "
-            f"{row['outside_us']} us, step {step_ms:.3f} ms"
+            f"{row['outside_us']} us, step {whole_ms:.3f} ms"
             + ("" if row["balanced"] else "  NOT BALANCED: does not count")
         )
         return row
-
-    def prefill(self, tokens: int, report: Report) -> dict[str, Any]:
-        """One row of the ledger: a prompt of `tokens` in one step."""
-        ms = {}
-        for layers in (self.layers, self.layers - STEP):
-            engine = self.engine(
-                layers,
-                max_num_seqs=1,
-                max_model_len=tokens + 64,
-                max_step_tokens=tokens,
-                kv_blocks=-(-(tokens + 64) // 64) + 1,
-                block_size=64,
-                prefix_cache=False,
-            )
-            try:
-                ms[layers] = statistics.median([_prompt_ms(engine, tokens, seed) for seed in range(5)][1:])
-            finally:
-                engine.close()
-        per_layer = (ms[self.layers] - ms[self.layers - STEP]) / STEP
-        c = shape(self.name, self.layers)
-        touched = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens)
-        read = self.layer_bytes(touched, 1, tokens) / CEILING_TB_S / 1e9
-        floor = max(_prefill_flops(c, tokens) / CEILING_TFLOP_S / 1e9, read)
-        row = {
-            "bench": "prefill",
-            "shape": self.name,
-            "layers": self.layers,
-            "tp": 1,
-            "ep": 1,
-            "tokens": tokens,
-            "expert_format": "int4-g32",
-            "rest_dtype": "bf16",
-            "kv_dtype": "bf16",
-            "ms_per_layer": round(per_layer, 3),
-            "floor_ms_per_layer": round(floor, 3),
-            "fraction": round(floor / per_layer, 4),
-            "tflops": round(_prefill_flops(c, tokens) / per_layer / 1e9, 1),
-            "step_ms": round(ms[self.layers], 3),
-            "tokens_per_s": round(tokens / ms[self.layers] * 1e3, 1),
-            "ceiling_tflops": CEILING_TFLOP_S,
-            "measured_tflops": round(self.product_tflop_s, 1),
-            "method": f"(step of {self.layers} layers - step of {self.layers - STEP}) / {STEP}, medians of 4 prompts",
-            **ledger.circumstances(),
-        }
-        report(
-            f"prefill {tokens}: {per_layer:.2f} ms per layer, floor {floor:.2f} ({100 * floor / per_layer:.0f} %), "
-            f"{row['tflops']} TFLOP/s"
-        )
-        return row
-
-
-class RandomGuesses(Speculator):
-    """So many random drafts for every request, whatever it says."""
-
-    def __init__(self, count: int, vocabulary: int) -> None:
-        super().__init__(suffix=True, fixed=count, shared=False)
-        self._count, self._vocabulary, self._random = count, vocabulary, random.Random(0)
-
-    def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
-        return {w.rid: [self._random.randrange(self._vocabulary) for _ in range(self._count)] for w in plan.work}
 
 
 def _fill(pages: Tensor, latent: int) -> None:
@@ -274,10 +208,11 @@ def _fill(pages: Tensor, latent: int) -> None:
         page.copy_(latents.pack(values[..., :latent] * fp8_kv.constant(latent), values[..., latent:], page.dtype))
 
 
-def _start(engine: Engine, batch: int, context: int) -> None:
-    """`batch` requests in the middle of decoding at `context`: all but the end of their prompts is in the cache."""
+def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
+    """`batch` requests in the middle of decoding at `context`: all but the end of their prompts is in the cache. They
+    have up to `tokens` to decode."""
     rng = random.Random(7)
-    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 48, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for rid in range(batch):
         prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
         engine.scheduler.adopt(prompt[:-1])
@@ -285,8 +220,21 @@ def _start(engine: Engine, batch: int, context: int) -> None:
     waiting = set(range(batch))
     while waiting:
         waiting -= {d.rid for d in engine.step() if d.tokens}
-    for _ in range(6):
+
+
+def step_ms(engine: Engine, *, scattered: bool = True) -> float:
+    """Median of STEPS engine steps, from the end of one to the end of the next, so that nothing falls in between.
+
+    `scattered`: with other tokens each time, which steps without drafts take from the runner's buffer.
+    """
+    ends = []
+    for turn in range(WARM_UP + STEPS):
+        if scattered:
+            engine.runner.call(_scatter, engine)
         engine.step()
+        if turn >= WARM_UP - 1:
+            ends.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(ends)) * 1e3
 
 
 def _scatter(engine: Engine) -> None:
@@ -295,8 +243,13 @@ def _scatter(engine: Engine) -> None:
         engine.runner.last_tokens.random_(0, engine.info.vocab_size)
 
 
-def _distinct(engine: Engine) -> float:
-    """Mean distinct experts per MoE layer of the next step, which runs without its graph."""
+def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
+    """Whether a step of so many tokens met about as many distinct experts per layer as uniform routing would."""
+    return distinct >= BALANCED * c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens)
+
+
+def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
+    """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as above."""
     seen: list[Tensor] = []
     real = kimi_k2.router
 
@@ -306,7 +259,8 @@ def _distinct(engine: Engine) -> float:
         return ids, weights
 
     engine.step()
-    engine.runner.call(_scatter, engine)
+    if scattered:
+        engine.runner.call(_scatter, engine)
     engine.runner.graphs.broken = "counting experts"
     kimi_k2.router = recording  # type: ignore[assignment]
     try:
@@ -318,19 +272,26 @@ def _distinct(engine: Engine) -> float:
     return statistics.mean(len(ids.unique()) for ids in seen)
 
 
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    times = []
-    for _ in range(REPLAYS + 5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[5:])
+def replay_ms(graph: Replayable) -> float:
+    return replays_ms([graph])[0]
 
 
-def _kernels(graph: torch.cuda.CUDAGraph, reads: list[tuple[str, float]]) -> list[str]:
+def replays_ms(graphs: Sequence[Replayable]) -> list[float]:
+    """Of each, its replays in turns with the others'."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for turn in range(REPLAYS + 5):
+        for graph, own in zip(graphs, times):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 5:
+                own.append(begin.elapsed_time(end))
+    return [statistics.median(own) for own in times]
+
+
+def breakdown(graph: Replayable, reads: list[tuple[str, float]]) -> list[str]:
     """What each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after it.
 
     A kernel's own span would count the wait for its predecessor, under which it has already loaded weights. Runs on the
@@ -374,33 +335,6 @@ def described(us: float, kernel: str, what: str, nbytes: float) -> str:
     """A line of the breakdown; the rate only where the kernel reads enough for one to mean something."""
     rate = f"{nbytes / us / 1e6:5.2f} TB/s" if nbytes > 1e6 else " " * 10
     return f"  {us:8.2f} us {rate}  {what:<22} {kernel[:70]}"
-
-
-def _timed(step: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
-def _prompt_ms(engine: Engine, tokens: int, seed: int) -> float:
-    rng = random.Random(seed)
-    prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
-    engine.submit(Submit(seed, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
-    engine.runner.call(torch.cuda.synchronize)
-    begin = time.perf_counter()
-    while engine.busy:
-        engine.step()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def _prefill_flops(c: KimiConfig, tokens: int) -> float:
-    """Of one MoE layer: its matrix products, and causal attention in the plain form."""
-    d, h = c.hidden_size, c.num_attention_heads
-    qkv = d * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) + c.q_lora_rank * h * c.qk_head_dim
-    kv_b = c.kv_lora_rank * h * (c.qk_nope_head_dim + c.v_head_dim)
-    experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
-    per_token = qkv + kv_b + d * h * c.v_head_dim + d * c.n_routed_experts + experts
-    return 2.0 * tokens * per_token + float(tokens) * tokens * h * (c.qk_head_dim + c.v_head_dim)
 
 
 def _tensors(tree: object) -> list[Tensor]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
+from perilune.bench import cycle as cycle_bench
 from perilune.bench import decode as decode_bench
 from perilune.bench import drafts as drafts_bench
 from perilune.bench import ledger, microscope
+from perilune.bench import prefill as prefill_bench
 from perilune.bench.shapes import SHAPES
 from perilune.cli import bench_aa, bench_convert, bench_loading, bench_rivals, bench_schemas, options
 from perilune.core.config import EngineConfig, build
@@ -77,12 +79,12 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     type=click.IntRange(0, MAX_DRAFTS),
     default=0,
     show_default=True,
-    help="Drafts per step, at most: suffix matches; with --shape random ones.",
+    help="Drafts per step, at most: suffix matches; with --shape random ones, and a draft model of real shape.",
 )
 @click.option(
     "--accepted",
     type=float,
-    help="With --shape and --draft: tokens per verify step to declare, the drafts' own time apart.",
+    help="With --shape and --draft: tokens per cycle (verify, accept, draft) to declare.",
 )
 @click.option(
     "--rest-dtype",
@@ -135,20 +137,14 @@ def decode(
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     if shape is not None:
         bench = microscope.Bench(shape, layers)
-        rows = [
-            bench.decode(
-                b,
-                c,
-                say,
-                kernels=kernels,
-                rest_dtype=rest_dtype,
-                kv_dtype=kv_dtype,
-                draft=draft,
-                accepted=accepted or 1.0,
-            )
-            for c in contexts
-            for b in batches
-        ]
+        form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
+        rows = []
+        for c in contexts:
+            for b in batches:
+                if accepted is None:
+                    rows.append(bench.decode(b, c, say, **form))
+                else:
+                    rows.append(cycle_bench.measure(bench, b, c, say, draft=draft, accepted=accepted, **form))
         finish(rows, directory)
         return
     rows = []
@@ -174,12 +170,27 @@ def decode(
 @shape_option
 @layers_option
 @click.option("--tokens", default="1000,4000,10000", show_default=True, help="Prompt lengths, separated by commas.")
+@click.option(
+    "--cached",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Tokens before the prompt whose KV is cached, in whole blocks of 64.",
+)
+@click.option("--experts", type=click.Choice(prefill_bench.FORMATS), default="int4-g32", show_default=True)
+@click.option("--kernels", is_flag=True, help="What each kernel of a layer adds.")
 @ledger_option("prefill")
-def prefill(shape: str | None, layers: int, tokens: str, directory: Path | None) -> None:
+def prefill(
+    shape: str | None, layers: int, tokens: str, cached: int, experts: str, kernels: bool, directory: Path | None
+) -> None:
     """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU)."""
     lengths = numbers(tokens, "--tokens")
     bench = microscope.Bench(shape or next(iter(SHAPES)), layers)
-    finish([bench.prefill(n, say) for n in lengths], directory)
+    cached -= cached % prefill_bench.BLOCK
+    finish(
+        [prefill_bench.measure(bench, n, say, cached=cached, expert_format=experts, kernels=kernels) for n in lengths],
+        directory,
+    )
 
 
 @command.command("drafts")
@@ -191,17 +202,28 @@ def prefill(shape: str | None, layers: int, tokens: str, directory: Path | None)
 @click.option("--requests", default=48, show_default=True, help="Requests of the trace.")
 @click.option("--users", default="1,4,16", show_default=True, help="Requests at a time, separated by commas.")
 @click.option("--rounds", default=3, show_default=True, help="Times that every setting plays the trace.")
+@click.option(
+    "--settings",
+    help="What to compare with no speculation, separated by commas: suffix, eagle3 or hybrid, as many as pay, or with "
+    ":K drafts. [default: a grid and the policy]",
+)
 @ledger_option("drafts")
 def drafts(
-    model: str, requests: int, users: str, rounds: int, directory: Path | None, draft_tokens: int | None, **engine: Any
+    model: str,
+    requests: int,
+    users: str,
+    rounds: int,
+    settings: str | None,
+    directory: Path | None,
+    draft_tokens: int | None,
+    **engine: Any,
 ) -> None:
     """Speculation on a mixed trace: fixed sources and lengths, the policy, and none, in one run on MODEL."""
     if draft_tokens is not None:
-        raise click.BadParameter("all of a small grid are run: leave it out", param_hint="--draft-tokens")
+        raise click.BadParameter("say which drafts to compare with --settings", param_hint="--draft-tokens")
     config = options.engine_values(engine, (), {})
     build(EngineConfig, config)
     config.setdefault("max_model_len", drafts_bench.CONTEXT)
-    finish(
-        [drafts_bench.measure(resolve_model(model), config, requests, numbers(users, "--users"), rounds, say)],
-        directory,
-    )
+    wanted = [] if settings is None else drafts_bench.settings_of(settings)
+    found = drafts_bench.measure(resolve_model(model), config, requests, numbers(users, "--users"), rounds, say, wanted)
+    finish([found], directory)

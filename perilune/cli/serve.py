@@ -57,6 +57,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @options.field_option(EngineConfig, "dtype")
 @options.field_option(EngineConfig, "max_model_len")
 @options.draft_options
+@options.field_option(EngineConfig, "log_rejected")
 @options.field_option(EngineConfig, "max_num_seqs")
 @options.field_option(EngineConfig, "memory_fraction")
 @options.set_option

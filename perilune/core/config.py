@@ -68,6 +68,12 @@ class EngineConfig:
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
+    log_rejected: str | None = _doc(
+        "directory for drafts that were not followed, with the text before, for `draft mine`; default: none is kept",
+        None,
+    )
+    log_rejected_share: float = _doc("share of the requests that are logged, drawn by lot", 0.1)
+    log_rejected_mb: int = _doc("megabytes of that log; the oldest files give way", 64)
     ops: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},
@@ -83,12 +89,15 @@ class EngineConfig:
             ("absorb_limit", 0),
             ("threads", 1),
             ("draft_tokens", 1),
+            ("log_rejected_mb", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
+        if not 0.0 < self.log_rejected_share <= 1.0:
+            raise ConfigError(f"log_rejected_share must be in (0, 1], not {self.log_rejected_share}")
         if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
         if self.tp != 1 or self.ep != 1:

@@ -96,6 +96,10 @@ def sample(rows: int, V: int) -> Cost:
     return Cost(4 * rows * V, 4 * rows * V)
 
 
+def verdict(B: int, m: int) -> Cost:
+    return Cost(2 * B * m, 8 * B * (4 * m + 6))
+
+
 def logprobs(rows: int, V: int, n: int) -> Cost:
     return Cost(4 * rows * V, 4 * rows * V + 12 * rows * n)
 

@@ -110,6 +110,8 @@ class EngineStats:
     step_seconds: float = 0.0
     verified: int = 0  # shares of steps that had drafts: one request in one step
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position in the step, drafted, accepted)
+    graphs: int = 0  # CUDA graphs of steps, as of now; not those of draft chains
+    graph_bytes: int = 0  # device memory that all of them hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 from perilune.core.sampling import SamplingParams
 
 PENDING = -1
+LEFT_OUT = -1  # as a chain's length
 MAX_DRAFTS = 8  # tokens guessed ahead of a request in one step
 
 
@@ -140,12 +141,15 @@ def draws(work: Sequence[Work]) -> tuple[Draw, ...]:
 class StepPlan:
     """Everything the runner needs for one step; printable and replayable.
 
-    A draft model, if there is one, drafts `chain` tokens behind what the step draws; for the next one to verify.
+    A draft model, if there is one, drafts `chain` tokens behind what the step draws, for the next one to verify; with
+    LEFT_OUT it does not even follow the step. Where that can be seen for free, it stops when every request's chain is
+    less probable than `hope` by its own confidence.
     """
 
     step: int
     work: tuple[Work, ...]
     chain: int = 0
+    hope: float = 0.0
 
     @property
     def tokens(self) -> int:

@@ -1,15 +1,20 @@
 """StepPlan -> the tensors of one step. The only place where plans become numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.core.plan import PENDING, StepPlan, Work
 from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.spec.drafter import Followed
+
+ALIGNED = 256  # bytes, as memory of its own would be
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Batch:
 
 
 def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: int) -> Batch:
-    """`last_tokens` [max_num_seqs] int64 on the device: what each slot sampled last, for PENDING ids."""
+    """`last_tokens` [>= max_num_seqs] int64 on the device: what each slot sampled last, for PENDING ids."""
     device = last_tokens.device
     few = [w for w in plan.work if w.count <= absorb_limit]
     many = [w for w in plan.work if w.count > absorb_limit]
@@ -53,50 +58,73 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         table = np.asarray(w.blocks[first:], np.int64)
         slots[begin:end] = table[here // block_size - first] * block_size + here % block_size
 
-    ids = on_device(tokens, device)
     pending = np.flatnonzero(tokens == PENDING)
-    if len(pending):
-        owner = np.searchsorted(ends, pending, side="right")
-        sources = on_device(np.fromiter((work[i].slot for i in owner), np.int64, len(owner)), device)
-        ids[on_device(pending, device)] = last_tokens[sources]
-
-    split = int(ends[len(few) - 1]) if few else 0
-    step = Step(
-        tokens=ids,
-        positions=on_device(positions, device),
-        slots=on_device(slots, device),
-        absorbed=_span(few, slice(0, split), device),
-        plain=_span(many, slice(split, total), device, counts_on_host=True),
-    )
+    sources = np.array([work[i].slot for i in np.searchsorted(ends, pending, side="right")], np.int64)
     sampling = [i for i, w in enumerate(work) if w.sample]
     firsts = [int(ends[i]) - work[i].drafts - 1 for i in sampling]
-    return Batch(
-        step=step,
-        work=work,
-        starts=tuple(starts.tolist()),
-        sampled=tuple(work[i] for i in sampling),
-        rows=on_device(np.concatenate([ends[:0], *(np.arange(f, ends[i]) for f, i in zip(firsts, sampling))]), device),
-        firsts=on_device(np.array(firsts, np.int64), device),
-        slots=on_device(np.array([work[i].slot for i in sampling], np.int64), device),
+    spans = [_Arrays.of(few), _Arrays.of(many)]
+    ids, at, places, rows, first_rows, stores, pending_at, source, *blocks = _together(
+        [
+            tokens,
+            positions,
+            slots,
+            np.concatenate([ends[:0], *(np.arange(f, ends[i]) for f, i in zip(firsts, sampling))]),
+            np.array(firsts, np.int64),
+            np.array([work[i].slot for i in sampling], np.int64),
+            pending,
+            sources,
+            spans[0].tables,
+            spans[0].query_start,
+            spans[0].context,
+            spans[1].tables,
+        ],
+        device,
     )
+    if len(pending):
+        ids[pending_at] = last_tokens[source]
+    split = int(ends[len(few) - 1]) if few else 0
+    # The plain form's kernels are launched by request, from counts on the host.
+    counted = torch.from_numpy(spans[1].query_start), torch.from_numpy(spans[1].context)
+    step = Step(
+        tokens=ids,
+        positions=at,
+        slots=places,
+        absorbed=Span(slice(0, split), *blocks[:3]) if few else None,
+        plain=Span(slice(split, total), blocks[3], *counted) if many else None,
+    )
+    return Batch(step, work, tuple(starts.tolist()), tuple(work[i] for i in sampling), rows, first_rows, stores)
 
 
-def _span(work: list[Work], rows: slice, device: torch.device, *, counts_on_host: bool = False) -> Span | None:
-    if not work:
-        return None
-    width = max(len(w.blocks) for w in work)
-    tables = np.zeros((len(work), width), np.int32)
-    for row, w in zip(tables, work):
-        row[: len(w.blocks)] = w.blocks
-    query_start = np.zeros(len(work) + 1, np.int32)
-    np.cumsum([w.count for w in work], out=query_start[1:])
-    context = np.fromiter((w.end for w in work), np.int32, len(work))
-    return Span(
-        rows,
-        on_device(tables, device),
-        torch.from_numpy(query_start) if counts_on_host else on_device(query_start, device),
-        torch.from_numpy(context) if counts_on_host else on_device(context, device),
-    )
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """A span's, as in Span."""
+
+    tables: NDArray[np.int32]
+    query_start: NDArray[np.int32]
+    context: NDArray[np.int32]
+
+    @staticmethod
+    def of(work: list[Work]) -> "_Arrays":
+        tables = np.zeros((len(work), max((len(w.blocks) for w in work), default=0)), np.int32)
+        for row, w in zip(tables, work):
+            row[: len(w.blocks)] = w.blocks
+        query_start = np.zeros(len(work) + 1, np.int32)
+        np.cumsum([w.count for w in work], out=query_start[1:])
+        return _Arrays(tables, query_start, np.fromiter((w.end for w in work), np.int32, len(work)))
+
+
+def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays there, in one copy, without waiting for the device."""
+    if device.type != "cuda":
+        return [torch.from_numpy(a) for a in arrays]
+    begins = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
+    host = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
+    filled = host.numpy()
+    for begin, a in zip(begins, arrays):
+        filled[begin : begin + a.nbytes] = a.reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)  # the pinned memory is torch's to reuse, once the copy is over
+    types = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+    return [there[b : b + a.nbytes].view(types[a.dtype]).view(a.shape) for b, a in zip(begins, arrays)]
 
 
 def followed(batch: Batch, features: Tensor, drawn: Tensor, lengths: Tensor | None) -> Followed:

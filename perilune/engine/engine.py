@@ -40,6 +40,7 @@ from perilune.ops import latents, registry
 from perilune.spec.costs import Costs
 from perilune.spec.drafter import Drafter
 from perilune.spec.eagle3 import load_drafter
+from perilune.spec.rejected import RejectedLog
 from perilune.spec.speculator import Speculator
 from perilune.text.matcher import Vocabulary, vocabulary
 from perilune.text.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ class Engine:
         device = resolve_device(config, choices)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
         config, drafter_dir = resolve_draft(config, model_dir, choices)
+        self._rejected = _rejected_log(config, choices)
         worker = compute_thread(config.threads)
         try:
             config, model, pages, drafter = worker.submit(
@@ -175,11 +177,13 @@ class Engine:
             begin = time.perf_counter()
             if drafts := self.speculator.propose(plan):
                 plan = self.scheduler.add_drafts(plan, drafts)
-            plan = dataclasses.replace(plan, chain=self.speculator.chain(plan))
+            plan = dataclasses.replace(plan, chain=self.speculator.chain(plan), hope=self.speculator.hope)
             self.drafting_seconds += time.perf_counter() - begin
         queued = self.runner.launch(plan)
         if self.speculator is not None:
             self.speculator.tidy()
+        if self._rejected is not None:
+            self._rejected.tidy()
         return plan, queued
 
     def _land(self, plan: StepPlan, queued: "Future[Readout]") -> list[Delta]:
@@ -191,6 +195,8 @@ class Engine:
             self.speculator.observe(landed, result.outputs)
             if before is not None:
                 self.speculator.timed(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
+        if self._rejected is not None:
+            self._rejected.observe(plan, landed)
         for delta in landed:
             if delta.finish_reason is not None:
                 self._forget(delta.rid)
@@ -200,12 +206,16 @@ class Engine:
         self.scheduler.submit(request, seed)
         if self.speculator is not None:
             self.speculator.open(request.rid, request.prompt)
+        if self._rejected is not None:
+            self._rejected.open(request.rid, request.prompt, greedy=request.params.greedy)
 
     def _forget(self, rid: int) -> None:
         """The request is not the scheduler's any more."""
         self._grammars.drop(rid)
         if self.speculator is not None:
             self.speculator.drop(rid)
+        if self._rejected is not None:
+            self._rejected.drop(rid)
 
     def _take_compiled(self) -> list[Delta]:
         """Schedules the requests whose grammars are ready; those that failed get their last Delta."""
@@ -258,14 +268,30 @@ class Engine:
         return next(reversed(self._costs.values()))
 
     def stats(self) -> EngineStats:
-        stats = dataclasses.replace(self.scheduler.stats(), step_seconds=self.runner.busy_seconds)
+        graphs = self.runner.graphs
+        stats = dataclasses.replace(
+            self.scheduler.stats(),
+            step_seconds=self.runner.busy_seconds,
+            graphs=0 if graphs is None else len(graphs),
+            graph_bytes=0 if graphs is None else graphs.nbytes,
+        )
         return stats if self.speculator is None else self.speculator.report(stats)
 
     def close(self) -> None:
         """Waits for the step in flight and drops the weights and the cache."""
         self.runner.close()
         self._grammars.close()
+        if self._rejected is not None:
+            self._rejected.close()
         del self.runner, self.scheduler, self._drafter
+
+
+def _rejected_log(config: EngineConfig, choices: Choices) -> RejectedLog | None:
+    if config.log_rejected is None:
+        return None
+    directory, share = Path(config.log_rejected).expanduser(), config.log_rejected_share
+    choices.note("log_rejected", str(directory), f"{share:.0%} of requests, at most {config.log_rejected_mb} MB")
+    return RejectedLog(directory, share=share, limit_bytes=config.log_rejected_mb << 20)
 
 
 def _vocabulary(model_dir: Path) -> Vocabulary:

@@ -104,6 +104,10 @@ class Grammars:
         """Forgets a request; unknown ids are ignored."""
         self._sessions.pop(rid, None)
 
+    def holds(self, work: Work) -> bool:
+        """Whether the request has a constraint."""
+        return work.rid in self._sessions
+
     def close(self) -> None:
         self._sessions.clear()
         self._compiler.shutdown(cancel_futures=True)

@@ -1,43 +1,62 @@
-"""Decode and verify steps as CUDA graphs: everything from token ids to logits is one launch, a draft chain another.
+"""Decode and verify steps as CUDA graphs: from token ids to the tokens that stand is one launch.
 
 A graph is captured for a number of requests, of tokens for each and a width of the block tables when traffic first asks
-for them together; all share one memory pool. A step's numbers travel in one copy into the graph's input buffer. Rows
-beyond the step's requests repeat the first one, so that they touch no expert of their own, and write nothing to the
-cache. Where requests have different numbers of tokens, those with fewer get rows in front, which repeat their first
-token at the positions before it and write nothing either: only what has been computed is in reach of them.
+for them together. Where every request of the step chooses freely it holds the whole step: forward pass, draws, which
+drafts stand (ops/verdict), the last-token buffer. Where one is masked, penalized or wants log-probabilities, it ends
+with the logits, and the rest is queued call by call (`forward`, then `settle`).
+
+A draft model adds two: it follows a step in a graph that belongs to the step's, and drafts in one for the number of
+requests, the width and the chain's length, whichever step came before. So sizes and lengths add up instead of
+multiplying, and both are launched while the step itself runs.
+
+A step's numbers travel in one copy to the graph's inputs (engine/inputs.py), what it brings in one copy back. All
+graphs share one memory pool. When what they hold outgrows MAX_BYTES all go, and traffic brings back those it needs.
 """
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import StepPlan, Work
+from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.engine.inputs import Arrays, Inputs, Size
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.spec.drafter import Drafter, Drafts, Followed
+from perilune.ops.sample import sample
+from perilune.ops.verdict import verdict
+from perilune.spec.drafter import Drafter, Drafts, Followed, Start
 
 log = logging.getLogger("perilune.engine")
 
 MAX_GRAPHS = 128  # the least recently used goes first
+MAX_BYTES = 1 << 30  # half of what engine/resolve.py leaves free besides weights and cache
 MAX_REQUESTS = 256
 MAX_ROWS = 512
 EACH = (1, 2, 3, 4, 6, 9)  # tokens of a request that there are graphs for
+AHEAD = max(EACH) + 2  # the column where a chain's ids begin in what a step brings; MAX_DRAFTS further, its confidences
 NARROWEST = 32  # blocks in a table
+SPARE_BYTES = 512 << 20  # left for a capture; where there is less, cached memory is given back first
 WIDENING = 4
 
-_COLUMNS = ("ids", "rows", "positions", "slots")  # int64 [T] each, then int32: context [B], tables [B, M]
-
 Replay = Callable[[], None]
-# requests B, tokens of each m (T = B m), table width M, layers whose inputs come out
-Key = tuple[int, int, int, tuple[int, ...]]
+
+
+class Key(NamedTuple):
+    """`whole`: whether the graph draws. `followed`: whether what a draft model reads comes out."""
+
+    requests: int
+    each: int
+    width: int
+    whole: bool
+    followed: bool
 
 
 def rounded_up(requests: int) -> int:
@@ -63,60 +82,108 @@ def _each(plan: StepPlan) -> int:
 
 
 @dataclass(slots=True)
-class _Chain:
-    """A draft chain behind a step: what it reads besides the step's own tensors, and what comes of it."""
+class _Graph:
+    """What a graph reads and writes: its tensors must live as long as it does.
 
-    following: Tensor  # [T] int64; of rows beyond the step's whatever was there
-    last: Tensor  # [B] int64, likewise
-    firsts: Tensor  # [B] int64: the first row of each
-    drafts: Drafts | None = None
+    out   [B, AHEAD + 2 MAX_DRAFTS] float64: what ops/verdict tells
+    """
+
+    inputs: Inputs
+    step: Step
+    following: Tensor  # [T] int64
+    last: Tensor  # [B] int64
+    out: Tensor
+    logits: Tensor | None = None  # [T, V] float32, unless it draws
+    features: Tensor | None = None  # [T, A D], for a draft model
     replay: Replay = _nothing
+    follow: Replay | None = None
 
 
 @dataclass(slots=True)
-class _Graph:
-    inputs: Tensor  # bytes, on the device
-    rows: Tensor  # [T] int64, in `inputs`
-    step: Step  # what the graph reads besides: its tensors must live as long as the graph
-    logits: Tensor  # [T, V] float32
-    features: Tensor  # [T, A D], for a draft model
-    host: tuple[Tensor, Tensor]  # pinned: while the device copies from one, the next step is written to the other
-    turn: int = 0
-    replay: Replay = _nothing
-    chains: dict[int, _Chain] = field(default_factory=dict)  # by length
+class _Chains:
+    start: Start
+    replays: dict[int, Replay] = field(default_factory=dict)  # by length
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A step that a graph has run.
+    """A step that a graph has run as far as its logits.
 
-    logits   [R, V] float32 in the order of the plan's draws; valid until this graph's next step
-    slots    [S] int64: the last-token rows of the requests
-    firsts   [S]: the row of the graph where each request's own tokens begin
+    logits  [R, V] float32 in the order of the plan's draws; valid until this graph's next step
+    rows    [R] int64: the graph's rows that belong to draws; None: the first R
     """
 
     key: Key
     logits: Tensor
-    slots: Tensor
-    firsts: NDArray[np.int64]
-    rows: Tensor | None  # [R] int64: the graph's rows that belong to draws; None: the first R
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What a step brings, on its way to the host.
+
+    table    [>= S, AHEAD + 2 MAX_DRAFTS] float64 in host memory: a row per request, with `each` tokens, how many of its
+             own stand, whether the next failed, and from AHEAD on a chain of `chain` drafts and their confidences; to
+             be read before the step after the next is queued
+    done     the point in the device's work after which it may be; None if it is there already
+    lengths  [S] float64 on the device: the column of how many stand; valid until the next step
+    """
+
+    table: Tensor
+    each: int
+    chain: int
+    done: torch.cuda.Event | None
+    lengths: Tensor
 
 
 class DecodeGraphs:
-    """Owns the graphs of one model on one device. Used by the compute thread alone."""
+    """Owns the graphs of one model on one device. Used by one thread at a time.
+
+    last_tokens [N] int64: the last-token buffer, whose last row nobody reads.
+    """
 
     def __init__(self, model: KimiK2, pages: Pages, last_tokens: Tensor, max_model_len: int) -> None:
         self._model, self._pages, self._last_tokens = model, pages, last_tokens
         self._most_blocks = -(-max_model_len // pages.block_size)
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._chains: dict[tuple[int, int], _Chains] = {}  # by requests and width
+        device = last_tokens.device
+        self._on_gpu = device.type == "cuda"
+        columns = AHEAD + 2 * MAX_DRAFTS
+        self._out = torch.zeros(MAX_REQUESTS, columns, dtype=torch.float64, device=device)
+        # While one is copied to, the host reads the other: two steps may be in flight.
+        self._host = [torch.zeros(MAX_REQUESTS, columns, dtype=torch.float64, pin_memory=self._on_gpu) for _ in "01"]
+        self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]
+        self._turn = 0
+        self._arrays = Arrays()
+        self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
         self._pool: tuple[int, int] | None = None
-        self._tables: dict[int, tuple[tuple[int, ...], NDArray[np.int32]]] = {}  # by slot
-        self._layers: tuple[int, ...] = ()
-        self.broken: str | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._drafter: Drafter | None = None
+        self._known: Drafter | None = None  # the one that there are graphs of
+        self._most_rows = MAX_ROWS
+        self.captured, self.capture_seconds = 0, 0.0  # since the start
+        self.nbytes = 0  # of device memory that the graphs hold
+        self.broken: str | None = None  # why there are none, not even of one row
 
-    def follow(self, layers: tuple[int, ...]) -> None:
-        """From now on the graphs bring what enters these layers, for a draft model."""
-        self._layers = layers
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def follow(self, drafter: Drafter | None) -> None:
+        """From now on this draft model goes along, or none; nothing may be in flight."""
+        if drafter is not None and drafter is not self._known:
+            self.close()
+            self._known = drafter
+        self._drafter = drafter
+
+    def close(self) -> None:
+        """Gives all memory back; graphs are captured anew when steps come."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._last_tokens.device)
+        self._graphs.clear()
+        self._chains.clear()
+        self._pool, self.nbytes = None, 0
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether every request of the step decodes one token, or verifies drafts."""
@@ -124,167 +191,236 @@ class DecodeGraphs:
         return (
             self.broken is None
             and len(plan.work) <= MAX_REQUESTS
-            and most * rounded_up(len(plan.work)) <= MAX_ROWS
+            and most * rounded_up(len(plan.work)) <= self._most_rows
             and all(w.sample and w.count == w.drafts + 1 and not w.prompt_targets and w.end >= most for w in plan.work)
         )
 
-    def run(self, plan: StepPlan) -> Run | None:
-        """None if the step cannot be captured on this machine, which is then remembered."""
+    def run(self, plan: StepPlan) -> Arriving | None:
+        """The whole step, for requests that choose freely. None if it cannot be captured on this machine, which is
+        then remembered."""
+        found = self._replayed(plan, whole=True)
+        return None if found is None else self._chained(found[1], found[0], plan)
+
+    def forward(self, plan: StepPlan) -> Run | None:
+        """The step as far as its logits; None as with `run`."""
+        found = self._replayed(plan, whole=False)
+        if found is None:
+            return None
+        key, graph = found
+        assert graph.logits is not None
+        count, each = len(plan.work), key.each
+        logits, rows = graph.logits[: count * each], None
+        if any(w.count < each for w in plan.work):
+            own = [i * each + j for i, w in enumerate(plan.work) for j in range(each - w.count, each)]
+            rows = on_device(np.array(own), logits.device)
+            logits = graph.logits.index_select(0, rows)
+        return Run(key, logits, rows)
+
+    def settle(self, run: Run, plan: StepPlan, drawn: Tensor, cut: Mapping[int, int]) -> Arriving:
+        """The rest of a step of which `drawn` [R] is what was drawn, negative where that failed. Of the works in `cut`
+        only so many drafts may stand."""
+        graph, each = self._graphs[run.key], run.key.each
+        fields = graph.inputs.fields
+        grid = torch.zeros_like(graph.following)
+        if run.rows is None:
+            grid[: len(drawn)] = drawn
+        else:
+            grid[run.rows] = drawn
+        stop = fields.stop
+        if cut:
+            ends = [each - w.count + cut.get(i, w.drafts) for i, w in enumerate(plan.work)]
+            stop = stop.clone()
+            stop[: len(ends)] = on_device(np.array(ends, np.int32), stop.device)
+        verdict(
+            grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._last_tokens, graph.out,
+            graph.following, graph.last,
+        )  # fmt: skip
+        return self._chained(graph, run.key, plan)
+
+    def draft(self, start: Start, length: int) -> Drafts:
+        """As the draft model's `draft`, for at most MAX_REQUESTS requests; valid until the next step."""
+        count, used = start.tables.shape
+        requests, width = min(rounded_up(count), MAX_REQUESTS), table_width(used, self._most_blocks)
+        room = self._room(requests, width).start
+        for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
+            to[:count] = of
+        room.tables[:count, :used] = start.tables
+        self._draft(requests, width, length)
+        ids, sure = self._out[:count, AHEAD:].chunk(2, 1)
+        return Drafts(ids[:, :length], sure[:, :length])
+
+    @torch.inference_mode()
+    def latest(self) -> _Graph:
+        """The graph that ran last, whose `replay` runs the step once more, on the same tokens: for measurements."""
+        graph = next(reversed(self._graphs.values()))
+        ids, rows = graph.step.tokens, graph.inputs.fields.rows.flatten()
+        ids.copy_(torch.where(ids < 0, self._last_tokens[rows], ids))
+        return graph
+
+    def _replayed(self, plan: StepPlan, *, whole: bool) -> tuple[Key, _Graph] | None:
         width = table_width(max(len(w.blocks) for w in plan.work), self._most_blocks)
-        key = (min(rounded_up(len(plan.work)), MAX_REQUESTS), _each(plan), width, self._layers)
+        requests = min(rounded_up(len(plan.work)), MAX_REQUESTS)
+        key = Key(requests, _each(plan), width, whole, self._drafter is not None)
         found = self._graphs.get(key)
         if found is None:
             try:
                 found = self._capture(key, plan)
             except RuntimeError as e:
-                self.broken = str(e).splitlines()[0]
-                log.warning("decode steps run without CUDA graphs: %s", self.broken)
+                rows, why = key.requests * key.each, str(e).splitlines()[0]
+                log.warning("decode steps of %d rows run without CUDA graphs: %s", rows, why)
+                self._most_rows = rows * 3 // 4
+                self.broken = why if rows == 1 else None
                 return None
             self._graphs[key] = found
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        self._fill(found, key, plan)
+        found.inputs.fill(plan.work)
         found.replay()
-        count, each = len(plan.work), key[1]
-        firsts = np.array([i * each + each - w.count for i, w in enumerate(plan.work)], np.int64)
-        rows = None
-        if any(w.count < each for w in plan.work):
-            ends = each * np.arange(1, count + 1)
-            rows = on_device(np.concatenate([np.arange(f, e) for f, e in zip(firsts, ends)]), found.inputs.device)
-        logits = found.logits[: count * each] if rows is None else found.logits.index_select(0, rows)
-        return Run(key, logits, found.rows[: count * each : each], firsts, rows)
+        return key, found
 
-    def chain(
-        self, run: Run, plan: StepPlan, drafter: Drafter, drawn: Tensor, lengths: Tensor | None, length: int
-    ) -> Drafts | None:
-        """As drafter.propose, behind a step just run that drew `drawn` [R], of which each request keeps `lengths` [S],
-        or one."""
-        graph, each, count = self._graphs[run.key], run.key[1], len(plan.work)
-        found = graph.chains.get(length)
-        if found is None:
-            found = graph.chains[length] = self._capture_chain(graph, run, plan, drafter, length)
-        if run.rows is None:
-            found.following[: count * each] = drawn
-            last = found.firsts[:count]
-        else:
-            found.following[run.rows] = drawn
-            last = on_device(run.firsts, drawn.device)
-        found.last[:count] = last if lengths is None else last + (lengths - 1).clamp_min_(0)
-        found.replay()
-        if found.drafts is None:
-            return None
-        return Drafts(found.drafts.tokens[:count], found.drafts.confidence[:count])
-
-    def latest(self) -> _Graph:
-        """The graph that ran last, whose `replay` runs the step once more: for measurements."""
-        return next(reversed(self._graphs.values()))
+    def _chained(self, graph: _Graph, key: Key, plan: StepPlan) -> Arriving:
+        """Lets the draft model follow a step that has settled, and sends what there is to the host."""
+        chain = 0
+        if self._drafter is not None and plan.chain != LEFT_OUT:
+            if graph.follow is None:
+                graph.follow = self._capture_follow(graph, key, plan, self._drafter)
+            graph.follow()
+            chain = min(plan.chain, self._drafter.longest)
+            if chain:
+                self._draft(key.requests, key.width, chain)
+        self._turn ^= 1
+        table, done = self._host[self._turn][: key.requests], self._done[self._turn]
+        table.copy_(graph.out, non_blocking=True)
+        if done is not None:
+            done.record()
+        return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
 
     def _capture(self, key: Key, plan: StepPlan) -> _Graph:
-        begin = time.perf_counter()
-        requests, each, width, _ = key
-        size = requests * (8 * len(_COLUMNS) * each + 4 * (1 + width))
-        device = self._last_tokens.device
-        inputs = torch.zeros(size, dtype=torch.uint8, device=device)
-        host = torch.empty(2, size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        step = self._step(inputs, key)
-        assert step.pending is not None
-        new = _Graph(inputs, step.pending[0], step, inputs, inputs, (host[0], host[1]))
-        self._fill(new, key, plan)
+        if self.nbytes > MAX_BYTES:
+            log.info("decode graphs hold %.0f MB: captured anew as they are needed", self.nbytes / 1e6)
+            self.close()
+        device, nobody, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
+        inputs = Inputs(Size(*key[:3]), device, self._arrays, block_size=self._pages.block_size, nobody=nobody)
+        rows = requests * each
+        graph = _Graph(
+            inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests]
+        )  # fmt: skip
+        inputs.fill(plan.work)
+        # A first run happens besides the replay to come: it must not change what that one takes for the last tokens.
+        inputs.fields.stores.fill_(nobody)
 
-        def forward() -> None:
-            new.logits, new.features = self._forward(step)
+        def work() -> None:
+            logits, graph.features = self._forward(graph.step)
+            if key.whole:
+                self._draw(graph, logits)
+            else:
+                graph.logits = logits
 
-        new.replay = self._record(forward)
-        log.info(
-            "decode graph for %d requests, %d tokens and %d blocks each: %.2f s; %.0f MB reserved in all",
-            requests,
-            each,
-            width,
-            time.perf_counter() - begin,
-            torch.cuda.memory_reserved() / 1e6,
-        )
-        return new
+        graph.replay = self._record(work, f"{key}")
+        return graph
 
-    def _capture_chain(self, graph: _Graph, run: Run, plan: StepPlan, drafter: Drafter, length: int) -> _Chain:
-        requests, each, *_ = run.key
-        rows = torch.arange(requests * each, device=graph.inputs.device)
-        new = _Chain(torch.zeros_like(rows), rows[::each].clone(), rows[::each].clone())
-        starts = tuple(i * each for i in range(requests))
+    def _capture_follow(self, graph: _Graph, key: Key, plan: StepPlan, drafter: Drafter) -> Replay:
+        requests, each, *_ = key
+        starts, sampled = tuple(range(0, requests * each, each)), tuple(range(requests))
         # Which works the rows belong to matters to nobody where the step's own block tables are read.
         works = tuple(plan.work[i % len(plan.work)] for i in range(requests))
+        room = self._room(requests, key.width).start
 
-        def propose() -> None:
-            followed = Followed(
-                works, starts, graph.step, graph.features, new.following, tuple(range(requests)), new.last
-            )
-            new.drafts = drafter.propose(followed, length)
+        def follow() -> None:
+            assert graph.features is not None
+            found = drafter.follow(
+                Followed(works, starts, graph.step, graph.features, graph.following, sampled, graph.last)
+            )  # fmt: skip
+            assert found is not None
+            room.states.copy_(found.states)
+            room.features.copy_(found.features)
+            room.positions.copy_(found.positions)
+            room.tables.copy_(found.tables)
 
-        new.replay = self._record(propose)
-        return new
+        return self._recorded(follow, f"{key}, following")
 
-    def _record(self, work: Callable[[], None]) -> Replay:
+    def _room(self, requests: int, width: int) -> _Chains:
+        found = self._chains.get((requests, width))
+        if found is None:
+            assert self._drafter is not None
+            found = self._chains[requests, width] = _Chains(self._drafter.blank(requests, width))
+        return found
+
+    def _draft(self, requests: int, width: int, length: int) -> None:
+        """Drafts from the start that lies there, which is used up; the chains go to `_out`."""
+        drafter, chains = self._drafter, self._room(requests, width)
+        assert drafter is not None
+        replay = chains.replays.get(length)
+        if replay is None:
+            ids, sure = self._out[:requests, AHEAD:].chunk(2, 1)
+
+            def draft() -> None:
+                drafts = drafter.draft(chains.start, length)
+                ids[:, :length], sure[:, :length] = drafts.tokens, drafts.confidence
+
+            kept = chains.start.features.clone()
+            replay = self._recorded(draft, f"chains of {length} for {requests} requests, tables {width} wide")
+            chains.start.features.copy_(kept)
+            chains.replays[length] = replay
+        replay()
+
+    def _recorded(self, work: Callable[[], None], name: str) -> Replay:
+        """As `_record`, or `work` itself if it cannot be captured."""
+        try:
+            return self._record(work, name)
+        except RuntimeError as e:
+            log.warning("no CUDA graph of %s: %s", name, str(e).splitlines()[0])
+            return work
+
+    def _record(self, work: Callable[[], None], name: str) -> Replay:
+        begin, device = time.perf_counter(), self._last_tokens.device
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream(self._last_tokens.device)
-        with torch.cuda.stream(side):  # the first run may allocate and compile, which a capture may not
-            work()
-        side.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            work()
+        torch.cuda.synchronize(device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._side):
+            work()  # the first run may allocate and compile, which a capture may not
+            self._side.synchronize()
+            # The library's workspace of this stream belongs to the graphs: made in their pool, and left to it.
+            torch._C._cuda_clearCublasWorkspaces()
+            if torch.cuda.mem_get_info(device)[0] < SPARE_BYTES:
+                torch.cuda.empty_cache()  # dear: steps of prompts have to ask for their memory anew
+            before = torch.cuda.mem_get_info(device)[0]
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which only says that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
         self._pool = graph.pool()
+        self.nbytes += max(before - torch.cuda.mem_get_info(device)[0], 0)
+        seconds = time.perf_counter() - begin
+        self.captured, self.capture_seconds = self.captured + 1, self.capture_seconds + seconds
+        log.info("CUDA graph of %s: %.3f s; %.0f MB in all", name, seconds, self.nbytes / 1e6)
         return graph.replay
 
-    def _step(self, inputs: Tensor, key: Key) -> Step:
-        requests, each, width, _ = key
-        rows_of_all = requests * each
-        wide = inputs[: 8 * len(_COLUMNS) * rows_of_all].view(torch.int64).view(len(_COLUMNS), rows_of_all)
-        narrow = inputs[8 * len(_COLUMNS) * rows_of_all :].view(torch.int32)
-        ids, rows, positions, slots = wide.unbind()
-        starts = torch.arange(0, rows_of_all + 1, each, dtype=torch.int32, device=inputs.device)
-        tables = narrow[requests:].view(requests, width)
-        span = Span(slice(0, rows_of_all), tables, starts, narrow[:requests])
-        return Step(ids, positions, slots, span, None, (rows, self._last_tokens))
+    def _step(self, inputs: Inputs) -> Step:
+        fields, (requests, each, _) = inputs.fields, inputs.size
+        rows = requests * each
+        starts = torch.arange(0, rows + 1, each, dtype=torch.int32, device=fields.ids.device)
+        span = Span(slice(0, rows), fields.tables, starts, fields.context)
+        pending = (fields.rows.flatten(), self._last_tokens)
+        return Step(fields.ids.flatten(), fields.positions.flatten(), fields.slots.flatten(), span, None, pending)
 
     def _forward(self, step: Step) -> tuple[Tensor, Tensor]:
-        hidden, features = self._model.hidden_with_aux(step, self._pages.data, self._layers)
+        layers = () if self._drafter is None else self._drafter.aux_layers
+        hidden, features = self._model.hidden_with_aux(step, self._pages.data, layers)
         return self._model.logits(hidden), features
 
-    def _fill(self, graph: _Graph, key: Key, plan: StepPlan) -> None:
-        requests, each, width, _ = key
-        graph.turn ^= 1
-        host = graph.host[graph.turn]
-        array = host.numpy()
-        split = 8 * len(_COLUMNS) * requests * each
-        columns = array[:split].view(np.int64).reshape(len(_COLUMNS), requests, each)
-        context = array[split : split + 4 * requests].view(np.int32)
-        tables = array[split + 4 * requests :].view(np.int32).reshape(requests, width)
-        size = self._pages.block_size
-        for i, w in enumerate(plan.work):
-            if each == 1:
-                slot = w.blocks[w.start // size] * size + w.start % size
-                columns[:, i, 0] = (w.tokens[0], w.slot, w.start, slot)
-            else:
-                front = each - w.count
-                positions = np.arange(w.end - each, w.end)
-                own = positions[front:]
-                blocks = np.asarray(w.blocks[w.start // size :], np.int64)
-                columns[0, i, :front], columns[0, i, front:] = w.tokens[0], w.tokens
-                columns[1, i], columns[2, i] = w.slot, positions
-                columns[3, i, :front] = -1
-                columns[3, i, front:] = blocks[own // size - w.start // size] * size + own % size
-            context[i] = w.end
-            table = self._table(w)
-            tables[i, : len(table)] = table
-            tables[i, len(table) :] = table[0]
-        count = len(plan.work)
-        columns[:, count:], context[count:], tables[count:] = columns[:, :1], context[0], tables[0]
-        columns[_COLUMNS.index("slots"), count:] = -1
-        graph.inputs.copy_(host, non_blocking=True)
-
-    def _table(self, w: Work) -> NDArray[np.int32]:
-        """The request's block table as an array, made anew only when it has changed."""
-        known = self._tables.get(w.slot)
-        if known is None or known[0] is not w.blocks:
-            known = self._tables[w.slot] = (w.blocks, np.asarray(w.blocks, np.int32))
-        return known[1]
+    def _draw(self, graph: _Graph, logits: Tensor) -> None:
+        fields = graph.inputs.fields
+        by_draw = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
+        drawn = sample(logits, *(x.flatten() for x in by_draw))
+        verdict(
+            drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._last_tokens, graph.out,
+            graph.following, graph.last,
+        )  # fmt: skip

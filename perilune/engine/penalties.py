@@ -51,6 +51,12 @@ class Adjuster:
         """Whether `count` has anything to do with the tokens drawn from what `adjust` returned last."""
         return self._open is not None
 
+    @staticmethod
+    def asked(draw: Draw) -> bool:
+        """Whether a request wants anything of `adjust` for this token."""
+        p = draw.params
+        return p.penalized or bool(p.logit_bias) or (draw.draw < p.min_tokens and bool(p.stop_token_ids))
+
     def adjust(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """The logits [S, V] float32 to choose from, row i for draws[i]; the very same tensor if nobody asks."""
         V = logits.shape[1]

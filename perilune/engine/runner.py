@@ -1,8 +1,7 @@
-"""Runs step plans on the device, one after the other, beside the thread that plans them."""
+"""Runs step plans on the device, one after the other, beside the thread that plans them or on it."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from perilune.core.plan import Output, StepPlan, StepResult, TokenLogprob, Work, draws
+from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, Output, StepPlan, StepResult, TokenLogprob, Work, draws
 from perilune.engine import sampler
 from perilune.engine.batch import build, followed
 from perilune.engine.grammar import Grammars
-from perilune.engine.graphs import DecodeGraphs
+from perilune.engine.graphs import AHEAD, MAX_REQUESTS, Arriving, DecodeGraphs
 from perilune.engine.penalties import Adjuster
 from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
@@ -24,13 +23,13 @@ from perilune.ops import registry
 from perilune.ops.linear import FEW_ON_CPU
 from perilune.ops.threads import torch_alone
 from perilune.spec.acceptance import Accepted, accept, rows_kept
-from perilune.spec.drafter import Drafter, Drafts
+from perilune.spec.drafter import Drafter, Drafts, Start
 
 T = TypeVar("T")
 
 
 class Runner:
-    """Owns the model, the KV pages and the last-token buffer; a single worker thread executes plans in order.
+    """Owns the model, the KV pages and the last-token buffer; plans are executed in order, never two at a time.
 
     That order is what the scheduler relies on: a block freed after step N was planned may be given away at once,
     because whatever step N still writes to it is written before any later step.
@@ -53,7 +52,8 @@ class Runner:
         self.pages = pages
         self.absorb_limit = absorb_limit
         self.overrides = dict(overrides)
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=pages.data.device)
+        # One row more than there are slots, for what nobody reads.
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=pages.data.device)
         self.adjuster = Adjuster(max_num_seqs)
         self.grammars = grammars
         self.drafter: Drafter | None = None
@@ -63,22 +63,36 @@ class Runner:
         self.busy_seconds = 0.0
         self.follow(drafter)
         self._worker = worker
+        self._launched: Future[Readout] | None = None
 
     def follow(self, drafter: Drafter | None) -> None:
         """From the next step on this draft model goes along; nothing may be in flight."""
         self.drafter = drafter
         if self.graphs is not None:
-            self.graphs.follow(() if drafter is None else drafter.aux_layers)
+            self.graphs.follow(drafter)
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
-        return self._worker.submit(self._timed, plan)
+        """Runs the plan after those launched before. A graph's step is queued on the spot: handing it to another thread
+        takes as long as queueing it."""
+        idle = self._launched is None or self._launched.done()
+        if idle and self.graphs is not None and self.graphs.takes(plan):
+            self._launched = Future()
+            self._launched.set_result(self._timed(plan))
+        else:
+            self._launched = self._worker.submit(self._timed, plan)
+        return self._launched
 
     def call(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work` between steps, on the thread that computes them."""
         return self._worker.submit(work, *args).result()
 
     def close(self) -> None:
+        """Waits for what is queued."""
+        if self.graphs is not None:
+            self.call(self.graphs.close)
         self._worker.shutdown()
+        if self.pages.data.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 8 MB and more for every stream and thread that multiplied
 
     def _timed(self, plan: StepPlan) -> "Readout":
         begin = time.perf_counter()
@@ -91,14 +105,8 @@ class Runner:
         """Queues the step on the device; nothing here waits for it."""
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
         with registry.using(self.overrides), torch_alone() if few else nullcontext():
-            if self.graphs is not None and self.graphs.takes(plan) and (run := self.graphs.run(plan)) is not None:
-                drawn = self._sample(run.logits, plan.work, run.slots)
-                chains = None
-                if self.drafter is not None:
-                    length = min(plan.chain, self.drafter.longest)
-                    tokens = drawn.tokens.clamp_min(0)
-                    chains = self.graphs.chain(run, plan, self.drafter, tokens, drawn.lengths, length)
-                return self._read(plan.step, drawn, [], chains)
+            if self.graphs is not None and self.graphs.takes(plan) and (readout := self._replay(plan)) is not None:
+                return readout
             batch = build(plan, self.last_tokens, self.pages.block_size, self.absorb_limit)
             layers = () if self.drafter is None else self.drafter.aux_layers
             hidden, features = self.model.hidden_with_aux(batch.step, self.pages.data, layers)
@@ -107,16 +115,47 @@ class Runner:
                 for w, start in zip(batch.work, batch.starts)
                 if w.prompt_targets
             ]
-            drawn = _Drawn((), hidden.new_empty(0, dtype=torch.int64))
+            drawn, accepted = _Drawn.nothing(hidden.device), None
             if batch.sampled:
-                drawn = self._sample(self.model.logits(hidden[batch.rows]), batch.sampled, batch.slots)
+                drawn = self._draw(self.model.logits(hidden[batch.rows]), batch.sampled)
+                accepted = self._accept(drawn, batch.slots)
             chains = None
-            if self.drafter is not None:
-                told = followed(batch, features, drawn.tokens.clamp_min(0), drawn.lengths)
-                chains = self.drafter.propose(told, min(plan.chain, self.drafter.longest))
-            return self._read(plan.step, drawn, scores, chains)
+            if self.drafter is not None and plan.chain != LEFT_OUT:
+                lengths = None if accepted is None else accepted.lengths
+                start = self.drafter.follow(followed(batch, features, drawn.told.clamp_min(0), lengths))
+                length = min(plan.chain, self.drafter.longest)
+                if start is not None and length:
+                    chains = self._drafts(self.drafter, start, length, plan.hope)
+            return Readout(
+                plan.step,
+                drawn.work,
+                _ragged(drawn, accepted, chains),
+                drawn.records,
+                scores,
+                _marker(hidden.device),
+                drawn.refused,
+            )
 
-    def _sample(self, logits: Tensor, work: tuple[Work, ...], slots: Tensor) -> "_Drawn":
+    def _drafts(self, drafter: Drafter, start: Start, length: int, hope: float) -> Drafts:
+        if self.graphs is None or self.graphs.broken is not None or len(start.positions) > MAX_REQUESTS:
+            return drafter.draft(start, length, hope)
+        return self.graphs.draft(start, length)
+
+    def _replay(self, plan: StepPlan) -> "Readout | None":
+        """The step through CUDA graphs; None if they turn out not to be for this machine."""
+        assert self.graphs is not None
+        if not any(self.adjuster.asked(w) or self.grammars.holds(w) or _tells(w) for w in plan.work):
+            arriving = self.graphs.run(plan)
+            return None if arriving is None else _sent(plan, arriving)
+        run = self.graphs.forward(plan)
+        if run is None:
+            return None
+        drawn = self._draw(run.logits, plan.work)
+        arriving = self.graphs.settle(run, plan, drawn.told, drawn.cut)
+        self._told(drawn, arriving.lengths if arriving.each > 1 else None)
+        return _sent(plan, arriving, drawn)
+
+    def _draw(self, logits: Tensor, work: tuple[Work, ...]) -> "_Drawn":
         """Draws a token for each row of `logits` [R, V], which belong to the draws of `work` in order."""
         wanted = draws(work)
         adjusted, cut = self.grammars.mask(self.adjuster.adjust(logits, wanted), work)
@@ -126,81 +165,78 @@ class Runner:
             drawn = torch.where(sampler.finite(logits), drawn, FAILED)
         tokens = self.grammars.settle(drawn.clamp_min(0), work)
         told = torch.where(drawn < 0, FAILED, tokens)
-        accepted: Accepted | None = None
-        if len(wanted) > len(work):
-            drafts = [w.drafts for w in work]
-            guesses = [w.guesses[: cut.get(i, w.drafts)] for i, w in enumerate(work)]
-            accepted = accept(told, drafts, guesses, sampler.on_device)
-            self.grammars.follow(tokens, accepted.lengths, work)
-            if self.adjuster.counting:
-                self.adjuster.count(tokens, rows_kept(accepted.lengths, drafts, sampler.on_device))
-            # The last-token buffer stays as it is: such a step lands before the next is planned, with no PENDING.
-        else:
-            self.grammars.follow(tokens, None, work)
-            self.adjuster.count(tokens)
-            # A failed row must not leave FAILED there, where it would read as PENDING.
-            self.last_tokens[slots] = tokens
-        return _Drawn(work, told, accepted, sampler.token_logprobs(logits, tokens, wanted), refused)
+        return _Drawn(work, tokens, told, cut, sampler.token_logprobs(logits, tokens, wanted), refused)
 
-    @staticmethod
-    def _read(
-        step: int, drawn: "_Drawn", scores: list[Callable[[], Output]], chains: Drafts | None = None
-    ) -> "Readout":
-        """Sends what the step brought on its way to the host."""
-        told, accepted = drawn.tokens, drawn.accepted
-        if accepted is not None:  # one copy for all
-            told = torch.cat([told, accepted.lengths, accepted.spoilt.long()])
-        sure = None
-        if chains is not None:  # float64 holds ids and float32 values alike
-            sure = sampler.to_host(torch.stack([chains.tokens.double(), chains.confidence.double()]))
-        return Readout(
-            step,
-            drawn.work,
-            sampler.to_host(told),
-            accepted is not None,
-            drawn.records,
-            scores,
-            sure,
-            _marker(told.device),
-            drawn.refused,
-        )
+    def _accept(self, drawn: "_Drawn", slots: Tensor) -> Accepted | None:
+        """What stands of what was drawn; None if no request has drafts, so that all of it does. `slots` [S] int64: the
+        last-token rows of the requests."""
+        if not any(w.drafts for w in drawn.work):
+            self._told(drawn, None)
+            # A failed row must not leave FAILED there, where it would read as PENDING.
+            self.last_tokens[slots] = drawn.tokens
+            return None
+        guesses = [w.guesses[: drawn.cut.get(i, w.drafts)] for i, w in enumerate(drawn.work)]
+        accepted = accept(drawn.told, [w.drafts for w in drawn.work], guesses, sampler.on_device)
+        # The last-token buffer stays as it is: such a step lands before the next is planned, with no PENDING.
+        self._told(drawn, accepted.lengths)
+        return accepted
+
+    def _told(self, drawn: "_Drawn", lengths: Tensor | None) -> None:
+        """Tells who looks back what each request keeps: `lengths` [S] of its tokens, or the one it drew."""
+        self.grammars.follow(drawn.tokens, lengths, drawn.work)
+        if self.adjuster.counting:
+            drafts = [w.drafts for w in drawn.work]
+            kept = None if lengths is None else rows_kept(lengths, drafts, sampler.on_device)
+            self.adjuster.count(drawn.tokens, kept)
+
+
+def _tells(work: Work) -> bool:
+    return work.params.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What the sampler made of a step's logits; fields as in Readout, but on the device."""
+    """What the sampler made of a step's logits, on the device.
+
+    tokens   [R] int64: the token of each draw of `work`
+    told     the same, FAILED where the logits were not finite
+    cut      by index, the works whose drafts cannot all be followed, with how many can
+    records, refused   as in Readout
+    """
 
     work: tuple[Work, ...]
     tokens: Tensor
-    accepted: Accepted | None = None
+    told: Tensor
+    cut: Mapping[int, int] = field(default_factory=dict)
     records: Callable[[], dict[int, TokenLogprob]] | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def lengths(self) -> Tensor | None:
-        return None if self.accepted is None else self.accepted.lengths
+    @staticmethod
+    def nothing(device: torch.device) -> "_Drawn":
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return _Drawn((), none, none)
+
+
+Chain = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Readout:
     """What a queued step will bring, on its way to the host.
 
-    drawn    [R] int64: the token of each draw of `work`, FAILED where its logits were not finite; if `drafted`
-             [R + 2 S], with how many of its draws each of `work` keeps, and whether the one after them failed
+    told     to be called when it is there: of each of `work` the tokens that stand, whether the next one's logits were
+             not finite, and what a draft model drafts behind them
     records  log-probabilities, by row
     scores   log-probabilities of prompts
-    chains   [2, S, k] float64: what a draft model drafts behind each of `work`, and how sure it is
     done     the point in the device's work after which the rest may be read; None if it is there already
     refused  why requests could draw nothing, by rid
     """
 
     step: int
     work: tuple[Work, ...]
-    drawn: Tensor
-    drafted: bool
+    told: Callable[[], Iterable[tuple[tuple[int, ...], bool, Chain]]]
     records: Callable[[], dict[int, TokenLogprob]] | None
     scores: list[Callable[[], Output]]
-    chains: Tensor | None
     done: torch.cuda.Event | None
     refused: Mapping[int, str] = field(default_factory=dict)
 
@@ -210,31 +246,71 @@ class Readout:
             self.done.synchronize()
         outputs = {output.rid: output for output in (score() for score in self.scores)}
         records = {} if self.records is None else self.records()
-        drawn = self.drawn.tolist()
-        chains: list[tuple[tuple[int, float], ...]] = [()] * len(self.work)
-        if self.chains is not None:
-            chains = [tuple(zip(map(int, ids), sure)) for ids, sure in zip(*self.chains.tolist())]
-        lengths, spoilt = [1] * len(drawn), [token == FAILED for token in drawn]
-        if self.drafted:
-            rows, count = len(drawn) - 2 * len(self.work), len(self.work)
-            lengths, spoilt = drawn[rows : rows + count], drawn[rows + count :]
         first = 0
-        for w, length, failed, chain in zip(self.work, lengths, spoilt, chains):
-            output = outputs.get(w.rid, Output(w.rid))
+        for w, (tokens, failed, chain) in zip(self.work, self.told()):
+            scored = outputs.get(w.rid)
             again = failed and w.drafts > 0
-            error = output.error or self.refused.get(w.rid) or (sampler.NOT_FINITE if failed and not again else None)
+            error = (None if scored is None else scored.error) or self.refused.get(w.rid)
+            if error is None and failed and not again:
+                error = sampler.NOT_FINITE
             if error is not None:
                 outputs[w.rid] = Output(w.rid, error=error)
             else:
-                outputs[w.rid] = dataclasses.replace(
-                    output,
-                    tokens=tuple(drawn[first : first + length]),
-                    logprobs=tuple(records[i] for i in range(first, first + length) if i in records),
-                    again=bool(again),
+                outputs[w.rid] = Output(
+                    w.rid,
+                    tokens,
+                    tuple(records[i] for i in range(first, first + len(tokens)) if i in records) if records else (),
+                    () if scored is None else scored.prompt_logprobs,
+                    again=again,
                     chain=() if again else chain,
                 )
             first += w.drafts + 1
         return StepResult(self.step, tuple(outputs.values()))
+
+
+def _sent(plan: StepPlan, arriving: Arriving, drawn: _Drawn | None = None) -> Readout:
+    """What a graph's step brings; `drawn` by calls, if it was not by the graph."""
+    each, chain = arriving.each, arriving.chain
+    ids, sure = slice(AHEAD, AHEAD + chain), slice(AHEAD + MAX_DRAFTS, AHEAD + MAX_DRAFTS + chain)
+
+    def told() -> Iterator[tuple[tuple[int, ...], bool, Chain]]:
+        table = arriving.table[: len(plan.work), : sure.stop if chain else each + 2]
+        for w, row in zip(plan.work, table.tolist()):
+            front = each - w.count
+            tokens = tuple(map(int, row[front : front + int(row[each])]))
+            ahead = tuple(zip(map(int, row[ids]), row[sure])) if chain else ()
+            yield tokens, row[each + 1] > 0, ahead
+
+    records, refused = (None, {}) if drawn is None else (drawn.records, drawn.refused)
+    return Readout(plan.step, plan.work, told, records, [], arriving.done, refused)
+
+
+def _ragged(
+    drawn: _Drawn, accepted: Accepted | None, chains: Drafts | None
+) -> Callable[[], Iterator[tuple[tuple[int, ...], bool, Chain]]]:
+    """Sends what was drawn call by call on its way to the host; to be called when it is there."""
+    rows, work = len(drawn.told), drawn.work
+    sent = drawn.told if accepted is None else torch.cat([drawn.told, accepted.lengths, accepted.spoilt.long()])
+    there, sure = sampler.to_host(sent), None
+    if chains is not None:  # float64 holds ids and float32 values alike
+        sure = sampler.to_host(torch.stack([chains.tokens.double(), chains.confidence.double()]))
+
+    def told() -> Iterator[tuple[tuple[int, ...], bool, Chain]]:
+        numbers = there.tolist()
+        tokens, stand, failed = numbers[:rows], numbers[rows : rows + len(work)], numbers[rows + len(work) :]
+        ahead: list[Chain] = [()] * len(work)
+        if sure is not None:
+            ahead = [tuple(zip(map(int, ids), confidence)) for ids, confidence in zip(*sure.tolist())]
+        first = 0
+        for i, w in enumerate(work):
+            own = tokens[first : first + w.drafts + 1]
+            if accepted is None:
+                yield tuple(own), own[0] == FAILED, ahead[i]
+            else:
+                yield tuple(own[: stand[i]]), bool(failed[i]), ahead[i]
+            first += w.drafts + 1
+
+    return told
 
 
 def _marker(device: torch.device) -> torch.cuda.Event | None:

@@ -34,6 +34,17 @@ def uniform(seed: int, draw: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
+def uniforms(seeds: Sequence[int], draws: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`uniform` of many at once: [S, m] for S seeds and draws [S, m]."""
+    z = np.array([s & _MASK for s in seeds], np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+    z = z + (draws + 1).astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    for _ in range(2):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) / (1 << 53)
+
+
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a tensor there, without waiting for the device: one copy, from pinned memory if it is a GPU.
 

@@ -18,13 +18,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
 from perilune.model.weights import Attention, Linear, Mlp
 from perilune.ops.add_rmsnorm import add_rmsnorm
 from perilune.ops.draft_input import draft_input
+from perilune.ops.kv_write import kv_write
 from perilune.ops.rmsnorm import rmsnorm
+from perilune.ops.rope import rope
 
 
 @dataclass(slots=True)
@@ -99,6 +103,20 @@ class Eagle3:
         x = add_rmsnorm(h, mlp(w.mlp, x), w.norm, self.eps)
         return x, x if self.config.norm_output else h
 
+    def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
+        """The part of `hidden` that later positions need: what the step leaves in `pages`. `features` are used up."""
+        w = self.weights
+        x, cos, sin = draft_input(
+            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
+        )
+        if isinstance(w.attention, Attention):
+            latent = w.attention.kv_a_norm.shape[0]
+            ckv = apply(w.attention.qkv_a, x)[:, w.attention.q_a_norm.shape[0] :]
+            k_pe = rope(ckv[:, latent:].unsqueeze(1), cos, sin).squeeze(1)
+            kv_write(pages, rmsnorm(ckv[:, :latent], w.attention.kv_a_norm, self.eps), k_pe, step.slots)
+        else:
+            self._keys(w.attention, x, cos, sin, step, pages)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, W] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
@@ -109,6 +127,18 @@ class Eagle3:
         return drafted if ids is None else ids[drafted]
 
     def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
+        q, flat = self._keys(w, x, cos, sin, step, pages)
+        out = []
+        if step.absorbed is not None:
+            out.append(_attend_few(q[step.absorbed.rows], flat, pages.shape[1], step.absorbed, self.scale))
+        if step.plain is not None:
+            out.append(_attend_many(q[step.plain.rows], flat, pages.shape[1], step.plain, self.scale))
+        return apply(w.o, (out[0] if len(out) == 1 else torch.cat(out)).flatten(1))
+
+    def _keys(
+        self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values to `pages`; (queries [T, H, d], `pages` as [slots, 2, K, d])."""
         c = self.config
         heads, shared, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         qkv = apply(w.qkv, x).view(x.shape[0], heads + 2 * shared, d)
@@ -119,11 +149,7 @@ class Eagle3:
         flat[torch.where(padding, step.slots[:1], step.slots)] = torch.where(
             padding[:, None, None, None], rows[:1], rows
         )
-        out = []
-        for span in (step.absorbed, step.plain):
-            if span is not None:
-                out.append(_attend(q[span.rows], flat, pages.shape[1], span, self.scale))
-        return apply(w.o, (out[0] if len(out) == 1 else torch.cat(out)).flatten(1))
+        return q, flat
 
 
 def _half_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -133,7 +159,24 @@ def _half_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * c - high * s, high * c + low * s], -1).to(x.dtype)
 
 
-def _attend(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
+def _attend_many(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
+    """q [T, H, d] of the span's requests, one after the other, over flat [slots, 2, K, d] -> [T, H, d]."""
+    out = []
+    starts = span.query_start.tolist()
+    for table, begin, end, context in zip(span.tables, starts, starts[1:], span.context.tolist()):
+        blocks = table[: -(-context // block_size)].long()
+        places = (blocks[:, None] * block_size + torch.arange(block_size, device=q.device)).flatten()[:context]
+        keys, values = flat[places].to(q.dtype).transpose(0, 2).unbind(1)  # [K, context, d]
+        seen = causal_lower_right(end - begin, context)
+        rows = q[begin:end].transpose(0, 1)
+        mixed = scaled_dot_product_attention(
+            rows[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        out.append(mixed[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
     """q [T, H, d] of the span's requests over flat [slots, 2, K, d] -> [T, H, d].
 
     Gathers every row's whole table, so that no count is read on the host: for the few rows of a drafting step. A row of

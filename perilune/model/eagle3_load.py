@@ -127,6 +127,16 @@ def load_draft(
     return config, weights
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of the draft in `path` as stored, on the CPU, by the names that `expected` has; checked as for
+    `load_draft`, but for the target."""
+    config = Eagle3Config.from_directory(path)
+    with Checkpoint.open(path) as checkpoint:
+        stored = _names(checkpoint)
+        _check_tensors(checkpoint, stored, config)
+        return {name: checkpoint.read(own) for name, own in stored.items()}
+
+
 def _attention(
     c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Linear]
 ) -> Attention | HeadAttention:

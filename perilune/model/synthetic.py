@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3 import Eagle3Weights
+from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.weights import Attention, Dense, Experts, Int4Experts, Layer, Mlp, Moe, Weights
 
 GROUP = 32
@@ -19,36 +21,54 @@ def random_weights(config: KimiConfig, *, dtype: torch.dtype, device: torch.devi
     return _Random(config, dtype, torch.device(device), seed).weights()
 
 
-class _Random:
-    def __init__(self, config: KimiConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self._config, self._dtype, self._device = config, dtype, device
+class _Draws:
+    """Zero-mean tensors of one generator."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype, self._device = dtype, device
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def linear(self, o: int, i: int) -> Dense:
+        return Dense(self.normal(o, i, scale=i**-0.5))
+
+    def norm(self, width: int) -> Tensor:
+        return self.normal(width, scale=0.1).add_(1.0)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        return out.normal_(0.0, scale, generator=self._generator)
+
+
+class _Random(_Draws):
+    def __init__(self, config: KimiConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        super().__init__(dtype, device, seed)
+        self._config = config
 
     def weights(self) -> Weights:
         c = self._config
         return Weights(
-            embed=self._normal(c.vocab_size, c.hidden_size),
+            embed=self.normal(c.vocab_size, c.hidden_size),
             layers=[self._layer(i) for i in range(c.num_hidden_layers)],
-            norm=self._norm(c.hidden_size),
-            lm_head=self._linear(c.vocab_size, c.hidden_size),
+            norm=self.norm(c.hidden_size),
+            lm_head=self.linear(c.vocab_size, c.hidden_size),
         )
 
     def _layer(self, i: int) -> Layer:
         c = self._config
         d, heads, latent, n = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim
         attention = Attention(
-            qkv_a=self._linear(c.q_lora_rank + latent + c.qk_rope_head_dim, d),
-            q_a_norm=self._norm(c.q_lora_rank),
-            q_b=self._linear(heads * c.qk_head_dim, c.q_lora_rank),
-            kv_a_norm=self._norm(latent),
-            w_uk=self._normal(heads, n, latent, scale=latent**-0.5),
-            w_uv=self._normal(heads, latent, c.v_head_dim, scale=latent**-0.5),
-            o=self._linear(d, heads * c.v_head_dim),
+            qkv_a=self.linear(c.q_lora_rank + latent + c.qk_rope_head_dim, d),
+            q_a_norm=self.norm(c.q_lora_rank),
+            q_b=self.linear(heads * c.qk_head_dim, c.q_lora_rank),
+            kv_a_norm=self.norm(latent),
+            w_uk=self.normal(heads, n, latent, scale=latent**-0.5),
+            w_uv=self.normal(heads, latent, c.v_head_dim, scale=latent**-0.5),
+            o=self.linear(d, heads * c.v_head_dim),
         )
         return Layer(
-            input_norm=self._norm(d),
+            input_norm=self.norm(d),
             attention=attention,
-            post_norm=self._norm(d),
+            post_norm=self.norm(d),
             ffn=self._mlp(c.intermediate_size) if i < c.first_k_dense_replace else self._moe(),
         )
 
@@ -56,13 +76,13 @@ class _Random:
         c = self._config
         narrow = self._dtype == torch.bfloat16 and self._device.type == "cuda"
         return Moe(
-            gate=self._normal(
+            gate=self.normal(
                 c.n_routed_experts,
                 c.hidden_size,
                 scale=c.hidden_size**-0.5,
                 dtype=torch.bfloat16 if narrow else torch.float32,
             ),
-            bias=self._normal(c.n_routed_experts, scale=1e-3, dtype=torch.float32),
+            bias=self.normal(c.n_routed_experts, scale=1e-3, dtype=torch.float32),
             experts=self._experts(),
             shared=self._mlp(c.n_shared_experts * c.moe_intermediate_size) if c.n_shared_experts else None,
         )
@@ -87,14 +107,34 @@ class _Random:
 
     def _mlp(self, width: int) -> Mlp:
         d = self._config.hidden_size
-        return Mlp(gate_up=self._linear(2 * width, d), down=self._linear(d, width))
+        return Mlp(gate_up=self.linear(2 * width, d), down=self.linear(d, width))
 
-    def _linear(self, o: int, i: int) -> Dense:
-        return Dense(self._normal(o, i, scale=i**-0.5))
 
-    def _norm(self, width: int) -> Tensor:
-        return self._normal(width, scale=0.1).add_(1.0)
-
-    def _normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        return out.normal_(0.0, scale, generator=self._generator)
+def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0) -> Eagle3Weights:
+    """Weights of a draft with latent attention and a head of its own, in the type of `embed` [V, D], the target's."""
+    assert config.form == "mla" and config.draft_vocab_size == config.vocab_size, config
+    assert embed.shape == (config.vocab_size, config.hidden_size), embed.shape
+    c, d, heads, latent = config, config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    r = _Draws(embed.dtype, embed.device, seed)
+    return Eagle3Weights(
+        embed=embed,
+        fc=r.linear(d, c.num_aux * c.target_hidden_size),
+        fc_norms=torch.stack([r.norm(c.target_hidden_size) for _ in range(c.num_aux)]) if c.fc_norm else None,
+        joint_norm=r.norm(c.num_aux * c.target_hidden_size) if c.norm_before_fc else None,
+        input_norm=r.norm(d),
+        hidden_norm=r.norm(d),
+        attention=Attention(
+            qkv_a=r.linear(c.q_lora_rank + latent + c.qk_rope_head_dim, 2 * d),
+            q_a_norm=r.norm(c.q_lora_rank),
+            q_b=r.linear(heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
+            kv_a_norm=r.norm(latent),
+            w_uk=r.normal(heads, c.qk_nope_head_dim, latent, scale=latent**-0.5),
+            w_uv=r.normal(heads, latent, c.v_head_dim, scale=latent**-0.5),
+            o=r.linear(d, heads * c.v_head_dim),
+        ),
+        post_norm=r.norm(d),
+        mlp=Mlp(gate_up=r.linear(2 * c.intermediate_size, d), down=r.linear(d, c.intermediate_size)),
+        norm=r.norm(d),
+        lm_head=r.linear(c.draft_vocab_size, d),
+        target_ids=None,
+    )

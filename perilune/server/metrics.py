@@ -67,6 +67,8 @@ class EngineCollector(Collector):
         blocks.add_metric(["cached"], s.blocks_cached)
         blocks.add_metric(["free"], s.blocks_total - s.blocks_owned - s.blocks_cached)
         yield blocks
+        yield GaugeMetricFamily("perilune_cuda_graphs", "CUDA graphs of steps.", value=s.graphs)
+        yield GaugeMetricFamily("perilune_cuda_graph_bytes", "Device memory they hold.", value=s.graph_bytes)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of accepted requests.", s.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", s.cached_tokens),

@@ -8,7 +8,7 @@ computed what plain decoding would have computed; the first that is not is the t
 and whatever lies behind it was supposed wrongly and is thrown away. If every draft is right the last row gives one
 token more. So with any seed, at any temperature, answers are those of plain decoding token for token (as far as the
 target's arithmetic gives a row the same logits beside other rows): stronger than having the same distribution, and it
-can be tested by comparing.
+can be tested by comparing. `accept` is for steps queued call by call; in a CUDA graph it is ops/verdict.py.
 
 Nothing is given away for a draft that is a single token. Rejection sampling accepts a draft x with probability
 min(1, p(x) / q(x)) for target p and proposal q; for a proposal that puts all its mass on x that is p(x), and p(x) is

@@ -1,29 +1,45 @@
-"""What a step costs, by a table measured when the engine starts: on its own model, kernels, sampler and machine.
+"""What a step costs: by a table measured when the engine starts, and by what its steps are seen to take from then on.
 
     seconds = base(tokens of the step) + sum over requests of reach(tokens of the request) * its context
 
-The tokens timed are random, so they meet as many distinct experts as independent ones do; the neighbouring tokens of a
-real text share some, which makes drafts a little cheaper than the table says, never dearer.
+Steps that decode one token each may be planned and queued ahead, and have a curve of their own, by requests. The table
+is of the engine's own model, kernels, sampler and machine, but of random tokens, which meet as many distinct experts as
+independent ones do, and of steps that nobody plans. A real text's neighbours share experts; planning that
+waits for the step before costs what it costs; and machines have company. So every point of the table has a factor that
+follows the clock (`Pace`), one for steps planned ahead and one for those whose planning waited.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
+
+from perilune.core.plan import LEFT_OUT
 
 TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # of a step: of one request up to SHARED, else of several
 SHARED, SHARE = 9, 4
 REACHES = (1, 4, 9)  # tokens of one request at a long context
 SHORT, LONG = 32, 2048  # tokens of context
+CHEAPEST = 0.005  # of a step, that a draft model's token is believed to take at least
 CHAIN = 4  # tokens of the chain that is timed
 REQUESTS = (1, 8)  # for which it is
+PLAIN = (1, 2, 4, 8, 16, 32)  # requests of steps that are queued ahead
+AHEAD = 6  # such steps behind one another
 REPEATS = 3
+WAITING = 1.03  # the first factor of steps whose planning waited
+LEARNING = 0.06  # weight of a step in the factor of its point
+COMMON = 0.3  # how much of that every other factor gets: a machine that slows down slows all
+STILL = 3e-4  # variance of a chain's share of steps, below which its length as good as never changed
+MOST = 0.7  # natural logarithm of the error of a step that still counts: the rest came from outside
 
 
 class Timer(Protocol):
-    def __call__(self, counts: Sequence[int], context: int, chain: int = 0) -> float:
-        """Runs a step of requests that advance by `counts` tokens behind so much context, with that many tokens
-        drafted behind by a draft model; gives its seconds."""
+    def __call__(self, counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
+        """Runs `ahead` steps, each queued before the one before it has landed, of requests that advance by `counts`
+        tokens behind so much context, with `chain` tokens drafted behind by a draft model or LEFT_OUT; gives the
+        seconds of one."""
         ...
 
 
@@ -41,15 +57,27 @@ class Curve:
         (x0, x1), (y0, y1) = self.xs[i - 1 : i + 1], self.ys[i - 1 : i + 1]
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
+    def weights(self, x: float) -> dict[int, float]:
+        """How much the points have to say at x, by index; 1 in all."""
+        if len(self.xs) == 1 or x <= self.xs[0]:
+            return {0: 1.0}
+        if x >= self.xs[-1]:
+            return {len(self.xs) - 1: 1.0}
+        i = bisect_right(self.xs, x)
+        right = (x - self.xs[i - 1]) / (self.xs[i] - self.xs[i - 1])
+        return {i - 1: 1 - right, i: right}
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds. `base` by tokens of the step at no context, `reach` by tokens of a request, per token of its context,
-    `chain` for a draft model's next token, by requests."""
+    `chain` for a draft model's next token, by requests; `ahead` of steps that decode a token of each, queued before the
+    one before has landed and without a draft model, by requests: as `base` if None."""
 
     base: Curve
     reach: Curve
     chain: Curve = Curve((1,), (0.0,))
+    ahead: Curve | None = None
 
     def step(self, counts: Sequence[int], contexts: Sequence[int]) -> float:
         """Of requests that advance by `counts` tokens each, behind `contexts`."""
@@ -59,18 +87,99 @@ class Costs:
         points = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(self.base.xs, self.base.ys))
         reach = ", ".join(f"{n}: {1e9 * s:.0f}" for n, s in zip(self.reach.xs, self.reach.ys))
         chain = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(self.chain.xs, self.chain.ys))
+        plain = self.ahead or self.base
+        queued = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(plain.xs, plain.ys))
         return (
-            f"ms by tokens of a step {points}; us per 1000 tokens of context, by tokens of its request {reach}; "
-            f"ms for a draft model's token, by requests {chain}"
+            f"ms by tokens of a step {points}; queued ahead, by requests {queued}; us per 1000 tokens of context, by "
+            f"tokens of its request {reach}; ms for a draft model's token, by requests {chain}"
+        )
+
+
+class _Mean:
+    """Of what was lately added."""
+
+    def __init__(self) -> None:
+        self._value = self._count = 0.0
+
+    def add(self, value: float) -> float:
+        self._count = min(self._count + 1, 1 / LEARNING)
+        self._value += (value - self._value) / self._count
+        return self._value
+
+
+class Pace:
+    """Costs that follow what steps are seen to take. Reads like Costs; `base` is of steps whose planning waited, as it
+    must where there are drafts."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.table = costs
+        self._plain = costs.ahead or costs.base
+        self._ahead = [1.0] * len(self._plain.xs)
+        self._waited = [WAITING] * len(costs.base.xs)
+        self._chain = 1.0
+        self._share, self._error = _Mean(), _Mean()  # a chain's of the steps, and what was seen over what was expected
+        self._spread, self._both = _Mean(), _Mean()
+        self._draw()
+
+    def base(self, tokens: float) -> float:
+        return self._late(tokens)
+
+    def reach(self, tokens: float) -> float:
+        return self.table.reach(tokens)
+
+    def chain(self, requests: int) -> float:
+        return self._chain * self.table.chain(requests)
+
+    def plain(self, requests: int, context: int) -> float:
+        """Seconds of a step in which they decode a token each at this mean context, planned ahead."""
+        return self._early(requests) + requests * self.table.reach(1) * context
+
+    def overhead(self, requests: int) -> float:
+        """Seconds lost by planning such a step after the one before has landed."""
+        return max(self._late(requests) - self._early(requests), 0.0)
+
+    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int = 0, waited: bool = True) -> float:
+        """Of requests that advance by `counts` tokens each, behind `contexts`, and of the chain drafted behind."""
+        size = sum(counts)
+        seconds = self._late(size) if waited else self._early(size)
+        seconds += sum(self.table.reach(n) * c for n, c in zip(counts, contexts))
+        return seconds + chain * self.chain(len(counts))
+
+    def saw(self, counts: Sequence[int], contexts: Sequence[int], chain: int, waited: bool, seconds: float) -> None:
+        """A step took so long from when the one before it had landed."""
+        expected = self.step(counts, contexts, chain, waited)
+        error = min(max(math.log(seconds / expected), -MOST), MOST)
+        share = chain * self.chain(len(counts)) / expected
+        self._follow(share, error)
+        for own, factors, curve in (
+            (waited, self._waited, self.table.base),
+            (not waited, self._ahead, self._plain),
+        ):
+            weights = curve.weights(sum(counts))
+            for i in range(len(factors)):
+                weight = COMMON + (1 - COMMON) * weights.get(i, 0.0) if own else COMMON
+                factors[i] *= math.exp(LEARNING * (1 - share) * weight * error)
+        self._draw()
+
+    def _follow(self, share: float, error: float) -> None:
+        """What goes with the length of chains is theirs: the slope of errors over shares."""
+        x, y = share - self._share.add(share), error - self._error.add(error)
+        slope = self._both.add(x * y) / (self._spread.add(x * x) + STILL)
+        self._chain *= 1 + LEARNING * min(max(slope, -0.5), 0.5)
+
+    def _draw(self) -> None:
+        self._early, self._late = (
+            Curve(c.xs, tuple(accumulate((y * f for y, f in zip(c.ys, factors)), max)))  # more is never cheaper
+            for c, factors in ((self._plain, self._ahead), (self.table.base, self._waited))
         )
 
 
 def measure(time: Timer, *, most_requests: int, most_tokens: int, longest: int, chains: bool) -> Costs:
     """Up to `most_requests` and `most_tokens` in a step and `longest` tokens of context; `chains`: of a draft model."""
 
-    def typical(counts: Sequence[int], context: int, chain: int = 0) -> float:
-        time(counts, context, chain)  # what is slow only once
-        return min(time(counts, context, chain) for _ in range(REPEATS))  # others' work only ever adds
+    def typical(counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
+        time(counts, context, chain, ahead)  # what is slow only once
+        return min(time(counts, context, chain, ahead) for _ in range(REPEATS))  # others' work only ever adds
 
     short, long = min(SHORT, longest), min(LONG, longest)
     shapes = [[n] if n <= SHARED else [SHARE] * (n // SHARE) for n in TOKENS]
@@ -86,5 +195,9 @@ def measure(time: Timer, *, most_requests: int, most_tokens: int, longest: int, 
     if chains:
         requests = [n for n in REQUESTS if n <= most_requests]
         spent = [typical([1] * n, short, CHAIN) - typical([1] * n, short) for n in requests]
-        chain = Curve(tuple(requests), tuple(max(s, 0.0) / CHAIN for s in spent))
-    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain)
+        least = CHEAPEST * base(1)
+        chain = Curve(tuple(requests), tuple(accumulate((max(s / CHAIN, least) for s in spent), max)))
+    plain = [n for n in PLAIN if n <= min(most_requests, most_tokens)]
+    queued = [typical([1] * n, short, LEFT_OUT if chains else 0, AHEAD) for n in plain]
+    ahead = Curve(tuple(plain), tuple(min(queued[i:]) for i in range(len(queued))))
+    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain, ahead)

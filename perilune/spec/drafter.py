@@ -47,6 +47,21 @@ class Drafts:
     confidence: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the chains of S requests begin, on the device: the last position of each that stands.
+
+    states, features   [S, D] what the drafter's head and its next step take there; features are used up
+    positions          [S] int64
+    tables             [S, M] int32 the requests' blocks, padded with any
+    """
+
+    states: Tensor
+    features: Tensor
+    positions: Tensor
+    tables: Tensor
+
+
 class Drafter(Protocol):
     """One per engine. Its own cache lies in pages with the same block ids and slots as the target's.
 
@@ -76,6 +91,21 @@ class Drafter(Protocol):
         max_model_len: int,
     ) -> None: ...
 
-    def propose(self, followed: Followed, length: int) -> Drafts | None:
-        """A chain of `length` tokens after each request's last; with 0 it only follows the step, and gives None."""
+    def follow(self, followed: Followed) -> Start | None:
+        """Takes in a step; None if nobody drew in it."""
+        ...
+
+    def draft(self, start: Start, length: int, hope: float = 0.0) -> Drafts:
+        """A chain of `length` tokens, at least one, after each request's last.
+
+        Where looking costs nothing it is shorter: it ends when no request's has a probability of `hope` left.
+        """
+        ...
+
+    def blank(self, requests: int, width: int) -> Start:
+        """Room for the starts of so many requests, with block tables so wide; chains drafted from it harm nobody."""
+        ...
+
+    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts | None:
+        """`follow`, then `draft`; with length 0 it only follows the step, and gives None."""
         ...

@@ -20,7 +20,7 @@ from perilune.model.eagle3_load import load_draft
 from perilune.model.kimi_k2 import Span, Step
 from perilune.model.weights import Weights
 from perilune.ops.greedy import greedy
-from perilune.spec.drafter import Drafts, Followed
+from perilune.spec.drafter import Drafts, Followed, Start
 
 LONGEST = 8
 
@@ -73,23 +73,51 @@ class Eagle3Drafter:
         self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
         self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + LONGEST)
 
-    def propose(self, followed: Followed, length: int) -> Drafts | None:
+    def follow(self, followed: Followed) -> Start | None:
         model = self._model
-        assert model is not None and length <= LONGEST, "allocate() comes first"
+        assert model is not None, "allocate() comes first"
         step = dataclasses.replace(followed.step, tokens=followed.following, pending=None)
-        states, features = model.hidden(step, model.features(followed.features), self._pages)
-        if not length or not followed.sampled:
+        features, at = model.features(followed.features), followed.last
+        if step.plain is None:
+            states, features = model.hidden(step, features, self._pages)
+            return Start(states[at], features[at], step.positions[at], _owned(followed)) if followed.sampled else None
+        # Of a prompt only the cache is wanted, and what its last token leads to.
+        ends = features[at]
+        model.store(step, features, self._pages)
+        if not followed.sampled:
             return None
-        at = followed.last
-        drafts = [_best(model, states[at])]
+        positions, tables = step.positions[at], _owned(followed)
+        span = Span(slice(0, len(at)), tables, self._starts[: len(at) + 1], (positions + 1).to(torch.int32))
+        states, features = model.hidden(Step(step.tokens[at], positions, step.slots[at], span, None), ends, self._pages)
+        return Start(states, features, positions, tables)
+
+    def draft(self, start: Start, length: int, hope: float = 0.0) -> Drafts:
+        model = self._model
+        assert model is not None and 1 <= length <= LONGEST, "allocate() comes first"
+        drafts = [_best(model, start.states)]
         if length > 1:
-            features = features[at]
-            for ahead in self._steps(_owned(followed), step.positions[at], length - 1):
+            features, sure = start.features, drafts[0][1]
+            stops = hope > 0 and sure.device.type == "cpu"
+            for ahead in self._steps(start.tables, start.positions, length - 1):
+                if stops and float(sure.max()) < hope:
+                    break
                 ahead = dataclasses.replace(ahead, tokens=drafts[-1][0])
                 states, features = model.hidden(ahead, features, self._pages)
                 drafts.append(_best(model, states))
+                if stops:
+                    sure = sure * drafts[-1][1]
         tokens, confidence = (torch.stack(column, 1) for column in zip(*drafts))
         return Drafts(tokens, confidence)
+
+    def blank(self, requests: int, width: int) -> Start:
+        device = self._pages.device
+        rows = torch.zeros(2, requests, self.config.hidden_size, dtype=self._pages.dtype, device=device)
+        positions = torch.zeros(requests, dtype=torch.int64, device=device)
+        return Start(rows[0], rows[1], positions, torch.zeros(requests, width, dtype=torch.int32, device=device))
+
+    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts | None:
+        start = self.follow(followed)
+        return None if start is None or not length else self.draft(start, length, hope)
 
     def _steps(self, owned: Tensor, last: Tensor, count: int) -> list[Step]:
         """`count` steps of one token of each request, from the position after `last` [S] on; their tokens are to come.

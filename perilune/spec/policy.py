@@ -1,8 +1,10 @@
 """How many drafts each request gets in a step: as many as make tokens per second the most.
 
-A draft is worth the probability that it and all before it are right. Which drafts to take is then a matter of adding
-the likeliest of all requests one by one, and stopping where expected tokens over the cost of the step is greatest: a
-large batch, whose step has no idle bandwidth left, stops at once, and so does a text that nobody foretells.
+A draft is worth the probability that it and all before it are right, and costs the time that verifying it adds to the
+step, at the price that time has (spec/earnings.py). Which drafts to take is then a matter of adding the likeliest of
+all requests one by one, and stopping where worth less cost is greatest: a large batch, whose step has no idle bandwidth
+left, stops at once, and so does a text that nobody foretells. How long a chain to ask of a draft model must be decided
+before its confidence is known: by what chains of that length were lately worth to this request.
 
 Probabilities come from what happened. Every token, drafted or not, says whether the suffix match before it was right,
 so the table by length of the match and agreement of the matches costs nothing to learn, needs no probing, and is not
@@ -17,16 +19,28 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from perilune.spec.costs import Costs
+from perilune.spec.costs import Costs, Pace
 
 MEMORY = 400.0  # observations a cell remembers
 PRIOR = 4.0  # observations the first guess of a cell is worth
 FIRST = 0.8  # the first guess of how often a draft model is right: hopeful, so that it is tried at once
+CHAINS = (1, 2, 3, 5, 8)  # lengths that are asked for: a GPU has a graph for each
 OWN_MEMORY, OWN_PRIOR = 96.0, 24.0  # of a request's factor
 TOKEN_MEMORY, TOKEN_PRIOR = 400.0, 5.0  # of a token's
 
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # cells by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
 _SHARES = (0.5, 0.8, 1.0)
+_SURE = (
+    0.3,
+    0.5,
+    0.7,
+    0.85,
+    0.93,
+    0.97,
+    0.99,
+    0.997,
+)  # cells by a draft model's confidence: finer where chains are long
+_FIRST = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # the first guess of each
 
 Cell = tuple[str, int, int]  # the source of a draft, and what tells it from others: learned about one by one
 
@@ -36,9 +50,11 @@ def suffix_cell(length: int, share: float, alone: bool) -> Cell:
     return "suffix", bisect_right(_LENGTHS, length), bisect_right(_SHARES, share) + (share == 1.0 and not alone)
 
 
-def model_cell(source: str, position: int, confidence: float) -> Cell:
-    """Of a drafter's token number `position` in its chain, in which it trusts as much as `confidence`."""
-    return source, position, min(int(confidence * 8), 7)
+def model_cell(source: str, position: int, confidence: float, foretold: bool | None) -> Cell:
+    """Of a drafter's token number `position` in its chain, in which it trusts as much as `confidence`, and whether
+    suffix matches foretell the same; None: they foretell nothing."""
+    agreement = 0 if foretold is None else 1 + foretold
+    return source, position, agreement * (len(_SURE) + 1) + bisect_right(_SURE, confidence)
 
 
 @dataclass(slots=True)
@@ -116,13 +132,15 @@ class Acceptance:
         return p
 
     def _cell(self, cell: Cell) -> _Rate:
+        source, row, column = cell
+        if source != "suffix":  # a place in a chain says little beside the confidence
+            cell = source, 0, column
         found = self._cells.get(cell)
         if found is None:
-            source, row, column = cell
             if source == "suffix":
                 first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
             else:
-                first = 0.3 + 0.08 * column
+                first = _FIRST[column % len(_FIRST)]
             found = self._cells[cell] = _Rate(PRIOR * first, PRIOR)
         return found
 
@@ -141,50 +159,71 @@ class Chance:
     taken: int = field(default=0)
 
 
-def choose(chances: Sequence[Chance], costs: Costs, budget: int, overhead: float = 0.0) -> float:
-    """Sets `taken` of each, `budget` at most in all; returns the step's tokens per second over those without drafts.
+def choose(chances: Sequence[Chance], costs: Costs | Pace, budget: int, price: float, overhead: float = 0.0) -> float:
+    """Sets `taken` of each, `budget` at most in all; returns by how many tokens that is better than no drafts.
 
-    `overhead` seconds are lost by drafting at all.
+    `price` is what a second is worth in tokens; `overhead` seconds are lost by drafting at all.
     """
-    counts = [c.count for c in chances]
-    seconds = costs.step(counts, [c.context for c in chances])
-    tokens = float(sum(c.draws for c in chances))
-    plain = tokens / seconds
     offers = sorted(
         ((s * c.ready, -i, owner) for owner, c in enumerate(chances) for i, s in enumerate(c.survival)), reverse=True
     )
     # survival never rises along a chain, so in this order a request's drafts come first to last
-    size, best, best_ratio = sum(counts), 0, 1.0
-    spent = seconds + overhead
+    size, best, best_net, net = sum(c.count for c in chances), 0, 0.0, -price * overhead
     taken = [0] * len(chances)
+    now = costs.base(size)
+    longest = max((c.count + len(c.survival) for c in chances if c.survival), default=0)
+    reach = [costs.reach(count) for count in range(longest + 1)]
     for index, (worth, _, owner) in enumerate(offers[:budget], 1):
         chance = chances[owner]
-        before, taken[owner] = taken[owner], taken[owner] + 1
-        count = chance.count + before
-        more = costs.base(size + 1) - costs.base(size)
-        more += (costs.reach(count + 1) - costs.reach(count)) * chance.context
+        count = chance.count + taken[owner]
+        taken[owner] += 1
         size += 1
-        spent += more * chance.ready
-        tokens += worth
-        ratio = tokens / spent / plain
-        if ratio > best_ratio:
-            best, best_ratio = index, ratio
+        before, now = now, costs.base(size)
+        more = now - before + (reach[count + 1] - reach[count]) * chance.context
+        net += worth - price * more * chance.ready
+        if net > best_net:
+            best, best_net = index, net
     for chance in chances:
         chance.taken = 0
     for _, _, owner in offers[:best]:
         chances[owner].taken += 1
-    return best_ratio
+    return best_net
 
 
-def best_chain(survivals: Sequence[Sequence[float]], contexts: Sequence[int], costs: Costs, overhead: float) -> int:
-    """How long chains a draft model should draft for requests of which a step is drawing the tokens before them:
-    0 if verifying, the drafting itself and `overhead` would cost more than they bring."""
-    count = len(survivals)
-    best, best_rate = 0, count / costs.step([1] * count, contexts)
-    tokens = float(count)
-    for length in range(1, min(map(len, survivals), default=0) + 1):
-        tokens += sum(s[length - 1] for s in survivals)
-        seconds = costs.step([1 + length] * count, contexts) + length * costs.chain(count) + overhead
-        if tokens / seconds > best_rate:
-            best, best_rate = length, tokens / seconds
-    return best
+def net_worth(survival: Sequence[float], verifying: Sequence[float], drafting: float, drafted: int) -> list[float]:
+    """Tokens by which the first, the first two, ... of a chain's drafts bring more than they cost.
+
+    With so many at hand as many are verified as pay, for `verifying[n - 1]` tokens in all. `drafting` is the cost of a
+    draft in tokens, of which there were `drafted`: a chain that ended there would not have cost more for being asked
+    for more.
+    """
+    best = alive = 0.0
+    found = []
+    for length, (s, price) in enumerate(zip(survival, verifying), 1):
+        alive += s
+        best = max(best, alive - price)
+        found.append(best - drafting * min(length, drafted))
+    return found
+
+
+class Worth:
+    """What chains of each length were lately worth, `by_length`."""
+
+    def __init__(self, first: Sequence[float], seen: float, memory: float) -> None:
+        """`first` as if seen so many times."""
+        self.by_length = list(first)
+        self._seen, self._memory = seen, memory
+
+    def saw(self, worth: Sequence[float]) -> None:
+        """As net_worth."""
+        self._seen = min(self._seen + 1, self._memory)
+        for i, value in enumerate(worth):
+            self.by_length[i] += (value - self.by_length[i]) / self._seen
+
+
+def best_chain(worths: Sequence[Sequence[float]], lost: float) -> int:
+    """How long chains a draft model should draft for requests of which a step is drawing the tokens before them: 0 if
+    they are not worth the `lost` tokens that it takes to wait for them."""
+    sums = {length: sum(column) for length, column in enumerate(zip(*worths), 1) if length in CHAINS}
+    best = max(sums, key=sums.__getitem__, default=0)
+    return best if best and sums[best] > lost else 0

@@ -10,22 +10,32 @@ while a step runs, and does what can wait.
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perilune.core.messages import Delta, EngineStats
-from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, Work
-from perilune.spec.costs import Costs
-from perilune.spec.policy import Acceptance, Cell, Chance, best_chain, choose, model_cell, suffix_cell
+from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
+from perilune.spec.costs import Costs, Pace
+from perilune.spec.earnings import Earnings
+from perilune.spec.policy import (
+    Acceptance,
+    Cell,
+    Chance,
+    Worth,
+    best_chain,
+    choose,
+    model_cell,
+    net_worth,
+    suffix_cell,
+)
 from perilune.spec.suffix import Guess, Store, Trail
 
 CATCH_UP = 4096  # prompt tokens taken in per step, 1-2 ms
-WAITING = 0.03  # share of a step lost by planning after its predecessor instead of beside it, until seen
-LATENESS, BLAME = (
-    0.05,
-    0.2,
-)  # weight of a new observation of that; how much of it goes to waiting, not to a slow machine
-PROBE_EVERY = 64  # steps without a chain, after which a short one is asked for to see how it would do
-PROBE = 3
+PROBE = 3  # tokens of a chain that is asked for to see how it would do
+PROBE_FIRST, PROBE_LAST = 4, 64  # steps without a chain until then: at first, and at most, doubling
+HOPE = 0.4  # of a chain's confidence: below it the rest is not worth drafting, where the model can stop
+EFFORT = 60e-6  # seconds that a request's matches take in Python, per step, about
+HURRY = 0.03  # the share of a step above which that is put off where there is a chain to draft from
+WORTH_SEEN, WORTH_MEMORY = 6.0, 32.0  # chains that what others were worth counts for with a new request; remembered
 
 
 @dataclass(slots=True)
@@ -34,8 +44,24 @@ class _Mind:
 
     trail: Trail | None  # its text, if matches are looked for
     known: int  # its tokens
+    lag: list[int] = field(default_factory=list)  # the last of them, which the trail has not seen yet
     chain: tuple[tuple[int, float], ...] = ()  # of the draft model, behind the known tokens
+    told: list[Cell] = field(default_factory=list)  # what its drafts are told apart by
+    instead: list[Guess | None] = field(default_factory=list)  # what matches foretell in the place of each
+    behind: list[Guess] = field(default_factory=list)  # what they foretell behind it
     planned: tuple[Cell, ...] = ()  # the drafts in flight
+    worth: Worth | None = None  # of its chains
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """A step that landed: its seconds, whether its planning waited, its tokens, and those of the chain behind it."""
+
+    plan: StepPlan
+    seconds: float
+    waited: bool
+    brought: int
+    chained: int
 
 
 class Speculator:
@@ -53,15 +79,23 @@ class Speculator:
         assert (fixed is None) != (costs is None) and (suffix or longest)
         assert fixed is None or 1 <= fixed <= MAX_DRAFTS, fixed
         self._suffix = suffix
-        self._longest = longest
+        self.longest = longest
         self._fixed = fixed
-        self._costs = costs
+        self._pace = None if costs is None else Pace(costs)
+        self._earnings = None if self._pace is None else Earnings(self._pace)
         self._store = Store() if shared and suffix else None
         self._minds: dict[int, _Mind] = {}
         self._acceptance = Acceptance()
         self._finished: list[Trail] = []
-        self._late, self._waiting = 0.0, WAITING  # shares by which steps are later than the table says
-        self._unasked = 0  # steps since the draft model was last asked for a chain
+        # What is learned when there is time for it.
+        self._timings: list[_Timing] = []
+        self._lessons: list[tuple[int, Cell, int, bool]] = []  # as Acceptance.learn
+        self._gone: list[int] = []
+        self._worth: Worth | None = None  # of all requests' chains
+        self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
+        self._probing = False  # the chain last asked for was to see how it would do
+        self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
+        self.hope = HOPE if fixed is None else 0.0  # see StepPlan
         self.verified = 0  # works that had drafts
         self.drafted: Counter[tuple[str, int]] = Counter()  # by source and position
         self.accepted: Counter[tuple[str, int]] = Counter()
@@ -73,12 +107,18 @@ class Speculator:
         """The request has ended; unknown ids are ignored."""
         mind = self._minds.pop(rid, None)
         if mind is not None:
-            self._acceptance.drop(rid)
+            self._catch_up(rid, mind)
+            self._gone.append(rid)
             if self._store is not None and mind.trail is not None:
                 self._finished.append(mind.trail)
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
         """What a step brought."""
+        self._brought = sum(len(d.tokens) for d in deltas)
+        self._chained = max((len(o.chain) for o in outputs), default=0)
+        chained = {o.rid for o in outputs if o.chain}
+        n = len(deltas)
+        hurry = self._pace is not None and n * EFFORT > HURRY * self._pace.base(n)
         for delta in deltas:
             mind = self._minds.get(delta.rid)
             if mind is None:
@@ -86,36 +126,76 @@ class Speculator:
             if delta.drafted:
                 self._judge(delta, mind)
             self._learn(delta, mind)
+            mind.lag += delta.tokens
+            if not (hurry and delta.rid in chained):
+                self._catch_up(delta.rid, mind)
             mind.known += len(delta.tokens)
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
-        if self._longest:
+        if self.longest:
             for output in outputs:
                 if (mind := self._minds.get(output.rid)) is not None and output.tokens:
-                    mind.chain = output.chain
+                    self._compare(mind, output.chain)
 
     def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
-        """A step took so long from when its predecessor had landed, for whose tokens its planning `waited`, or not."""
-        if self._costs is None or max(w.count for w in plan.work) > MAX_DRAFTS + 1:
-            return
-        late = seconds / (self._seconds(plan) + plan.chain * self._costs.chain(len(plan.work))) - 1
-        late = min(max(late, -1.0), 1.0)  # what came in between is nobody's fault
-        error = LATENESS * (late - self._late - waited * self._waiting)
-        self._late += error * (1 - BLAME * waited)
-        self._waiting += error * BLAME * waited
+        """The step last observed took so long from when its predecessor had landed, for whose tokens its planning
+        `waited`, or not."""
+        if self._pace is not None and not any(w.count > MAX_DRAFTS + 1 for w in plan.work):
+            self._timings.append(_Timing(plan, seconds, waited, self._brought, self._chained))
 
-    def _seconds(self, plan: StepPlan) -> float:
-        assert self._costs is not None
-        return self._costs.step([w.count for w in plan.work], [w.end for w in plan.work])
+    def _account(self, t: _Timing) -> None:
+        """Makes of a step what it has to teach."""
+        assert self._pace is not None and self._earnings is not None
+        counts, contexts = [w.count for w in t.plan.work], [w.end for w in t.plan.work]
+        self._pace.saw(counts, contexts, t.chained, t.waited, t.seconds)
+        # By the table as it is now, not by the clock: what came in between is nobody's fault.
+        seconds = self._pace.step(counts, contexts, t.chained, t.waited)
+        self._earnings.earned(len(counts), _mean(contexts), t.brought, seconds)
+        if t.plan.chain > 0:
+            self._appraise(t.plan)
 
-    def _overhead(self, plan: StepPlan) -> float:
-        """Seconds by which a step is later if its planning waits."""
-        return max(self._waiting, 0.0) * self._seconds(plan)
+    def _appraise(self, plan: StepPlan) -> None:
+        """What the chains just drafted are worth."""
+        verifying, drafting = self._rates(len(plan.work), _mean([w.end for w in plan.work]))
+        total = 0.0
+        for work in plan.work:
+            mind = self._minds.get(work.rid)
+            if mind is None or not mind.chain:
+                continue
+            survival = self._acceptance.survival(work.rid, mind.told, [token for token, _ in mind.chain])
+            drafted = len(survival)
+            if drafted == plan.chain and drafted < self.longest:  # goes on as chains do
+                typical = self._acceptance.typical(work.rid, self.longest)
+                survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]
+                drafted = self.longest
+            survival += [0.0] * (self.longest - len(survival))
+            worth = net_worth(survival, verifying, drafting, drafted)
+            if self._worth is not None:
+                self._worth.saw(worth)
+            if mind.worth is not None:
+                mind.worth.saw(worth)
+            total += max(worth)
+        if self._probing and total > 0:
+            self._patience = 1  # it may have become easier: look again
+
+    def _rates(self, requests: int, context: int) -> tuple[list[float], float]:
+        """In tokens, a request's share: of verifying 1, 2, ... drafts of each; of a draft model's next token."""
+        assert self._pace is not None and self._earnings is not None
+        price = self._earnings.price(requests, context) / requests
+        plain = self._pace.base(requests)
+        verifying = [price * (self._pace.base((1 + k) * requests) - plain) for k in range(1, self.longest + 1)]
+        return verifying, price * self._pace.chain(requests)
 
     def wanted(self, running: StepPlan) -> bool:
         """Whether to wait for the step that is running, because drafts for the one after it promise more than planning
         that one now."""
         if self._fixed is not None:
+            return True
+        assert self._pace is not None and self._earnings is not None
+        n, context = len(running.work), _mean([w.end for w in running.work])
+        if not self._earnings.drafting(n, context):
+            return False
+        if running.chain > 0:
             return True
         chances = []
         for work in running.work:
@@ -124,20 +204,24 @@ class Speculator:
             chances.append(chance)
             if mind is None or not work.sample:
                 continue
-            if running.chain:
-                chance.survival = self._acceptance.typical(work.rid, running.chain)
-            elif mind.trail is not None and not mind.trail.behind and mind.trail.foretold() is not None:
-                guesses = mind.trail.guesses(MAX_DRAFTS + 1)
+            if (trail := _ready(mind)) is not None and trail.foretold() is not None:
+                guesses = trail.guesses(MAX_DRAFTS + 1)
                 chance.ready, *rest = self._acceptance.survival(work.rid, cells(guesses), [g.token for g in guesses])
                 chance.survival = [s / chance.ready for s in rest]
         if not any(c.survival for c in chances):
             return False
-        assert self._costs is not None
-        return choose(chances, self._costs, MAX_DRAFTS * len(chances), self._overhead(running)) > 1.0
+        price = self._earnings.price(n, context)
+        return choose(chances, self._pace, MAX_DRAFTS * n, price, self._pace.overhead(n)) > 0.0
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
         """Guesses by rid for a step about to run. None if a predecessor's tokens have not been observed yet."""
         if any(w.tokens[-1] == PENDING for w in plan.work):
+            return {}
+        n, context = len(plan.work), _mean([w.end for w in plan.work])
+        if self._earnings is not None and not self._earnings.drafting(n, context):
+            for work in plan.work:
+                if (mind := self._minds.get(work.rid)) is not None:
+                    mind.planned = ()
             return {}
         found: dict[int, tuple[list[int], list[Cell]]] = {}
         chances = []
@@ -149,8 +233,8 @@ class Speculator:
                 tokens, told, chance.survival = self._guess(work, mind)
                 found[work.rid] = tokens, told
         if self._fixed is None and any(c.survival for c in chances):
-            assert self._costs is not None
-            choose(chances, self._costs, MAX_DRAFTS * len(chances))
+            assert self._pace is not None and self._earnings is not None
+            choose(chances, self._pace, MAX_DRAFTS * n, self._earnings.price(n, context))
         proposed = {}
         for work, chance in zip(plan.work, chances):
             if work.rid in found:
@@ -163,24 +247,52 @@ class Speculator:
 
     def chain(self, plan: StepPlan) -> int:
         """How many tokens the draft model shall draft behind what this step draws."""
-        if not self._longest or not any(w.sample for w in plan.work):
+        if not self.longest or not any(w.sample for w in plan.work):
             return 0
         if self._fixed is not None:
-            return min(self._fixed, self._longest)
-        assert self._costs is not None
-        drawing = [w for w in plan.work if w.sample]
-        survivals = [self._acceptance.typical(w.rid, self._longest) for w in drawing]
-        length = best_chain(survivals, [w.end for w in drawing], self._costs, self._overhead(plan))
-        self._unasked = 0 if length else self._unasked + 1
-        if self._unasked >= PROBE_EVERY:
-            self._unasked = 0
-            return min(PROBE, self._longest)
-        return length
+            return min(self._fixed, self.longest)
+        assert self._pace is not None and self._earnings is not None
+        n, context = len(plan.work), _mean([w.end for w in plan.work])
+        if not self._earnings.drafting(n, context):
+            self._unasked = self._patience = PROBE_FIRST  # and as soon as it may be
+            return LEFT_OUT
+        if self._worth is None:
+            verifying, drafting = self._rates(n, context)
+            hopeful = net_worth(self._acceptance.typical(-1, self.longest), verifying, drafting, self.longest)
+            self._worth = Worth(hopeful, 1.0, WORTH_MEMORY)
+        worths = []
+        for work in plan.work:
+            mind = self._minds.get(work.rid)
+            if mind is not None and work.sample:
+                if mind.worth is None:
+                    mind.worth = Worth(self._worth.by_length, WORTH_SEEN, WORTH_MEMORY)
+                worths.append(mind.worth.by_length)
+        length = best_chain(worths, self._earnings.price(n, context) * self._pace.overhead(n))
+        self._probing = not length
+        if length:
+            self._unasked, self._patience = 0, PROBE_FIRST
+            return length
+        self._unasked += 1
+        if self._unasked < self._patience:
+            return 0
+        self._unasked, self._patience = 0, min(2 * self._patience, PROBE_LAST)
+        return min(PROBE, self.longest)
 
     def tidy(self) -> None:
         """What is best done while the device is busy."""
+        for timing in self._timings:
+            self._account(timing)
+        for lesson in self._lessons:
+            self._acceptance.learn(*lesson)
+        self._timings.clear()
+        self._lessons.clear()
+        for rid in self._gone:
+            self._acceptance.drop(rid)
+        self._gone.clear()
         room = CATCH_UP
-        for mind in self._minds.values():
+        for rid, mind in self._minds.items():
+            if mind.lag:
+                self._catch_up(rid, mind)
             if mind.trail is not None and mind.trail.behind and room:
                 room -= mind.trail.catch_up(room)
         for trail in self._finished:
@@ -196,42 +308,74 @@ class Speculator:
     def _guess(self, work: Work, mind: _Mind) -> tuple[list[int], list[Cell], list[float]]:
         """The most promising of the chains that could be verified: tokens, what they are told apart by, survival."""
         most = min(self._fixed or MAX_DRAFTS, work.left - 1)
-        trail = mind.trail if mind.trail is not None and not mind.trail.behind else None
+        trail = _ready(mind)
         offers: list[tuple[list[int], list[Cell]]] = []
         if mind.chain:
-            tokens = [token for token, _ in mind.chain[:most]]
-            told = [model_cell("eagle3", i, sure) for i, (_, sure) in enumerate(mind.chain[:most])]
-            if trail is not None:
-                behind = trail.guesses(most - len(tokens), after=tokens)
-                tokens += [g.token for g in behind]
-                told += cells(behind)
-            offers.append((tokens, told))
+            tokens, told = [token for token, _ in mind.chain[:most]], mind.told[:most]
+            behind = mind.behind[: most - len(tokens)]
+            offers.append((tokens + [g.token for g in behind], told + cells(behind)))
+            cut = self._cut(work.rid, tokens, told, mind.instead)
+            if cut and trail is not None:
+                guesses = trail.guesses(most - cut, tokens[:cut])
+                offers.append((tokens[:cut] + [g.token for g in guesses], told[:cut] + cells(guesses)))
         if trail is not None:
             guesses = trail.guesses(most)
             offers.append(([g.token for g in guesses], cells(guesses)))
         scored = [(tokens, told, self._acceptance.survival(work.rid, told, tokens)) for tokens, told in offers]
         return max(scored, key=lambda offer: sum(offer[2]), default=([], [], []))
 
+    def _compare(self, mind: _Mind, chain: tuple[tuple[int, float], ...]) -> None:
+        """Takes note of a chain behind the known tokens, and of what matches say in its place."""
+        mind.chain, mind.instead, mind.behind = chain, [None] * len(chain), []
+        if chain and (trail := _ready(mind)) is not None:
+            mind.instead, mind.behind = trail.compare(MAX_DRAFTS - len(chain), [token for token, _ in chain])
+        mind.told = [
+            model_cell("eagle3", i, sure, None if guess is None else guess.token == token)
+            for i, ((token, sure), guess) in enumerate(zip(chain, mind.instead))
+        ]
+
+    def _cut(self, rid: int, tokens: Sequence[int], told: Sequence[Cell], instead: Sequence[Guess | None]) -> int:
+        """How many of a chain's drafts come before the first in whose place a match foretells something likelier; 0 if
+        there is none."""
+        for i, (token, cell, guess) in enumerate(zip(tokens, told, instead)):
+            if guess is not None and guess.token != token:
+                ours = self._acceptance.probability(rid, cells([guess])[0], guess.token)
+                if ours > self._acceptance.probability(rid, cell, token):
+                    return i
+        return 0
+
     def _learn(self, delta: Delta, mind: _Mind) -> None:
         """Every token says whether what had been foretold was right, drafted or not."""
-        for position, ((token, sure), came) in enumerate(zip(mind.chain, delta.tokens)):
-            self._acceptance.learn(delta.rid, model_cell("eagle3", position, sure), token, token == came)
+        for (token, _), cell, came in zip(mind.chain, mind.told, delta.tokens):
+            self._lessons.append((delta.rid, cell, token, token == came))
             if token != came:
                 break
         if delta.tokens:
             mind.chain = ()
-        if mind.trail is None:
-            return
-        for token in delta.tokens:
-            if (guess := mind.trail.foretold()) is not None:
-                self._acceptance.learn(delta.rid, cells([guess])[0], guess.token, guess.token == token)
-            mind.trail.append(token)
+
+    def _catch_up(self, rid: int, mind: _Mind) -> None:
+        """Tells the trail of the latest tokens, and learns from what it had foretold."""
+        if mind.trail is not None:
+            for token in mind.lag:
+                if (guess := mind.trail.foretold()) is not None:
+                    self._lessons.append((rid, cells([guess])[0], guess.token, guess.token == token))
+                mind.trail.append(token)
+        mind.lag.clear()
 
     def _judge(self, delta: Delta, mind: _Mind) -> None:
         self.verified += 1
         for position, (source, _, _) in enumerate(mind.planned[: delta.drafted]):
             self.drafted[source, position] += 1
             self.accepted[source, position] += position < delta.accepted
+
+
+def _ready(mind: _Mind) -> Trail | None:
+    """The request's trail if it has seen all of its text."""
+    return mind.trail if mind.trail is not None and not mind.trail.behind and not mind.lag else None
+
+
+def _mean(contexts: Sequence[int]) -> int:
+    return sum(contexts) // len(contexts)
 
 
 def cells(guesses: Sequence[Guess]) -> list[Cell]:

@@ -171,8 +171,13 @@ class Trail:
 
     def guesses(self, most: int, after: Sequence[int] = ()) -> list[Guess]:
         """How the text may go on after `after`, as far as it is foretold, `most` tokens at most."""
+        return self.compare(most, after)[1]
+
+    def compare(self, most: int, after: Sequence[int]) -> tuple[list[Guess | None], list[Guess]]:
+        """What had been foretold in the place of each of `after`, supposing those before it; and `guesses`."""
         tokens, base = self.tokens, len(self.tokens)
         ahead = list(after)
+        instead: list[Guess | None] = []
         found: list[Guess] = []
         live = [(p.tokens, p.position, p.length) for p in self._pointers]
         for i in range(len(after) + most):
@@ -188,18 +193,21 @@ class Trail:
                 if token != _NOWHERE:
                     votes[token] = votes.get(token, 0) + length * length
                     foretold.append((token, text, position, length))
-            if i < len(after):
-                chosen = after[i]
-            elif not votes:
-                break
-            else:
+            guess = None
+            if votes:
                 chosen = max(votes, key=votes.__getitem__)
                 longest = max(length for token, _, _, length in foretold if token == chosen)
-                share = votes[chosen] / sum(votes.values())
-                found.append(Guess(chosen, longest, share, len(foretold) == 1))
+                guess = Guess(chosen, longest, votes[chosen] / sum(votes.values()), len(foretold) == 1)
+            if i < len(after):
+                instead.append(guess)
+                chosen = after[i]
+            elif guess is None:
+                break
+            else:
+                found.append(guess)
                 ahead.append(chosen)
             live = [(t, p + 1, min(n + 1, LONGEST)) for token, t, p, n in foretold if token == chosen]
-        return found
+        return instead, found
 
     def _behind(self, after: list[int], known: set[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
         """Places to go on from behind `after`, besides those `known`: (text, position, length of the match)."""

@@ -9,8 +9,9 @@ from perilune.core.messages import Delta, EngineStats
 from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.core.sampling import SamplingParams
 from perilune.spec import suffix
-from perilune.spec.costs import Costs, Curve, measure
-from perilune.spec.policy import Acceptance, Chance, best_chain, choose, model_cell, suffix_cell
+from perilune.spec.costs import WAITING, Costs, Curve, Pace, measure
+from perilune.spec.earnings import ENOUGH, FIRST, TRIAL, TURN, Earnings
+from perilune.spec.policy import Acceptance, Chance, Worth, best_chain, choose, model_cell, net_worth, suffix_cell
 from perilune.spec.speculator import Speculator
 from perilune.spec.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
 
@@ -129,8 +130,10 @@ class TestCosts:
     def test_what_was_timed_comes_out(self) -> None:
         calls = []
 
-        def timer(counts: Sequence[int], context: int, chain: int = 0) -> float:
+        def timer(counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
             calls.append((tuple(counts), context, chain))
+            if ahead > 1:
+                return 0.5 + 0.01 * len(counts)
             return 1 + 0.1 * sum(counts) + 1e-3 * context * len(counts) + 0.5 * chain * len(counts)
 
         found = measure(timer, most_requests=8, most_tokens=32, longest=10_000, chains=True)
@@ -138,22 +141,90 @@ class TestCosts:
         assert all(len(counts) <= 8 and sum(counts) <= 32 for counts, _, _ in calls)
         assert found.base(2) == pytest.approx(1.2 + 0.032)
         assert found.reach(1) == pytest.approx(1e-3) and found.chain(4) == pytest.approx(0.5 * 4)
+        assert found.ahead is not None and found.ahead.xs == (1, 2, 4, 8) and found.ahead(8) == pytest.approx(0.58)
+        assert Pace(found).plain(8, 0) == pytest.approx(0.58) and Pace(found).overhead(8) > 1.0
         small = measure(timer, most_requests=1, most_tokens=4, longest=40, chains=False)
         assert small.base.xs == (1, 2, 3, 4) and small.reach(1) == 0.0
+
+
+class TestPace:
+    def test_it_begins_with_the_table_and_follows_the_clock(self) -> None:
+        pace, rng = Pace(CHEAP), random.Random(0)
+        assert pace.plain(1, 10) == 1.0 and pace.base(2) == pytest.approx(1.05 * WAITING)
+        assert pace.chain(1) == 0.1 and pace.overhead(1) == pytest.approx(WAITING - 1)
+        for _ in range(600):  # twice as slow where planning waits, chains three times
+            drafts, chain = rng.randrange(5), rng.randrange(5)
+            pace.saw([1 + drafts], [10], chain, True, 2 * CHEAP.base(1 + drafts) + chain * 0.3)
+            pace.saw([1], [10], 0, False, 1.0)
+        assert pace.plain(1, 10) == pytest.approx(1.0, rel=0.1)
+        assert pace.base(2) == pytest.approx(2.1, rel=0.1) and pace.chain(1) == pytest.approx(0.3, rel=0.15)
+        assert pace.overhead(1) == pytest.approx(1.0, rel=0.15)
+
+    def test_what_came_in_between_counts_little_and_a_slow_machine_slows_all(self) -> None:
+        pace = Pace(CHEAP)
+        pace.saw([1], [10], 0, False, 1e6)
+        assert pace.plain(1, 10) < 1.05
+        for _ in range(300):
+            pace.saw([1], [10], 0, False, 2.0)
+        assert pace.plain(1, 10) == pytest.approx(2.0, rel=0.01)
+        assert pace.base(4) > 1.15 * WAITING * CHEAP.base(4)  # though it was not seen
+
+    def test_a_larger_step_is_never_cheaper(self) -> None:
+        pace = Pace(CHEAP)
+        for _ in range(200):
+            pace.saw([1], [10], 0, True, 5.0)
+        assert pace.base(1) <= pace.base(2) <= pace.base(64)
+
+
+class TestEarnings:
+    def steps(self, e: Earnings, count: int, drafted: float, plain: float) -> list[bool]:
+        """Seconds of steps of one request; with drafting they bring two tokens."""
+        modes = []
+        for _ in range(count):
+            modes.append(e.drafting(1, 10))
+            e.earned(1, 10, 2 if modes[-1] else 1, drafted if modes[-1] else plain)
+        return modes
+
+    def test_the_price_is_what_steps_bring(self) -> None:
+        e = Earnings(Pace(CHEAP))
+        assert e.price(1, 10) == 1.0
+        self.steps(e, 100, 1.0, 1.0)
+        assert e.price(1, 10) == pytest.approx(2.0, rel=0.02)
+        assert e.price(8, 10) == pytest.approx(8 / CHEAP.base(8))  # another size
+
+    def test_where_drafting_loses_it_is_given_up_but_for_trials(self) -> None:
+        e = Earnings(Pace(CHEAP))
+        modes = self.steps(e, 20_000, 2.2, 1.0)
+        assert all(modes[: int(ENOUGH)]) and sum(modes[int(ENOUGH) : FIRST]) < TURN
+        assert 0 < sum(modes[1000:]) < 0.03 * 19_000
+        modes = self.steps(e, 6000, 1.0, 1.0)  # a text that is easier
+        assert sum(modes[-3000:]) > 0.98 * 3000
+
+    def test_where_it_pays_it_is_hardly_ever_left_out(self) -> None:
+        modes = self.steps(Earnings(Pace(CHEAP)), 20_000, 1.2, 1.0)
+        assert sum(modes) > 0.99 * len(modes) and TRIAL > TURN
 
 
 class TestPolicy:
     def test_drafts_stop_where_they_cease_to_pay(self) -> None:
         sure = [Chance(1, 10, True, [0.95**i for i in range(1, 9)])]
-        assert choose(sure, CHEAP, 8) > 2 and sure[0].taken == 8
-        assert choose(sure, DEAR, 8) == 1.0 and sure[0].taken == 0
+        assert choose(sure, CHEAP, 8, 1.0) > 2 and sure[0].taken == 8
+        assert choose(sure, DEAR, 8, 1.0) == 0.0 and sure[0].taken == 0
         unsure = [Chance(1, 10, True, [0.02, 0.0004])]
-        assert choose(unsure, CHEAP, 8) == 1.0 and unsure[0].taken == 0
-        assert choose(sure, CHEAP, 3) > 1 and sure[0].taken == 3
+        assert choose(unsure, CHEAP, 8, 1.0) == 0.0 and unsure[0].taken == 0
+        assert choose(sure, CHEAP, 3, 1.0) > 1 and sure[0].taken == 3
+
+    def test_where_time_is_dear_less_is_drafted(self) -> None:
+        taken = []
+        for price in (0.1, 1.0, 10.0, 20.0, 1000.0):
+            chance = [Chance(1, 10, True, [0.8**i for i in range(1, 9)])]
+            choose(chance, CHEAP, 8, price)
+            taken.append(chance[0].taken)
+        assert taken == sorted(taken, reverse=True) and taken[0] == 8 and taken[-1] == 0 < taken[2] < 8
 
     def test_the_likeliest_of_all_requests_come_first(self) -> None:
         one, other = Chance(1, 10, True, [0.9, 0.8, 0.7]), Chance(1, 10, True, [0.4, 0.1, 0.01])
-        choose([one, other], CHEAP, 4)
+        choose([one, other], CHEAP, 4, 1.0)
         assert (one.taken, other.taken) == (3, 1)
 
     def test_a_large_batch_drafts_less(self) -> None:
@@ -161,21 +232,34 @@ class TestPolicy:
         taken = {}
         for batch in (1, 4, 16, 64):
             chances = [Chance(1, 10, True, [0.6, 0.36, 0.2]) for _ in range(batch)]
-            choose(chances, costs, 1000)
+            choose(chances, costs, 1000, batch / costs.base(batch))
             taken[batch] = sum(c.taken for c in chances) / batch
         assert taken[1] >= taken[4] > taken[16] >= taken[64] == 0
 
     def test_context_and_overhead_count(self) -> None:
         costs = Costs(CHEAP.base, Curve((1, 9), (0.0, 0.01)))
         near, far = [Chance(1, 10, True, [0.5])], [Chance(1, 10_000, True, [0.5])]
-        choose(near, costs, 8), choose(far, costs, 8)
+        choose(near, costs, 8, 1.0), choose(far, costs, 8, 1.0)
         assert (near[0].taken, far[0].taken) == (1, 0)
-        assert choose(near, costs, 8, overhead=1.0) == 1.0
+        assert choose(near, costs, 8, 1.0, overhead=1.0) == 0.0
 
-    def test_chains_are_drafted_where_they_pay(self) -> None:
-        good, bad = [0.9, 0.8, 0.7], [0.05, 0.0, 0.0]
-        assert best_chain([good], [10], CHEAP, 0.0) == 3
-        assert best_chain([bad], [10], CHEAP, 0.0) == best_chain([good], [10], DEAR, 0.0) == 0
+    def test_a_chain_is_worth_its_right_drafts_less_what_they_cost(self) -> None:
+        free = [0.0, 0.0, 0.0]
+        assert net_worth([0.9, 0.8, 0.1], free, 0.0, 3) == pytest.approx([0.9, 1.7, 1.8])
+        assert net_worth([0.9, 0.8, 0.1], [0.2, 0.4, 0.6], 0.0, 3) == pytest.approx([0.7, 1.3, 1.3])
+        assert net_worth([0.9, 0.8, 0.1], free, 0.5, 3) == pytest.approx([0.4, 0.7, 0.3])
+        # One that ended after the second would have cost no more for being asked for a third.
+        assert net_worth([0.9, 0.8, 0.0], free, 0.5, 2) == pytest.approx([0.4, 0.7, 0.7])
+
+    def test_chains_are_as_long_as_they_were_worth(self) -> None:
+        assert best_chain([[0.4, 0.7, 0.3], [0.1, 0.1, 0.1]], lost=0.5) == 2
+        assert best_chain([[0.4, 0.7, 0.3], [0.1, 0.1, 0.1]], lost=0.9) == best_chain([], lost=0.0) == 0
+        worth = Worth([1.0, 1.0], 1.0, 10.0)
+        worth.saw([0.0, 2.0])
+        assert worth.by_length == [0.5, 1.5]
+        for _ in range(100):
+            worth.saw([0.25, 0.5])
+        assert worth.by_length == pytest.approx([0.25, 0.5], abs=0.01)
 
     def test_what_is_learned(self) -> None:
         a = Acceptance()
@@ -192,12 +276,16 @@ class TestPolicy:
         assert a.probability(-1, good, 6) < a.probability(-1, good, 77)  # this token
         a.drop(1)
         for _ in range(400):
-            a.learn(2, model_cell("eagle3", 0, 0.9), 5, True)
+            a.learn(2, model_cell("eagle3", 0, 0.9, None), 5, True)
         first, both = a.typical(-1, 2)
         assert first > 0.95 and both == pytest.approx(first**2)  # never seen: as the one before
         for _ in range(400):
-            a.learn(2, model_cell("eagle3", 1, 0.9), 5, False)
+            a.learn(2, model_cell("eagle3", 1, 0.5, None), 5, False)
         assert a.typical(-1, 2)[1] < 0.05
+        for _ in range(400):
+            a.learn(3, model_cell("eagle3", 0, 0.5, True), 5, True)
+        assert a.probability(-1, model_cell("eagle3", 4, 0.5, True), 5) > 0.9  # the match says the same
+        assert a.probability(-1, model_cell("eagle3", 4, 0.5, False), 5) < 0.7
 
 
 class TestSpeculator:
@@ -242,6 +330,7 @@ class TestSpeculator:
             came = rng.randrange(3) if turn < 400 else (0, 1, 2, 2)[turn % 4]
             text.append(came)
             s.observe([Delta(1, (came,))], [])
+            s.tidy()
             if turn == 399:
                 plan = StepPlan(0, (self.work(1, text, 50),))
                 assert len(s.propose(plan).get(1, ())) <= 2
@@ -252,24 +341,53 @@ class TestSpeculator:
         dear.tidy()
         assert not dear.wanted(plan) and dear.propose(plan) == {}
 
-    def test_waiting_costs_what_it_is_seen_to_cost(self) -> None:
-        s = Speculator(suffix=True, costs=CHEAP, shared=False)
-        s.open(1, [1, 2, 3, 4, 5] * 6)
+    @pytest.mark.parametrize("seconds", [1.0, 1e-4])
+    def test_where_steps_are_short_matches_wait_until_one_runs(self, seconds: float) -> None:
+        costs = Costs(*(Curve(c.xs, tuple(y * seconds for y in c.ys)) for c in (CHEAP.base, CHEAP.reach, CHEAP.chain)))
+        s = Speculator(suffix=True, longest=8, costs=costs, shared=False)
+        text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3]
+        s.open(1, text)
         s.tidy()
-        plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5] * 6, 30),))
-        assert s.wanted(plan)
-        for _ in range(2000):
-            s.timed(plan, 1.9, waited=True)  # of a step that the table has at 1.0
-            s.timed(plan, 1.0, waited=False)
-        assert s._overhead(plan) == pytest.approx(0.9, abs=0.05)
-        for _ in range(2000):
-            s.timed(plan, 1.8, waited=False)  # all is slow: no reason not to draft
-            s.timed(plan, 30.0, waited=True)  # and now and then something else came in between
-        assert s._overhead(plan) == pytest.approx(1.0 - 0.8, abs=0.05)
-        slow = Speculator(suffix=True, costs=CHEAP, shared=False)
-        for _ in range(2000):
-            slow.timed(plan, 1.5, waited=True)  # nobody knows how late the others would have been
-        assert slow._overhead(plan) < 0.15
+        s.observe([Delta(1, (4,))], [Output(1, (4,), chain=((5, 0.99), (6, 0.99)))])
+        text.append(4)
+        guesses = list(s.propose(StepPlan(0, (self.work(1, text, 11),)))[1])
+        assert guesses[:2] == [5, 6] and (len(guesses) > 2) == (seconds == 1.0)  # what matches behind the chain
+        s.tidy()
+        s.observe([Delta(1, (5, 6, 7), drafted=2, accepted=2)], [Output(1, (5, 6, 7))])
+        text += [5, 6, 7]
+        assert s.propose(StepPlan(1, (self.work(1, text, 11),)))[1][0] == 9  # without a chain they are asked at once
+        trail = s._minds[1].trail
+        assert trail is not None and trail.tokens == text
+
+    def test_an_unlikely_draft_gives_way_to_what_a_match_foretells(self) -> None:
+        s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
+        s.open(1, [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4])
+        s.tidy()
+        s.observe([Delta(1, (5,))], [Output(1, (5,), chain=((6, 0.99), (0, 0.1), (0, 0.1)))])
+        text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5]
+        assert s.propose(StepPlan(0, (self.work(1, text, 20),))) == {1: [6, 7, 8, 1]}
+        s.observe([Delta(1, (6, 7, 9), drafted=4, accepted=2)], [Output(1, (6, 7, 9))])
+        assert [(source, i) for source, i, _, _ in s.report(EngineStats()).drafts] == [
+            ("eagle3", 0), ("suffix", 1), ("suffix", 2), ("suffix", 3)
+        ]  # fmt: skip
+
+    def test_chains_that_never_pay_are_given_up_and_then_the_model_is_left_out(self) -> None:
+        costs = Costs(Curve((1, 2, 64), (1.0, 1.3, 20.0)), Curve((1,), (0.0,)), Curve((1,), (0.2,)))
+        s = Speculator(suffix=False, longest=8, costs=costs, shared=False)
+        text, asked, waits = [1, 2, 3], [], []
+        s.open(1, text)
+        for _ in range(3000):
+            plan = StepPlan(0, (self.work(1, text, 3),))
+            drafts = s.propose(plan)
+            asked.append(s.chain(plan))
+            plan = StepPlan(0, plan.work, asked[-1])
+            text.append(1)
+            chain = tuple((2, 0.1) for _ in range(asked[-1]))
+            s.observe([Delta(1, (1,), drafted=len(drafts))], [Output(1, (1,), chain=chain)])
+            waits.append(s.wanted(plan))
+            s.timed(plan, costs.base(1) + max(asked[-1], 0) * 0.2 + 0.1 * waits[-1], waits[-1])
+            s.tidy()
+        assert sum(waits[500:]) < 0.02 * 2500
 
     def test_a_chain_is_continued_by_what_matches_behind_it(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
@@ -285,18 +403,23 @@ class TestSpeculator:
             ("eagle3", 0), ("eagle3", 1), ("suffix", 2), ("suffix", 3)
         ]  # fmt: skip
 
-    def test_a_model_that_is_never_right_is_asked_now_and_then(self) -> None:
+    def test_a_model_that_is_never_right_is_asked_now_and_then_and_seized_when_it_is(self) -> None:
         s = Speculator(suffix=False, longest=8, costs=CHEAP, shared=False)
         text, asked = [1, 2, 3], []
         s.open(1, text)
-        for _ in range(400):
+        for turn in range(4000):
             plan = StepPlan(0, (self.work(1, text, 3),))
-            s.propose(plan)
-            asked.append(s.chain(plan))
-            text.append(1)
-            chain = tuple((2, 0.1) for _ in range(asked[-1]))
-            s.observe([Delta(1, (1,))], [Output(1, (1,), chain=chain)])
-        assert asked[0] > 1 and 1 <= sum(a > 0 for a in asked[200:]) <= 5
+            drafts = s.propose(plan)
+            asked.append(max(s.chain(plan), 0))
+            right = turn >= 2000
+            came = (1,) * (1 + right * len(drafts.get(1, ())))
+            text += came
+            chain = tuple((1, 0.99) if right else (2, 0.1) for _ in range(asked[-1]))
+            s.observe([Delta(1, came, drafted=len(drafts), accepted=len(came) - 1)], [Output(1, came, chain=chain)])
+            s.timed(StepPlan(0, plan.work, asked[-1]), CHEAP.base(1) + 0.1 * asked[-1], True)
+            s.tidy()
+        assert asked[0] > 1 and 2 <= sum(a > 0 for a in asked[200:2000]) <= 60
+        assert sum(asked[-1000:]) > 7 * 1000
 
 
 def test_the_module_names_its_grams_in_63_bits() -> None:

@@ -34,7 +34,7 @@ MAY = {
 NO_TORCH = (
     "core", "text", "tasks", "server", "plan", "cluster.router", "kv.blocks", "kv.prefix", "engine.scheduler",
     "engine.client", "engine.wire", "model.hub", "cli.serve", "spec.costs", "spec.policy", "spec.speculator",
-    "spec.suffix",
+    "spec.suffix", "spec.rejected",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"

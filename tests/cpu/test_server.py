@@ -67,7 +67,7 @@ CALL = (
 
 
 INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4)
-STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 0, 8, 6), ("suffix", 1, 5, 2)))
+STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 0, 8, 6), ("suffix", 1, 5, 2)), 3, 4000)
 
 
 @dataclass
@@ -1356,6 +1356,8 @@ def test_metrics_page(serve: Any) -> None:
             "perilune_requests_running 2.0",
             "perilune_requests_waiting 1.0",
             'perilune_kv_blocks{state="owned"} 20.0',
+            "perilune_cuda_graphs 3.0",
+            "perilune_cuda_graph_bytes 4000.0",
             'perilune_kv_blocks{state="cached"} 10.0',
             'perilune_kv_blocks{state="free"} 34.0',
             "perilune_prompt_tokens_total 1000.0",

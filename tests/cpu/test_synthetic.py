@@ -13,12 +13,15 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
+from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
 from perilune.engine.graphs import NARROWEST, rounded_up, table_width
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3 import Eagle3
+from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.model.synthetic import random_weights
+from perilune.model.synthetic import random_draft, random_weights
 from perilune.model.weights import Dense, Fp8, Int4Experts, Moe, Weights
 
 TINY = KimiConfig.from_dict(
@@ -175,3 +178,21 @@ def test_a_kernel_is_described_with_its_rate() -> None:
         "30.00", "us", "3.91", "TB/s", "o", "void", "linear_kernel<x>()",
     ]  # fmt: skip
     assert "TB/s" not in described(2.0, "k", "norm", 0.0)
+
+
+def test_a_random_draft_drafts_and_its_cache_can_be_written_alone() -> None:
+    """Shapes fit the configuration, values stay of the size real ones have; `store` writes what `hidden` would."""
+    config = Eagle3Config.from_dict(config_for(TINY, aux_ids=(1, 2)))
+    target = random_weights(TINY, dtype=torch.float32, device="cpu")
+    draft = Eagle3(config, random_draft(config, target.embed), max_positions=64)
+    tables, starts = torch.arange(2, dtype=torch.int32).view(1, 2), torch.tensor([0, 5], dtype=torch.int32)
+    span = Span(slice(0, 5), tables, starts, torch.tensor([5], dtype=torch.int32))
+    step = Step(torch.arange(5), torch.arange(5), torch.arange(5), span, None)
+    aux = torch.randn(5, 2 * TINY.hidden_size)
+    whole, alone = (torch.zeros(2, 8, config.kv_width) for _ in range(2))
+    states, _ = draft.hidden(step, draft.features(aux), whole)
+    logits = draft.logits(states)
+    assert logits.shape == (5, TINY.vocab_size) and 0.3 < logits.std() < 3
+    draft.store(step, draft.features(aux), alone)
+    torch.testing.assert_close(alone, whole)
+    assert (alone.view(16, -1)[:5] != 0).all() and (alone.view(16, -1)[5:] == 0).all()

@@ -51,4 +51,4 @@ def test_closing_frees_the_memory(tmp_path: Path) -> None:
     with LLM(checkpoint.path, **CONFIG) as llm:
         assert torch.cuda.memory_allocated() > before
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # workspaces of the library, if others left any, go too

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from perilune import LLM, SamplingParams
+from perilune.engine.graphs import MAX_ROWS, DecodeGraphs
 from perilune.model.hub import resolve_model
 from tests import oracle
 from tests.cpu.test_speculation import PARAMS, PROMPTS, Recorder, Scripted, alike, drafter  # noqa: F401
@@ -29,6 +30,12 @@ def plain(tiny: Path) -> Iterator[LLM]:
         yield llm
 
 
+def captured(llm: LLM) -> DecodeGraphs:
+    graphs = llm._engine.runner.graphs  # type: ignore[union-attr]
+    assert graphs is not None and graphs.broken is None and graphs._most_rows == MAX_ROWS
+    return graphs
+
+
 def params() -> list[SamplingParams]:
     given = [PARAMS[kind][i % len(PARAMS[kind])] for i, kind in enumerate([*PARAMS, "hot"])]
     return [replace(p, max_tokens=20 + 4 * i) for i, p in enumerate(given)]
@@ -43,8 +50,25 @@ def test_answers_stay_the_same(tiny: Path, plain: LLM, hostile: bool) -> None:
             llm._engine.speculator = scripted  # type: ignore[union-attr, assignment]
             alike(llm.generate(PROMPTS, params()), expected)
             assert scripted.accepted > 50
-        graphs = llm._engine.runner.graphs  # type: ignore[union-attr]
-        assert graphs is not None and graphs.broken is None and len(graphs._graphs) > 2
+        assert len(captured(llm)._graphs) > 2
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+def test_graphs_that_draw_say_the_same(tiny: Path, hostile: bool) -> None:
+    """Requests that choose freely, through steps that are one graph each, against steps queued call by call."""
+    kinds = [PARAMS[kind][1] if kind != "greedy" else PARAMS[kind][0] for kind in ("greedy", "hot", "filters")]
+    free = [replace(kinds[i % 3], max_tokens=20 + 4 * i) for i in range(len(PROMPTS))]
+    with LLM(tiny, **CONFIG, draft="off") as llm:
+        graphs, llm._engine.runner.graphs = llm._engine.runner.graphs, None  # type: ignore[union-attr]
+        expected = llm.generate(PROMPTS, free)
+        llm._engine.runner.graphs = graphs  # type: ignore[union-attr]
+        alike(llm.generate(PROMPTS, free), expected)
+        for seed in range(3):
+            scripted = Scripted([c.token_ids for c in expected], random.Random(seed) if hostile else None)
+            llm._engine.speculator = scripted  # type: ignore[union-attr, assignment]
+            alike(llm.generate(PROMPTS, free), expected)
+            assert scripted.accepted > 50
+        assert {key.whole for key in captured(llm)._graphs} == {True}
 
 
 @pytest.mark.parametrize("draft, draft_tokens", [("suffix", None), ("eagle3", 3), ("hybrid", None)])
@@ -59,8 +83,7 @@ def test_the_engines_own_drafts(
     with LLM(tiny, **CONFIG, draft=draft, draft_tokens=draft_tokens, drafter=str(drafter)) as llm:
         for _ in range(2):
             alike(llm.generate(PROMPTS, params()), expected)
-        graphs = llm._engine.runner.graphs  # type: ignore[union-attr]
-        assert graphs is not None and graphs.broken is None
+        captured(llm)
 
 
 def test_chains_behind_graphs_are_those_behind_steps(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
