@@ -1,19 +1,37 @@
 #!/bin/sh
 # The bundled model's drafter from nothing, on one GPU: its answers, training, evaluation. About four minutes on an H200.
-# PYTHON=python3.12 sh runs/kimi-nano-drafter.sh   another Python than .venv's
+#   sh runs/kimi-nano-drafter.sh                  replaces the bundled drafter
+#   sh runs/kimi-nano-drafter.sh tiny             every command, a few steps each, on a CPU; replaces nothing
+#   PYTHON=python3.12 sh runs/kimi-nano-drafter.sh   another Python than .venv's
 set -eu
 cd "$(dirname "$0")/.."
-RUN=runs/out/kimi_nano_drafter
-DRAFTER=perilune/bundled/kimi-nano/drafter
-PERILUNE="${PYTHON:-.venv/bin/python} -m perilune.cli.main"
-$PERILUNE draft collect kimi-nano --forced --out "$RUN/forced" --rows 200000 --shard-rows 4096 --minutes 0.6
-$PERILUNE draft collect kimi-nano --out "$RUN/decoded" --rows 200000 --shard-rows 1024 --minutes 0.5 --max-tokens 400 \
-  --max-num-seqs 64 --seed 5
-$PERILUNE draft train kimi-nano --corpus "$RUN/forced" --corpus "$RUN/decoded" --run "$RUN/run" --out "$RUN/drafter" \
-  --minutes 1.2 --chains 8192 --aux-layers 1,3,4 --intermediate-size 448 --keep-gb 60
-$PERILUNE draft evaluate "$RUN/drafter" --count 64 --lengths 1,3,5,8 --max-tokens 512 --json "$RUN/evaluation.json"
+PYTHON=${PYTHON:-.venv/bin/python}
+PERILUNE="$PYTHON -m perilune.cli.main"
+if [ "${1:-}" = tiny ]; then
+  RUN=runs/out/kimi_nano_drafter_tiny DEVICE="CPU"
+  FORCED="--rows 6 --shard-rows 3 --workers 0" DECODED="--rows 2 --shard-rows 2 --max-tokens 24 --workers 0"
+  TRAIN="--steps 2 --chains 200 --unroll 2"
+  EVALUATE="--count 2 --lengths 1,3 --max-tokens 24 --speed 1 --users 1"
+else
+  RUN=runs/out/kimi_nano_drafter DEVICE="NVIDIA H200"
+  FORCED="--rows 200000 --shard-rows 4096 --minutes 0.6"
+  DECODED="--rows 200000 --shard-rows 1024 --minutes 0.5 --max-tokens 400 --max-num-seqs 64"
+  TRAIN="--minutes 1.2 --chains 8192 --keep-gb 60"
+  EVALUATE="--count 64 --lengths 1,3,5,8 --max-tokens 512 --speed 8"
+fi
+DRAFTER=$RUN/drafter
 rm -rf "$DRAFTER"
-cp -r "$RUN/drafter" "$DRAFTER"
-cp "$RUN/evaluation.json" "$DRAFTER/evaluation.json"
-${PYTHON:-.venv/bin/python} -m runs.kimi_nano.drafter_card --drafter "$DRAFTER" --run "$RUN/run" \
-  --corpus "$RUN/forced" --corpus "$RUN/decoded"
+# shellcheck disable=SC2086  # lists of options
+{
+  $PERILUNE draft collect kimi-nano --forced --out "$RUN/forced" $FORCED
+  $PERILUNE draft collect kimi-nano --out "$RUN/decoded" --seed 5 $DECODED
+  $PERILUNE draft train kimi-nano --corpus "$RUN/forced" --corpus "$RUN/decoded" --run "$RUN/run" --out "$DRAFTER" \
+    --aux-layers 1,3,4 --intermediate-size 448 $TRAIN
+  $PERILUNE draft evaluate "$DRAFTER" $EVALUATE --json "$RUN/evaluation.json" --plot "$RUN/evaluation.svg"
+}
+cp "$RUN/evaluation.json" "$RUN/evaluation.svg" "$DRAFTER/"
+$PYTHON -m runs.kimi_nano.drafter_card --drafter "$DRAFTER" --run "$RUN/run" --corpus "$RUN/forced" \
+  --corpus "$RUN/decoded" --device "$DEVICE"
+[ "${1:-}" = tiny ] && exit
+rm -rf perilune/bundled/kimi-nano/drafter
+cp -r "$DRAFTER" perilune/bundled/kimi-nano/drafter

@@ -20,7 +20,8 @@ from perilune.core.errors import ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, collect
 from perilune.draft.corpus import Corpus, Shard
-from perilune.draft.prompts import Chats, Problems, Source
+from perilune.draft.prompts import Chats, Problems, Source, Topics
+from perilune.draft.topics import DOMAINS
 from perilune.engine.llm import LLM
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
 from perilune.model.hub import resolve_model
@@ -39,6 +40,11 @@ CAPTURED = 65536  # tokens in a pass
     "--chats",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="JSONL file of conversations to ask from.  [default: generated problems of the training split]",
+)
+@click.option(
+    "--topics",
+    metavar="LIST",
+    help=f"Ask about topics, a comma-separated list of {', '.join(DOMAINS)}, or all: for models that know the world.",
 )
 @click.option("--rows", type=click.IntRange(min=1), default=40_000, show_default=True, help="Answers, at most.")
 @click.option("--shard-rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Answers in a file.")
@@ -59,6 +65,7 @@ def command(
     model: str,
     out: Path,
     chats: Path | None,
+    topics: str | None,
     rows: int,
     shard_rows: int,
     minutes: float,
@@ -74,11 +81,13 @@ def command(
     Repeat the same command to go on where it stopped. The last line of output is JSON.
     """
     path = resolve_model(model)
-    source: Source = Chats(path, chats) if chats is not None else Problems(path, seed)
+    if chats is not None and topics is not None:
+        raise ConfigError("--chats and --topics are two sources: give one of them")
+    source = _source(path, seed, chats, topics)
     if workers is None:
         workers = min(16, (os.cpu_count() or 1) - 1)
-    if forced and chats is not None:
-        raise ConfigError("--forced needs answers that are known, and chats have none: leave it out")
+    if forced and not isinstance(source, Problems):
+        raise ConfigError("--forced needs answers that are known, which only generated problems have: leave it out")
     plan = Plan(rows, shard_rows, max_tokens, seed, minutes, workers, forced)
     corpus = Corpus(out, about(source, plan, path))
     limit = source.limit()
@@ -119,6 +128,14 @@ def command(
         "seconds": round(time.monotonic() - began, 1),
     }
     click.echo(json.dumps({"draft": "collect", "model": path.name, "out": str(out), **record}))
+
+
+def _source(model: Path, seed: int, chats: Path | None, topics: str | None) -> Source:
+    if chats is not None:
+        return Chats(model, chats)
+    if topics is not None:
+        return Topics(model, seed, tuple(DOMAINS) if topics == "all" else tuple(topics.split(",")))
+    return Problems(model, seed)
 
 
 @contextlib.contextmanager

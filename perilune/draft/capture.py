@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.draft.corpus import Row
 from perilune.kv.pages import Pages
-from perilune.model.kimi_k2 import KimiK2, Span, Step
+from perilune.model.kimi_k2 import KimiK2, Step
+from perilune.model.whole_texts import WholeTexts, grids
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Capture:
 
     def __init__(self, model: KimiK2, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64) -> None:
         self.model = model
+        self._whole = WholeTexts(model)
         self.aux_layers = tuple(aux_layers)
         c, w = model.config, model.weights
         self._pages = Pages.allocate(
@@ -54,13 +57,17 @@ class Capture:
         hidden, aux = (torch.cat(part) for part in zip(*parts))
         return Captured(aux, hidden)
 
+    def taught(self, rows: Sequence[Row]) -> Captured:
+        """Of whole rows aux, of the tokens of their answers hidden [L, D]."""
+        found = self([row.ids for row in rows])
+        answers = torch.tensor([i >= row.given for row in rows for i in range(len(row.ids))])
+        return Captured(found.aux, found.hidden[answers.to(found.hidden.device)])
+
     def _run(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device, size = self._pages.data.device, self._pages.block_size
         counts = np.array([len(t) for t in texts])
         needed = -(-counts // size)
         first = np.cumsum(needed) - needed
-        tables = first[:, None] + np.arange(needed.max())
-        tables = np.minimum(tables, self._pages.num_blocks - 1).astype(np.int32)
         start = np.zeros(len(texts) + 1, np.int32)
         np.cumsum(counts, out=start[1:])
         positions = np.arange(start[-1]) - np.repeat(start[:-1], counts)
@@ -71,11 +78,7 @@ class Capture:
             positions=torch.from_numpy(positions).to(device),
             slots=torch.from_numpy(slots).to(device),
             absorbed=None,
-            plain=Span(
-                slice(0, int(start[-1])),
-                torch.from_numpy(tables).to(device),
-                torch.from_numpy(start),
-                torch.from_numpy(counts.astype(np.int32)),
-            ),
+            plain=None,
         )
-        return self.model.hidden_with_aux(step, self._pages.data, self.aux_layers)
+        self._whole.grids = grids(counts.tolist(), start[:-1].tolist(), device)
+        return self._whole.hidden_with_aux(step, self._pages.data, self.aux_layers)

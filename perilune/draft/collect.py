@@ -46,7 +46,7 @@ def about(source: Source, plan: Plan, model: Path) -> dict[str, object]:
     return {
         **source.about(),
         "families": list(source.families),
-        "model": _fingerprint(model),
+        "model": fingerprint(model),
         "shard_rows": plan.shard_rows,
         "max_tokens": plan.max_tokens,
         "answers": "forced" if plan.forced else plan.seed,
@@ -159,7 +159,7 @@ def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-def _fingerprint(model: Path) -> str:
+def fingerprint(model: Path) -> str:
     """Of the target's configuration and index: another checkpoint gives other answers."""
     digest = hashlib.sha256()
     for name in ("config.json", "model.safetensors.index.json", "tiktoken.model"):

@@ -3,7 +3,7 @@
 A directory holds `corpus.json` (what was asked for; a second `collect` must ask for the same), `shards.jsonl` (a line
 per finished shard, appended when the shard has its final name) and `rows-NNNNN.safetensors`: ids int32 [tokens],
 ends int64 [rows] (where each row ends in `ids`), given int32 [rows] (length of its prompt), family int16 [rows], greedy
-bool [rows].
+bool [rows]; weight float32 [rows] where not all of them are 1.
 """
 
 import hashlib
@@ -25,12 +25,17 @@ ABOUT, SHARDS = "corpus.json", "shards.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ids[given:]` is the target's answer to `ids[:given]`, drawn greedily or at temperature 1."""
+    """`ids[given:]` is the target's answer to `ids[:given]`, drawn greedily or at temperature 1.
+
+    A mined window is such a row too: what is given then includes the beginning of the answer. `weight` is that of each
+    of its chains in the loss.
+    """
 
     ids: tuple[int, ...]
     given: int
     family: int
     greedy: bool
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Corpus:
             "family": torch.tensor([row.family for row in rows], dtype=torch.int16),
             "greedy": torch.tensor([row.greedy for row in rows]),
         }
+        if any(row.weight != 1.0 for row in rows):
+            tensors["weight"] = torch.tensor([row.weight for row in rows])
         save_file(tensors, partial)
         tokens = sum(len(row.ids) for row in rows)
         answers = tokens - sum(row.given for row in rows)
@@ -99,8 +106,9 @@ class Corpus:
                 raise CheckpointError(f"{path} is missing or damaged: remove {self.directory} and collect again")
             t = {name: tensor.tolist() for name, tensor in load_file(path).items()}
             begin = 0
-            for end, given, family, greedy in zip(t["ends"], t["given"], t["family"], t["greedy"]):
-                found.append(Row(tuple(t["ids"][begin:end]), given, family, greedy))
+            weights = t.get("weight", [1.0] * len(t["ends"]))
+            for end, given, family, greedy, weight in zip(t["ends"], t["given"], t["family"], t["greedy"], weights):
+                found.append(Row(tuple(t["ids"][begin:end]), given, family, greedy, weight))
                 begin = end
         return found
 

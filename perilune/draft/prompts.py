@@ -1,5 +1,5 @@
-"""What the target is asked: generated problems of the training split, or chats from a JSONL file. No torch here: worker
-processes make prompts."""
+"""What the target is asked: generated problems of the training split, generated topics, or chats from a JSONL file. No
+torch here: worker processes make prompts."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from perilune.core.errors import ConfigError
+from perilune.draft.topics import DOMAINS, ask
 from perilune.tasks.families import FAMILIES, training_mix
 from perilune.tasks.problem import Problem, assistant
 from perilune.text.chat import ChatTemplate, Special, next_tool_index, template_for
@@ -93,7 +94,43 @@ class Chats:
         ]
 
 
-Source = Problems | Chats
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """Prompts of `domains` in turn, for models that know the world (draft.topics)."""
+
+    model: Path
+    seed: int
+    domains: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.domains or not set(self.domains) <= DOMAINS.keys():
+            raise ConfigError(f"unknown domains in {','.join(self.domains)!r}: choose from {', '.join(DOMAINS)}")
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return self.domains
+
+    def about(self) -> dict[str, Any]:
+        return {"source": "topics", "seed": self.seed}
+
+    def limit(self) -> int | None:
+        return None
+
+    def prompts(self, first: int, count: int) -> list[Prompt]:
+        """Numbers first .. first + count - 1; each is a function of its number, the seed and its domain."""
+        tokenizer, template = _reader(self.model)
+        made = []
+        for number in range(first, first + count):
+            # Even numbers are answered greedily, odd ones at temperature 1: every domain gets both.
+            family = number // 2 % len(self.domains)
+            domain = self.domains[family]
+            messages, tools, thinking = ask(domain, Random(f"{self.seed}:{domain}:{number}"))
+            ids = template.render_ids(tokenizer, messages, tools=tools or None, thinking=template.thinks(thinking))
+            made.append(Prompt(tuple(ids), family))
+        return made
+
+
+Source = Problems | Topics | Chats
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""A drafter's acceptance length on held-out problems, by family and position, at T = 0 and 1."""
+"""What a drafter is worth on problems that were kept out of training: acceptance by family and position at T = 0 and 1,
+and how much faster the engine answers; as records, and as one table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from rich.table import Table
 
 from perilune.core.sampling import SamplingParams
+from perilune.draft import speed
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import Row
 from perilune.draft.evaluate import Tally, summed, walk, walk_lookup
@@ -18,7 +20,7 @@ from perilune.spec.eagle3 import load_drafter
 from perilune.tasks.families import FAMILIES, problems
 from perilune.text.chat import template_for
 
-SPLIT = "heldout"
+SPLITS = ("heldout", "structural")  # drawn as in training; words, stories and layouts that training never had
 TEMPERATURES = (0.0, 1.0)
 DRAFTERS = ("eagle3", "lookup")
 
@@ -27,25 +29,31 @@ def evaluated() -> tuple[str, ...]:
     return tuple(f.name for f in FAMILIES.values() if f.evaluated)
 
 
-def answers(llm: LLM, count: int, *, seed: int, max_tokens: int) -> dict[float, list[Row]]:
-    """The target's answers to `count` held-out problems of each family, half of them with thinking, by temperature."""
+def prompts(llm: LLM, count: int, *, seed: int, split: str = SPLITS[0]) -> list[tuple[tuple[int, ...], int]]:
+    """(ids, family) of `count` problems of each family, half of them with thinking, tools declared."""
     assert llm.tokenizer is not None
     template = template_for(llm.path)
-    prompts: list[tuple[tuple[int, ...], int]] = []
+    found: list[tuple[tuple[int, ...], int]] = []
     for index, name in enumerate(evaluated()):
         for thinking, n in ((True, count - count // 2), (False, count // 2)):
-            for p in problems(name, SPLIT, n, seed=seed, thinking=thinking) if n else ():
+            for p in problems(name, split, n, seed=seed, thinking=thinking) if n else ():
                 ids = template.render_ids(llm.tokenizer, p.messages, tools=p.tools or None, thinking=thinking)
-                prompts.append((tuple(ids), index))
+                found.append((tuple(ids), index))
+    return found
+
+
+def answers(llm: LLM, count: int, *, seed: int, max_tokens: int, split: str = SPLITS[0]) -> dict[float, list[Row]]:
+    """The target's answers to `prompts`, by temperature."""
+    asked = prompts(llm, count, seed=seed, split=split)
     found: dict[float, list[Row]] = {}
     for temperature in TEMPERATURES:
         params = [
-            SamplingParams(temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i in range(len(prompts))
+            SamplingParams(temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i in range(len(asked))
         ]
-        drawn = llm.generate([ids for ids, _ in prompts], params)
+        drawn = llm.generate([ids for ids, _ in asked], params)
         found[temperature] = [
             Row(ids + a.token_ids, len(ids), index, temperature == 0)
-            for (ids, index), a in zip(prompts, drawn)
+            for (ids, index), a in zip(asked, drawn)
             if len(a.token_ids) > 1
         ]
     return found
@@ -91,30 +99,47 @@ def _records(rows: Sequence[Row], tallies: Sequence[Tally], about: dict[str, Any
     return [*records, {**about, "family": "mean", "n": len(rows), **mean}]
 
 
-def tables(records: Sequence[dict[str, Any]]) -> list[Table]:
-    """A table per temperature, of tokens per cycle: a line per family, a column per drafter and chain length; beside
-    them the shares by position in the longest chain."""
-    return [
-        _table([r for r in records if r["temperature"] == t], t)
+def questions(rows: Sequence[Row], count: int, *, max_tokens: int, ends: Iterable[int]) -> list[speed.Question]:
+    """`count` prompts of each family of `rows`, half of them of its end (without thinking), for the engine."""
+    chosen: list[speed.Question] = []
+    for family in sorted({row.family for row in rows}):
+        own = [row for row in rows if row.family == family]
+        for row in [*own[: count - count // 2], *own[len(own) - count // 2 :]]:
+            params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens).ending_with(ends)
+            chosen.append(speed.Question(row.ids[: row.given], family, params))
+    return chosen
+
+
+def table(records: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]] = ()) -> Table:
+    """A line per split and family; columns: tokens per verify step by temperature, drafter and chain length, the shares
+    that stand by position of the longest chain, and times as fast as without drafts by way and users."""
+    kinds = [
+        (t, name, length)
         for t in dict.fromkeys(r["temperature"] for r in records)
+        for name, length in dict.fromkeys((r["drafter"], r["length"]) for r in records)
     ]
-
-
-def _table(records: Sequence[dict[str, Any]], temperature: float) -> Table:
-    columns = list(dict.fromkeys((r["drafter"], r["length"]) for r in records))
+    ways = [r for r in speeds if r["way"] != speed.OFF]
     shown = Table(
-        title=f"acceptance length at T = {temperature:g}: tokens per verify step, the last drawn one included"
+        title="tokens per verify step, the last drawn one included; right by position, %; times as fast as without"
     )
     shown.add_column("family")
-    for name, length in columns:
-        shown.add_column(f"{name}\nk={length}", justify="right")
-    detail = max((c for c in columns if c[0] == DRAFTERS[0]), key=lambda c: c[1])
-    shown.add_column("% right\nby position")
-    for family in dict.fromkeys(r["family"] for r in records):
-        mine = {(r["drafter"], r["length"]): r for r in records if r["family"] == family}
-        cells = [f"{mine[c]['acceptance_length']:.2f}" if c in mine else "-" for c in columns]
-        if family == "mean":
-            shown.add_section()
-        shares = mine.get(detail, {}).get("by_position", [])
-        shown.add_row(family, *cells, " ".join(f"{100 * s:.0f}" for s in shares))
+    for t, name, length in kinds:
+        shown.add_column(f"T={t:g}\n{name}\nk={length}", justify="right")
+    longest = max(length for _, _, length in kinds)
+    shown.add_column(f"T=0\nright by\nposition, k={longest}")
+    for r in ways:
+        shown.add_column(f"speed\n{r['way']}\n{r['users']} at once", justify="right")
+    for split in dict.fromkeys(r["split"] for r in records):
+        own = [r for r in records if r["split"] == split]
+        shown.add_section()
+        shown.add_row(f"[bold]{split}[/bold]")
+        for family in dict.fromkeys(r["family"] for r in own):
+            mine = {(r["temperature"], r["drafter"], r["length"]): r for r in own if r["family"] == family}
+            cells = [f"{mine[k]['acceptance_length']:.2f}" if k in mine else "-" for k in kinds]
+            shares = mine.get((0.0, DRAFTERS[0], longest), {}).get("by_position", [])
+            fast = []
+            for r in ways if split == SPLITS[0] else ():
+                value = r["speed_up"] if family == "mean" else r["speed_up_by_family"].get(family)
+                fast.append("-" if value is None else f"{value:.2f}")
+            shown.add_row(family, *cells, " ".join(f"{100 * s:.0f}" for s in shares), *fast)
     return shown

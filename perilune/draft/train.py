@@ -1,10 +1,12 @@
-"""Trains an EAGLE-3 draft on corpora of the target's answers.
+"""Trains an EAGLE-3 draft on corpora of the target's answers, in one process or, sharded, in several (draft.ranks).
 
 The target runs over each batch for its hidden states (online capture); what fits `keep_gb` is kept for later epochs.
 Batches are fixed, their order is drawn anew for each epoch from the seed, so with a schedule in steps a run is a
-function of its options, and one that was stopped and resumed ends with the same bits on the same device.
+function of its options and of the number of processes, and one that was stopped and resumed ends with the same bits on
+the same device. What is saved is whole, so it can be resumed by any number of processes.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -18,12 +20,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.errors import ConfigError
+from perilune.draft import ranks
+from perilune.draft.batch import LONGEST_UNROLL
 from perilune.draft.capture import Capture
-from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Corpus, Row
-from perilune.draft.trainee import Batch, Trainee
+from perilune.draft.lessons import Lessons
+from perilune.draft.losses import LOSSES
+from perilune.draft.optimizer import HEAD, Optimizer, distribute
+from perilune.draft.states import States
+from perilune.draft.trainee import Trainee
+from perilune.draft.vocabulary import most_frequent
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Dense
@@ -32,6 +41,7 @@ STATE = "state.safetensors"
 LOG = "log.jsonl"
 WARMUP, FALL = 50, 0.5  # steps; share of the schedule in which the learning rate falls to zero
 CLIP = 1.0
+SPOKEN = 20  # steps between lines of the log, at which a run may also be saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,7 @@ class Options:
 
     steps: int = 0
     minutes: float = 2.0
+    loss: str = "kl"  # of draft.losses
     unroll: int = 5  # chain steps that are trained
     decay: float = 0.9  # weight of a chain step, relative to the one before it
     chains: int = 16384  # of a batch, roughly
@@ -47,12 +58,20 @@ class Options:
     weight_decay: float = 0.1
     seed: int = 0
     keep_gb: float = 8.0
+    recompute: bool = False  # attention and logits, on the way back: slower, in far less memory
+    window_share: float = 0.5  # of a batch's chains, where there are mined windows
     save_every: float = 60.0  # seconds
 
     def __post_init__(self) -> None:
         for name, low in (("unroll", 1), ("chains", 1), ("steps", 0)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if self.unroll > LONGEST_UNROLL:
+            raise ConfigError(f"unroll must be at most {LONGEST_UNROLL}, not {self.unroll}")
+        if self.loss not in LOSSES:
+            raise ConfigError(f"unknown loss {self.loss!r}: choose from {', '.join(LOSSES)}")
+        if not 0 < self.window_share < 1:
+            raise ConfigError(f"window_share must be between 0 and 1, not {self.window_share}")
         if not self.steps and not self.minutes > 0:
             raise ConfigError("the schedule needs a length: give steps or minutes")
 
@@ -61,86 +80,6 @@ class Options:
 class Progress:
     step: int = 0
     seconds: float = 0.0
-
-
-class Lessons:
-    """The corpus as batches with what the target computes for them."""
-
-    def __init__(self, rows: Sequence[Row], capture: Capture, *, chains: int, seed: int, keep_bytes: float) -> None:
-        usable = [row for row in rows if row.given and len(row.ids) - row.given >= LEAST_ANSWER]
-        if not usable:
-            raise CheckpointError("the corpus has no answer long enough to learn from: collect more")
-        Random(f"{seed}:batches").shuffle(usable)
-        self._members: list[list[Row]] = []
-        count = chains
-        for row in usable:
-            if count >= chains:
-                self._members.append([])
-                count = 0
-            self._members[-1].append(row)
-            count += len(row.ids) - row.given - 1
-        for members in self._members:
-            members.sort(key=lambda row: len(row.ids))  # padded less
-        self._capture = capture
-        self._kept: dict[int, tuple[Batch, Tensor, Tensor]] = {}
-        self._room = keep_bytes
-        self.chains = sum(len(row.ids) - row.given - 1 for row in usable)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __getitem__(self, i: int) -> tuple[Batch, Tensor, Tensor]:
-        """(batch, aux [N, A D], hidden [taught tokens, D])."""
-        if i in self._kept:
-            return self._kept[i]
-        rows = self._members[i]
-        batch = Batch.of(rows, self._capture.model.weights.norm.device)
-        found = self._capture([row.ids for row in rows])
-        lesson = (batch, found.aux, found.hidden[batch.taught])
-        self._room -= batch.nbytes + sum(t.nbytes for t in lesson[1:])
-        if self._room > 0:
-            self._kept[i] = lesson
-        return lesson
-
-
-class Optimizer:
-    """Muon for matrices, AdamW for norms."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], options: Options) -> None:
-        self.names = [
-            [name for name, p in parameters.items() if (p.dim() > 1) == matrices] for matrices in (True, False)
-        ]
-        matrices, vectors = ([parameters[name] for name in names] for names in self.names)
-        self.parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
-                matrices, lr=options.rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(vectors, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
-        )
-
-    def step(self, rate: float) -> None:
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = rate
-            part.step()
-            part.zero_grad()
-
-    def state(self) -> dict[str, Tensor]:
-        """Every tensor it remembers, as "NAME:KEY"."""
-        found: dict[str, Tensor] = {}
-        for names, part in zip(self.names, self.parts):
-            for i, values in part.state_dict()["state"].items():
-                found |= {f"{names[i]}:{key}": value for key, value in values.items()}
-        return found
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        for names, part in zip(self.names, self.parts):
-            own: dict[int, dict[str, Tensor]] = {}
-            for key, value in state.items():
-                name, _, field = key.rpartition(":")
-                if name in names:
-                    own.setdefault(names.index(name), {})[field] = value
-            part.load_state_dict({**part.state_dict(), "state": own})
 
 
 def rate_at(done: float, step: int) -> float:
@@ -155,12 +94,23 @@ def train(
     out: Path,
     options: Options,
     *,
+    windows: Sequence[Corpus] = (),
+    start: Mapping[str, Tensor] | None = None,
+    own_head: bool = False,
+    states: States | None = None,
     capture_tokens: int = 131072,
     stop_after: int = 0,
     tell: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Trainee:
     """Trains to the end of the schedule, going on from `out` if it holds an unfinished run.
 
+    With a vocabulary that is smaller than the target's, the draft says what the corpora do most often. In a group of
+    processes every one calls this, with the model on a device of its own.
+
+    windows     mined ones, taught besides the corpora (Options.window_share)
+    start       the checkpoint that training begins with; default: random weights
+    own_head    learn a head; implied by a smaller vocabulary and by a start that has one
+    states      of the corpora, captured before: the model's ends are then all of it that is used
     stop_after  leave after so many steps of this call, saved (0: at the end)
     tell        gets every line of the log
     """
@@ -168,25 +118,63 @@ def train(
         raise ConfigError(
             "training needs the target's lm_head as floating-point numbers: load it with rest_dtype=dtype"
         )
+    if ranks.count() > 1 and not options.steps:
+        raise ConfigError("several processes need a schedule in steps, not in minutes: their clocks differ")
     out.mkdir(parents=True, exist_ok=True)
     device = model.weights.norm.device
-    job = json.dumps({"options": asdict(options), "corpora": [c.fingerprint() for c in corpora]}, sort_keys=True)
 
     def log(kind: str, **record: Any) -> None:
-        line = {"kind": kind, **record}
-        with (out / LOG).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        tell(line)
+        if ranks.rank() == 0:
+            line = {"kind": kind, **record}
+            with (out / LOG).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            tell(line)
 
-    trainee = Trainee(config, model.weights.embed, model.weights.lm_head.weight, seed=options.seed)
-    optimizer = Optimizer(trainee.parameters, options)
-    progress = _restore(out / STATE, job, trainee, optimizer)
-    capture = Capture(model, config.aux_layers(model.config.num_hidden_layers), tokens=capture_tokens)
     rows = [row for corpus in corpora for row in corpus.rows()]
-    lessons = Lessons(rows, capture, chains=options.chains, seed=options.seed, keep_bytes=options.keep_gb * 1e9)
+    mined = [row for corpus in windows for row in corpus.rows()]
+    layers = config.aux_layers(model.config.num_hidden_layers)
+    if states is not None:
+        rows = _captured(states, [*corpora, *windows], layers, rows, mined, model.weights.norm)
+    vocabulary = _vocabulary(config, rows, start)
+    own_head = own_head or vocabulary is not None or HEAD in (start or {})
+    about = {
+        "options": asdict(options),
+        "draft": asdict(config),
+        "own_head": own_head,
+        "corpora": [c.fingerprint() for c in corpora],
+        "windows": [c.fingerprint() for c in windows],
+        "start": _fingerprint(start) if start is not None else None,
+        "states": states.fingerprint() if states is not None else None,
+    }
+    job = json.dumps(about, sort_keys=True)
+    trainee = Trainee(
+        config, model.weights.embed, model.weights.lm_head.weight, seed=options.seed, vocabulary=vocabulary,
+        own_head=own_head, recompute=options.recompute, start=start,
+    )  # fmt: skip
+    lessons = Lessons(
+        rows,
+        states or Capture(model, layers, tokens=capture_tokens),
+        device,
+        chains=options.chains,
+        seed=options.seed,
+        keep_bytes=options.keep_gb * 1e9,
+        windows=mined,
+        window_share=options.window_share,
+        part=ranks.rank(),
+        parts=ranks.count(),
+    )
+    if start is None:
+        squares = torch.stack([x.float().square().mean() for x in lessons[0][1].chunk(config.num_aux, -1)])
+        trainee.settle(ranks.mean(squares).tolist())
+    if ranks.count() > 1:
+        ranks.shard(trainee, "lesson", device)
+    parameters = dict(trainee.named_parameters())
+    optimizer = Optimizer(parameters, weight_decay=options.weight_decay)
+    progress = _restore(out / STATE, job, parameters, optimizer)
     log(
-        "start", rows=len(rows), chains=lessons.chains, batches=len(lessons), step=progress.step,
-        parameters=sum(p.numel() for p in trainee.parameters.values()), torch=torch.__version__, device=str(device),
+        "start", rows=len(rows), windows=len(mined), chains=lessons.chains, batches=len(lessons), step=progress.step,
+        parameters=sum(p.numel() for p in parameters.values()), processes=ranks.count(), options=asdict(options),
+        torch=torch.__version__, device=str(device),
     )  # fmt: skip
     began = saved = spoken = time.monotonic()
     before, first = progress.seconds, progress.step
@@ -202,45 +190,78 @@ def train(
         Random(f"{options.seed}:epoch:{epoch}").shuffle(order)
         batch, aux, hidden = lessons[order[place]]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            lesson = trainee.lesson(batch, aux, hidden, options.unroll, options.decay)
+            lesson = trainee.lesson(batch, aux, hidden, options.unroll, options.decay, options.loss)
         lesson.loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(trainee.parameters.values()), CLIP)
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), CLIP)
         rate = options.rate * rate_at(done, progress.step)
         optimizer.step(rate)
         progress.step += 1
         losses.append(lesson.loss.detach())
         agreements.append(lesson.agreement)
-        if progress.step % 20 == 0:
-            loss = float(torch.stack(losses).mean())  # waits for the device, so the time below is true
+        if progress.step % SPOKEN == 0:
+            means = ranks.mean(torch.cat([torch.stack(losses).mean()[None], torch.stack(agreements).mean(0)]))
+            loss, *agreement = means.tolist()  # waits for the device, so the time below is true
             now = time.monotonic()
             log(
                 "step", step=progress.step, epoch=round(progress.step / len(lessons), 2), loss=round(loss, 4),
-                agreement=[round(a, 4) for a in torch.stack(agreements).mean(0).tolist()], rate=round(rate, 6),
+                agreement=[round(a, 4) for a in agreement], rate=round(rate, 6),
                 step_seconds=round((now - spoken) / len(losses), 4), seconds=round(progress.seconds, 1),
             )  # fmt: skip
             losses, agreements, spoken = [], [], now
-        if time.monotonic() - saved > options.save_every:
-            _save(out / STATE, job, trainee, optimizer, progress)
-            saved = time.monotonic()
-    _save(out / STATE, job, trainee, optimizer, progress)
+            if ranks.agreed(now - saved > options.save_every, device):
+                _save(out / STATE, job, parameters, optimizer, progress)
+                saved = time.monotonic()
+    _save(out / STATE, job, parameters, optimizer, progress)
     log("stop", finished=done >= 1.0, **asdict(progress))
     return trainee
 
 
-def _save(path: Path, job: str, trainee: Trainee, optimizer: Optimizer, progress: Progress) -> None:
-    tensors = {f"master/{name}": p for name, p in trainee.parameters.items()}
-    tensors |= {f"optimizer/{name}": t for name, t in optimizer.state().items()}
-    partial = path.with_name(f".{path.name}")
-    save_file(
-        {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
-        partial,
-        {"job": job, "progress": json.dumps(asdict(progress))},
-    )
-    os.replace(partial, path)
+def _captured(
+    states: States,
+    corpora: Sequence[Corpus],
+    layers: Sequence[int],
+    rows: list[Row],
+    mined: list[Row],
+    like: Tensor,
+) -> list[Row]:
+    """The rows that have states; of windows all must."""
+    wanted = {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers)}
+    if other := [key for key, value in wanted.items() if states.about.get(key) != value]:
+        raise ConfigError(f"{states.directory} was captured with other {' and '.join(other)}: capture again")
+    found = states.serve([*rows, *mined], like)
+    if len(found) < len(rows) and mined:
+        raise ConfigError(f"{states.directory} does not hold all corpora, so it has no windows: capture with more --gb")
+    return found[: len(rows)]
+
+
+def _vocabulary(
+    config: Eagle3Config, rows: Sequence[Row], start: Mapping[str, Tensor] | None
+) -> tuple[int, ...] | None:
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    if start is None:
+        return most_frequent(rows, config.draft_vocab_size, config.vocab_size)
+    return tuple((start["d2t"].long() + torch.arange(config.draft_vocab_size)).tolist())
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(path: Path, job: str, parameters: Mapping[str, Tensor], optimizer: Optimizer, progress: Progress) -> None:
+    tensors = {f"master/{name}": p for name, p in parameters.items()}
+    whole = ranks.whole(tensors | {f"optimizer/{name}": t for name, t in optimizer.state().items()})
+    if ranks.rank() == 0:
+        partial = path.with_name(f".{path.name}")
+        save_file(whole, partial, {"job": job, "progress": json.dumps(asdict(progress))})
+        os.replace(partial, path)
 
 
 @torch.no_grad()
-def _restore(path: Path, job: str, trainee: Trainee, optimizer: Optimizer) -> Progress:
+def _restore(path: Path, job: str, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> Progress:
     if not path.is_file():
         return Progress()
     with safe_open(path, "pt") as file:
@@ -251,8 +272,9 @@ def _restore(path: Path, job: str, trainee: Trainee, optimizer: Optimizer) -> Pr
                 "directory"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-    for name, p in trainee.parameters.items():
-        p.copy_(tensors[f"master/{name}"])
+    for name, p in parameters.items():
+        value = tensors[f"master/{name}"]
+        p.copy_(distribute(value, p) if isinstance(p, DTensor) else value)
     kind = "optimizer/"
     optimizer.restore({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)})
     return Progress(**json.loads(metadata["progress"]))

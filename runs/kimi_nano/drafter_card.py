@@ -26,39 +26,46 @@ of it at a time.
 
 ## Acceptance
 
-Tokens per verify step, greedy chains of {length}, on {count} problems per family that are held out (drawn as in
-training, but none of them trained on), half with thinking. 4 would be the most. "lookup" is what copying the
-continuation of the same last tokens gets.
+Tokens per verify step, greedy chains of {length}, on {count} problems per family that were kept out of training, half
+with thinking. 4 would be the most. "lookup" is what copying the continuation of the same last tokens gets. "held out"
+are drawn as in training; "structural" have words, stories and layouts that training never had.
 
 {table}
 
-Right by position: the share of drafts that stood of those whose predecessors did, T = 0.
-
+Right by position: the share of drafts that stood of those whose predecessors did, T = 0, held out.
+{speed}
 ## Training
 
 {rows:,} answers of kimi-nano itself ({answers:,} tokens) to generated problems of the training split:
 {forced:,} greedy ones, read off the generators' answers as far as the model says the same, and {decoded:,} decoded,
 half of these at temperature 1. {steps:,} steps in {minutes:.1f} minutes on one {device}, chains of {unroll} unrolled
-as in serving, cross entropy with the target's distributions. `runs/kimi-nano-drafter.sh` has the commands (collection
-by newer options, not yet run as it stands).
+as in serving, cross entropy with the target's distributions. `runs/kimi-nano-drafter.sh` has the commands.
+"""
+
+SPEED = """
+Times as fast as without drafts in the engine, the same held-out prompts in turns, on one {device}: {ways}.
 """
 
 
 def table(records: list[dict[str, Any]], length: int) -> str:
-    def cell(family: str, drafter: str, temperature: float) -> dict[str, Any]:
-        (found,) = (
-            r for r in records
-            if (r["family"], r["drafter"], r["temperature"], r["length"]) == (family, drafter, temperature, length)
-        )  # fmt: skip
-        return found
-
-    lines = ["| family | T = 0 | T = 1 | lookup, T = 0 | right by position, % |", "|---|---|---|---|---|"]
+    cells = {(r["split"], r["family"], r["drafter"], r["temperature"]): r for r in records if r["length"] == length}
+    lines = [
+        "| family | held out, T = 0 | T = 1 | lookup, T = 0 | right by position, % | structural, T = 0 |",
+        "|---|---|---|---|---|---|",
+    ]
     for family in dict.fromkeys(r["family"] for r in records):
-        own = cell(family, "eagle3", 0.0)
-        lengths = [own, cell(family, "eagle3", 1.0), cell(family, "lookup", 0.0)]
+        own = cells["heldout", family, "eagle3", 0.0]
+        lengths = [own, cells["heldout", family, "eagle3", 1.0], cells["heldout", family, "lookup", 0.0]]
         shares = " ".join(f"{100 * s:.0f}" for s in own.get("by_position", []))
-        lines.append(f"| {family} | " + " | ".join(f"{r['acceptance_length']:.2f}" for r in lengths) + f" | {shares} |")
+        other = cells["structural", family, "eagle3", 0.0]["acceptance_length"]
+        row = [*(f"{r['acceptance_length']:.2f}" for r in lengths), shares, f"{other:.2f}"]
+        lines.append(f"| {family} | " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def speed(records: list[dict[str, Any]], device: str) -> str:
+    ways = [f"{r['way']} {r['speed_up']:.2f} ({r['users']} at once)" for r in records if r["way"] != "off"]
+    return SPEED.format(device=device, ways="; ".join(ways)) if ways else ""
 
 
 def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device: str) -> str:
@@ -77,6 +84,7 @@ def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device
         length=LENGTH,
         count=evaluation["count"],
         table=table(evaluation["records"], LENGTH),
+        speed=speed(evaluation["speed"], device),
         rows=sum(rows.values()),
         forced=rows[True],
         decoded=rows[False],
@@ -84,7 +92,7 @@ def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device
         steps=stop["step"],
         minutes=stop["seconds"] / 60,
         device=device,
-        unroll=len(next(r for r in log if r["kind"] == "step")["agreement"]),
+        unroll=start["options"]["unroll"],
     )
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,23 +21,22 @@ from perilune.draft.collect import Decoded, Forced, Plan, about, collect
 from perilune.draft.corpus import SHARDS, Corpus, Row
 from perilune.draft.evaluate import Tally, lookup, summed, walk, walk_lookup
 from perilune.draft.export import config_for, export
-from perilune.draft.prompts import Chats, Problems, Prompt
-from perilune.draft.train import Optimizer, Options, options_of, train
-from perilune.draft.trainee import Batch, Trainee
+from perilune.draft.prompts import Chats, Problems, Prompt, Topics
+from perilune.draft.topics import DOMAINS, ask
+from perilune.draft.train import Options, train
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import load_draft
 from perilune.model.hub import resolve_model
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
 from perilune.model.synthetic import random_weights
-from perilune.model.weights import Dense, Weights
+from perilune.model.weights import Weights
 from perilune.spec.drafter import Drafts, Followed
 from perilune.spec.eagle3 import load_drafter
 from perilune.tasks.families import problems
 from perilune.tasks.problem import partition
 from runs.kimi_nano.data import Codec
-from tests.cpu.test_eagle3 import LAYERS, TARGET, D, Plain, V
+from tests.cpu.test_eagle3 import TARGET, V
 
 AUX = [1, 2, 4]
 
@@ -76,115 +76,7 @@ def corpus_of(path: Path, rows: Sequence[Row]) -> Corpus:
     return corpus
 
 
-# ---- training ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"fc_norm": True, "norm_output": True},
-        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
-        {"fc_norm": True, "norm_output": False, "norm_before_fc": True},
-    ],
-)
-def test_lessons_are_chains_of_the_equations(target: tuple[KimiConfig, Weights], flags: dict[str, bool]) -> None:
-    raw, config = drafts_config(target[0], **flags)
-    head = target[1].lm_head
-    assert isinstance(head, Dense)
-    trainee = Trainee(config, target[1].embed, head.weight, seed=3)
-    generator = torch.Generator().manual_seed(1)
-    for name, p in trainee.parameters.items():
-        if p.dim() == 1:  # norms of one would hide where they belong
-            trainee.parameters[name] = torch.randn(p.shape, generator=generator) * 0.2 + 1
-    rows, steps, decay = some_rows(5, seed=2), 4, 0.7
-    batch = Batch.of(rows, torch.device("cpu"))
-    tokens = sum(len(row.ids) for row in rows)
-    aux, hidden = torch.randn(tokens, 3 * D, generator=generator), torch.randn(tokens, D, generator=generator)
-    lesson = trainee.lesson(batch, aux, hidden[batch.taught], steps, decay)
-
-    shared = {"embed_tokens.weight": target[1].embed, "lm_head.weight": head.weight}
-    plain = Plain(raw, dict(trainee.parameters) | shared)
-    entropies: list[list[float]] = [[] for _ in range(steps)]
-    agreed: list[list[bool]] = [[] for _ in range(steps)]
-    at = 0
-    for row in rows:
-        own_aux, own_hidden = aux[at : at + len(row.ids)], hidden[at : at + len(row.ids)]
-        at += len(row.ids)
-        truth = (own_hidden @ head.weight.T).softmax(-1)
-        for begin in range(row.given - 1, len(row.ids) - 2):
-            g = plain.features(own_aux[: begin + 1])
-            for j in range(steps):
-                if begin + j + 2 >= len(row.ids):
-                    break
-                logits, after = plain(g, torch.tensor(row.ids[1 : begin + j + 2]))
-                wanted = truth[begin + j + 1]
-                entropies[j].append(-(wanted * logits[-1].detach().log_softmax(-1)).sum().item())
-                agreed[j].append(bool(logits[-1].argmax() == wanted.argmax()))
-                g = torch.cat([g, after[-1:]])
-    means = [sum(e) / len(e) for e in entropies]
-    weights = [decay**j for j in range(steps)]
-    loss = sum(m * w for m, w in zip(means, weights)) / sum(weights)
-    assert lesson.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert lesson.agreement.tolist() == pytest.approx([sum(a) / len(a) for a in agreed], abs=1e-6)
-
-
-def test_training_lowers_the_loss_and_a_stopped_run_ends_alike(
-    tmp_path: Path, target: tuple[KimiConfig, Weights], model: KimiK2
-) -> None:
-    _, config = drafts_config(target[0])
-    corpus = corpus_of(tmp_path / "corpus", some_rows(24))
-    options = Options(steps=40, unroll=2, chains=60, rate=5e-3, keep_gb=0.0)
-    records: list[dict[str, Any]] = []
-    whole = train(model, config, [corpus], tmp_path / "whole", options, capture_tokens=128, tell=records.append)
-    losses = [r["loss"] for r in records if r["kind"] == "step"]
-    assert losses[-1] < losses[0] - 0.1, losses
-    assert records[-1]["kind"] == "stop" and records[-1]["finished"]
-
-    # Neither a stop nor keeping the hidden states changes anything.
-    stopped = {"capture_tokens": 128, "stop_after": 17, "tell": records.append}
-    train(model, config, [corpus], tmp_path / "halves", options, **stopped)
-    assert records[-1]["step"] == 17 and not records[-1]["finished"]
-    halves = train(model, config, [Corpus(tmp_path / "corpus")], tmp_path / "halves", options, capture_tokens=128)
-    for name, p in whole.parameters.items():
-        assert torch.equal(p, halves.parameters[name]), name
-    kept = dataclasses.replace(options, keep_gb=1.0)
-    for name, p in train(model, config, [corpus], tmp_path / "kept", kept, capture_tokens=128).parameters.items():
-        assert torch.equal(p, whole.parameters[name]), name
-
-    with pytest.raises(ConfigError, match="other options or another corpus"):
-        train(model, config, [corpus], tmp_path / "halves", dataclasses.replace(options, steps=41))
-
-
-def test_the_optimizer_remembers_everything(target: tuple[KimiConfig, Weights]) -> None:
-    parameters = {"a": torch.ones(4, 4, requires_grad=True), "b": torch.ones(4, requires_grad=True)}
-    optimizer = Optimizer(parameters, Options())
-    (parameters["a"].sum() + parameters["b"].sum()).backward()
-    optimizer.step(0.1)
-    assert {k.split(":")[0] for k in optimizer.state()} == {"a", "b"} and parameters["a"].grad is None
-
-
-def test_options() -> None:
-    assert options_of({"steps": 5, "chains": None, "corpus": "x"}) == Options(steps=5)
-    for wrong in ({"unroll": 0}, {"chains": 0}, {"steps": -1}, {"minutes": 0.0}):
-        with pytest.raises(ConfigError):
-            Options(**wrong)  # type: ignore[arg-type]
-
-
-def test_an_exported_draft_loads_as_it_was(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
-    raw, config = drafts_config(target[0])
-    head = target[1].lm_head
-    assert isinstance(head, Dense)
-    trainee = Trainee(config, target[1].embed, head.weight, seed=0)
-    export(tmp_path / "draft", raw, trainee.checkpoint())
-    read, weights = load_draft(tmp_path / "draft", *target, dtype=torch.float32, device="cpu")
-    assert read == config and weights.embed is target[1].embed and weights.lm_head is head
-    assert isinstance(weights.fc, Dense)
-    assert torch.equal(weights.fc.weight, trainee.parameters["fc.weight"].detach().bfloat16().float())
-    assert config.aux_layers(LAYERS) == (2, 3, 5)
-    assert all(n.startswith(("midlayer.", "fc.", "fc_norm.", "norm.")) for n in trainee.parameters)
-    for ids in ([2, 3, 5], [1, 1, 2], [1, 4, 6], []):
-        with pytest.raises(ConfigError, match="must begin with 1"):
-            config_for(target[0], aux_ids=ids)
+# ---- capture -------------------------------------------------------------------------------------------------------
 
 
 def test_captured_states_are_those_of_single_texts(model: KimiK2) -> None:
@@ -284,6 +176,23 @@ def test_generated_prompts_are_of_the_training_split(monkeypatch: pytest.MonkeyP
     assert [list(p.ids) for p in made] == [codec.prompt(p) for p in drawn[:40]]
 
 
+def test_topics_are_many_and_functions_of_their_number() -> None:
+    nano = resolve_model("kimi-nano")
+    source = Topics(nano, 5, tuple(DOMAINS))
+    made = source.prompts(0, 60)
+    assert source.prompts(17, 5) == made[17:22] and {p.family for p in made} == set(range(len(DOMAINS)))
+    assert {p.family for p in made[::2]} == {p.family for p in made[1::2]} and not any(p.expected for p in made)
+    for domain in DOMAINS:
+        asked = [ask(domain, Random(f"{domain}{i}")) for i in range(300)]
+        assert len({messages[-1]["content"] for messages, _, _ in asked}) > 200, domain
+        assert {thinking for _, _, thinking in asked} == {True, False}
+        assert all(bool(tools) == (domain == "tools") for _, tools, _ in asked)
+        assert not any("{" in messages[-1]["content"] for messages, _, _ in asked)
+        assert any(m["role"] == "system" for messages, _, _ in asked for m in messages)
+    with pytest.raises(ConfigError, match="unknown domains in 'poems'"):
+        Topics(nano, 5, ("poems",))
+
+
 def test_chats_ask_for_every_assistant_turn(tmp_path: Path) -> None:
     nano = resolve_model("kimi-nano")
     user = {"role": "user", "content": "2 + 2?"}
@@ -334,7 +243,7 @@ class Oracle:
     def allocate(self, *_: Any, **__: Any) -> None:
         self.first = 0
 
-    def propose(self, followed: Followed, length: int) -> Drafts:
+    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts:
         tokens = torch.zeros(len(followed.work), length, dtype=torch.int64)
         for k, (w, start) in enumerate(zip(followed.work, followed.starts)):
             # Requests are told apart by their tokens: the walk numbers them anew in every batch.
@@ -440,11 +349,26 @@ def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
         "--aux-layers", "1,3,4", "--intermediate-size", "448", "--unroll", "1",
     )  # fmt: skip
     assert 4_800_000 < trained["bytes"] < 5_000_000
+    captured = run("capture", "--corpus", str(corpus), "--out", str(tmp_path / "states"), "--aux-layers", "1,3,4")
+    assert captured["rows"] == captured["of"] == made["rows"] and captured["bytes"] > made["tokens"] * 3 * 384 * 2
+    other = run(
+        "train", "--corpus", str(corpus), "--states", str(tmp_path / "states"), "--run", str(tmp_path / "run2"),
+        "--out", str(tmp_path / "mha"), "--steps", "1", "--aux-layers", "1,3,4", "--intermediate-size", "448",
+        "--unroll", "1", "--form", "mha", "--draft-vocab", "512", "--loss", "hybrid",
+    )  # fmt: skip
+    assert other["bytes"] > 2_000_000
     config, weights = load(resolve_model("kimi-nano"), dtype=torch.float32, device="cpu")
+    cut = load_drafter(tmp_path / "mha", config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    assert cut.config.form == "mha" and cut.config.draft_vocab_size == 512
     drafter = load_drafter(out, config, weights, dtype=torch.float32, device=torch.device("cpu"))
     assert drafter.aux_layers == (2, 4, 5) and drafter.config.norm_output and drafter.config.fc_norm
     with pytest.raises(ConfigError, match="already holds a checkpoint"):
         run("train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1")
+    again = ("train", "--corpus", str(corpus), "--run", str(tmp_path / "run3"), "--out", str(tmp_path / "d3"))
+    with pytest.raises(ConfigError, match="several GPUs need --steps"):
+        run(*again, "--gpus", "2")
+    with pytest.raises(ConfigError, match="--from brings its own shape"):
+        run(*again, "--from", str(out), "--form", "mha")
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     with pytest.raises(ConfigError, match="--forced needs answers"):

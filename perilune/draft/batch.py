@@ -1,0 +1,134 @@
+"""Rows as a batch of chains: the grids in which they attend, and how much every guess counts."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.draft.corpus import Row
+
+GROUPS = 4  # of neighbouring rows, each of which attends as one grid
+LONGEST_UNROLL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows next to each other as grids: b rows, Q chains and K tokens of the longest.
+
+    Grids are filled by copies to distinct places, whose gradients are copies too: an index with repetitions would be
+    summed up by sorting.
+
+    chains, tokens  which of the batch's are the group's
+    chain_places    [chains of the group] their places in the flat grid [b Q]; token_places of the tokens in [b K]
+    hidden          [b, 1, Q, K] true where a chain must not look
+    """
+
+    chains: slice
+    tokens: slice
+    chain_places: Tensor
+    token_places: Tensor
+    hidden: Tensor
+
+    def chain_grid(self, x: Tensor) -> Tensor:
+        """[M, H, d] -> [b, H, Q, d]."""
+        b, _, count, _ = self.hidden.shape
+        return _grid(x[self.chains], self.chain_places, b, count)
+
+    def token_grid(self, x: Tensor) -> Tensor:
+        """[N, H, d] -> [b, H, K, d]."""
+        b, _, _, count = self.hidden.shape
+        return _grid(x[self.tokens], self.token_places, b, count)
+
+
+def _grid(x: Tensor, places: Tensor, b: int, count: int) -> Tensor:
+    flat = x.new_zeros(b * count, *x.shape[1:]).index_copy(0, places, x)
+    return flat.view(b, count, *x.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows one after the other, tokens and chains numbered through: N tokens, M chains.
+
+    tokens, positions [N]; taught [L] the tokens of answers, and lesson [N] the place of each token in `taught` (any, if
+    it has none); begin [M] the token whose feature a chain begins with; last [M] the last token of the chain's row.
+    weight [M] of a chain in the loss. Of all parts of the batch, over their number: totals [LONGEST_UNROLL] what the
+    guesses of each chain step weigh together, and counts [LONGEST_UNROLL] how many they are.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    taught: Tensor
+    lesson: Tensor
+    begin: Tensor
+    last: Tensor
+    weight: Tensor
+    totals: Tensor
+    counts: Tensor
+    groups: tuple[Group, ...]
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.tokens, self.positions, self.taught, self.lesson, self.begin, self.last, self.weight)
+        grids = (t for g in self.groups for t in (g.chain_places, g.token_places, g.hidden))
+        return sum(t.nbytes for t in (*own, *grids))
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], device: torch.device, *, whole: Sequence[Row] | None = None, shares: int = 1
+    ) -> "Batch":
+        """Every row must have a prompt and an answer of LEAST_ANSWER tokens or more. Little is padded if rows of like
+        length are neighbours.
+
+        whole   all rows of the batch of which `rows` are one of `shares` parts: the mean of the parts' losses is then
+                the loss of the whole
+        """
+        lengths = torch.tensor([len(row.ids) for row in rows])
+        given = torch.tensor([row.given for row in rows])
+        starts, chains = lengths.cumsum(0) - lengths, lengths - 1 - given  # chains begin from given - 1 to length - 3
+        bounds = sorted({len(rows) * g // GROUPS for g in range(GROUPS + 1)})
+        groups = tuple(
+            _group(lengths[i:j], given[i:j], int(starts[i]), int(chains[:i].sum()), device)
+            for i, j in itertools.pairwise(bounds)
+        )
+        offset = torch.arange(int(chains.sum())) - (chains.cumsum(0) - chains).repeat_interleave(chains)
+        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        answer = positions >= given.repeat_interleave(lengths)
+        totals, counts = _totals(rows if whole is None else whole)
+        return cls(
+            tokens=torch.tensor([t for row in rows for t in row.ids]).to(device),
+            positions=positions.to(device),
+            taught=answer.nonzero().squeeze(1).to(device),
+            lesson=(answer.cumsum(0) - 1).clamp_min(0).to(device),
+            begin=((starts + given - 1).repeat_interleave(chains) + offset).to(device),
+            last=(starts + lengths - 1).repeat_interleave(chains).to(device),
+            weight=torch.tensor([row.weight for row in rows]).repeat_interleave(chains).to(device),
+            totals=(totals / shares).float().to(device),
+            counts=(counts / shares).float().to(device),
+            groups=groups,
+        )
+
+
+def _totals(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """([LONGEST_UNROLL], likewise) float64: by chain step, the weights of all chains that guess a token in it, and the
+    number of those with a weight; 1 where none does, because then what is divided by it is 0."""
+    chains = torch.tensor([len(row.ids) - 1 - row.given for row in rows])
+    reach = (chains[:, None] - torch.arange(LONGEST_UNROLL)).clamp_min(0).double()
+    weights = torch.tensor([row.weight for row in rows], dtype=torch.float64)
+    totals, counts = weights @ reach, (weights > 0).double() @ reach
+    return totals.where(totals > 0, 1.0), counts.where(counts > 0, 1.0)
+
+
+def _group(lengths: Tensor, given: Tensor, token: int, chain: int, device: torch.device) -> Group:
+    """Of rows with these lengths and prompts; `token` and `chain` are the numbers of the group's first ones."""
+    chains = lengths - 1 - given
+    q, k = torch.arange(int(chains.max())), torch.arange(int(lengths.max()))
+    hidden = k > (given[:, None] - 1 + q)[:, :, None]
+    return Group(
+        chains=slice(chain, chain + int(chains.sum())),
+        tokens=slice(token, token + int(lengths.sum())),
+        chain_places=(q < chains[:, None]).flatten().nonzero().squeeze(1).to(device),
+        token_places=(k < lengths[:, None]).flatten().nonzero().squeeze(1).to(device),
+        hidden=hidden[:, None].to(device),
+    )

@@ -1,0 +1,93 @@
+"""What each chain of known answers loses with a draft: the trainer's own forward, all chains at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from perilune.core.errors import ConfigError
+from perilune.draft.batch import Batch
+from perilune.draft.capture import Capture
+from perilune.draft.collect import LEAST_ANSWER
+from perilune.draft.corpus import Row
+from perilune.draft.optimizer import HEAD
+from perilune.draft.trainee import Trainee
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.eagle3_load import read_tensors
+from perilune.model.kimi_k2 import KimiK2
+from perilune.model.weights import Dense
+
+
+def reopen(draft: Path, model: KimiK2) -> Trainee:
+    """The draft of a directory as the trainer has it, on the device of its target `model`."""
+    config, tensors, head = Eagle3Config.from_directory(draft), read_tensors(draft), model.weights.lm_head
+    if not isinstance(head, Dense):
+        raise ConfigError("mining needs the target's lm_head as floating-point numbers: load it with rest_dtype=dtype")
+    vocabulary = None
+    if config.draft_vocab_size != config.vocab_size:
+        vocabulary = (tensors["d2t"].long() + torch.arange(config.draft_vocab_size)).tolist()
+    return Trainee(
+        config, model.weights.embed, head.weight, seed=0, vocabulary=vocabulary, own_head=HEAD in tensors, start=tensors
+    )
+
+
+def score(
+    trainee: Trainee,
+    capture: Capture,
+    rows: Sequence[Row],
+    length: int,
+    *,
+    chains: int = 16384,
+    advance: Callable[[int], None] = lambda rows: None,
+) -> list[tuple[float, ...]]:
+    """For each row, what its chains of `length` lost, as mine.Scored has it; () where an answer is too short.
+
+    A chain is worth the tokens that the target's likeliest guess right, one after the other. What a draft gets beyond
+    that at temperature 1 is luck and makes up for nothing.
+    """
+    found: list[tuple[float, ...]] = [()] * len(rows)
+    usable = [i for i, row in enumerate(rows) if row.given and len(row.ids) - row.given >= LEAST_ANSWER]
+    usable.sort(key=lambda i: len(rows[i].ids))  # padded less
+    for numbers in _parts(usable, rows, capture, chains):
+        some = [rows[i] for i in numbers]
+        lost = _lost(trainee, capture, some, length).tolist()
+        begin = 0
+        for i, row in zip(numbers, some):
+            end = begin + len(row.ids) - row.given - 1
+            found[i] = tuple(lost[begin:end])
+            begin = end
+        advance(len(some))
+    return found
+
+
+def _parts(usable: Sequence[int], rows: Sequence[Row], capture: Capture, chains: int) -> Iterator[list[int]]:
+    """As many rows at a time as begin about so many chains and fit one capture."""
+    begin = 0
+    while begin < len(usable):
+        fit = capture.rows_that_fit([len(rows[i].ids) for i in usable[begin : begin + chains]])
+        end, count = begin, 0
+        while end < len(usable) and end - begin < max(fit, 1) and count < chains:
+            count += len(rows[usable[end]].ids) - rows[usable[end]].given - 1
+            end += 1
+        yield list(usable[begin:end])
+        begin = end
+
+
+@torch.no_grad()
+def _lost(trainee: Trainee, capture: Capture, rows: Sequence[Row], length: int) -> Tensor:
+    """[M] tokens."""
+    captured = capture([row.ids for row in rows])
+    batch = Batch.of(rows, captured.aux.device)
+    likeliest = F.linear(captured.hidden[batch.taught], trainee.head).argmax(-1)
+    following = batch.tokens.roll(-1)
+    stands = reachable = torch.ones_like(batch.begin, dtype=torch.bool)
+    lost = torch.zeros_like(batch.begin)
+    with torch.autocast(captured.aux.device.type, torch.bfloat16, enabled=captured.aux.is_cuda):
+        for step in trainee.unrolled(batch, captured.aux, length):
+            truth = following[step.token]
+            stands = stands & (step.valid > 0) & (trainee.guess(step.logits) == truth)
+            reachable = reachable & (step.valid > 0) & (likeliest[batch.lesson[step.token]] == truth)
+            lost += reachable.long() - stands.long()
+    return lost.clamp_min(0)

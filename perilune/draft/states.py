@@ -1,0 +1,194 @@
+"""Hidden states of a corpus on disk, for targets that cannot run where a draft is trained: checksummed shards of a
+bounded size.
+
+A directory holds `states.json` (of which corpora, layers and target), `shards.jsonl` (a line per finished shard,
+appended when it has its final name) and `states-NNNNN.safetensors`: aux bfloat16 [tokens, A D] and hidden bfloat16
+[tokens of answers, D] of some rows one after the other, tokens and answers int64 [rows] of each.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.draft.capture import Capture, Captured
+from perilune.draft.corpus import SHARDS, Corpus, Row
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.dense import FLOATS
+from perilune.formats.jsonfile import read_object, write_object
+from perilune.model.config import KimiConfig
+from perilune.model.survey import NESTED_PREFIX
+from perilune.model.weights import Dense, Weights
+
+ABOUT = "states.json"
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    file: str
+    sha256: str
+    rows: int
+    bytes: int
+
+
+def token_bytes(rows: Sequence[Row], aux: int, width: int) -> int:
+    """What the states of `rows` take: `aux` states of `width` for each token, and one more for those of answers."""
+    return sum((aux * len(row.ids) + len(row.ids) - row.given) * width * DTYPE.itemsize for row in rows)
+
+
+class States:
+    """Opened for writing with what it is about, for reading without. Rows are those of the corpora, in their order."""
+
+    def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
+        self.directory = directory
+        if about is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / ABOUT).exists():
+                write_object(directory / ABOUT, dict(about))
+        self.about = read_object(directory / ABOUT)
+        if about is not None and self.about != json.loads(json.dumps(about)):
+            raise ConfigError(f"{directory} holds other states: repeat that capture, or choose an empty directory")
+        self.shards = self._read()
+        self._places: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
+        self._like = torch.empty(0)
+        self._open: dict[int, _Reader] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
+
+    def add(self, rows: Sequence[Row], states: Captured) -> Shard:
+        """Writes a shard whole, then says so."""
+        name = f"states-{len(self.shards):05d}.safetensors"
+        partial = self.directory / f".{name}"
+        tensors = {
+            "aux": states.aux.to("cpu", DTYPE).contiguous(),
+            "hidden": states.hidden.to("cpu", DTYPE).contiguous(),
+            "tokens": torch.tensor([len(row.ids) for row in rows]),
+            "answers": torch.tensor([len(row.ids) - row.given for row in rows]),
+        }
+        save_file(tensors, partial)
+        shard = Shard(name, _sha256(partial), len(rows), partial.stat().st_size)
+        os.replace(partial, self.directory / name)
+        with (self.directory / SHARDS).open("a") as file:
+            file.write(json.dumps(asdict(shard)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.shards.append(shard)
+        return shard
+
+    def serve(self, rows: Sequence[Row], like: Tensor) -> list[Row]:
+        """From now on states are looked up among `rows`, the corpora's, and given in the type and on the device of
+        `like`; returns those that were captured."""
+        found = list(rows[: self.rows])
+        places = [(s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows)]
+        self._places = {(row.ids, row.given): place for row, place in zip(found, places)}
+        self._like = like
+        return found
+
+    def taught(self, rows: Sequence[Row]) -> Captured:
+        """As Capture.taught, of rows that `serve` returned."""
+        pieces = []
+        for row in rows:
+            shard, place = self._places[row.ids, row.given]
+            if shard not in self._open:
+                path = self.directory / self.shards[shard].file
+                if not path.is_file() or _sha256(path) != self.shards[shard].sha256:
+                    raise CheckpointError(f"{path} is missing or damaged: remove {self.directory} and capture again")
+                self._open[shard] = _Reader(path)
+            pieces.append(self._open[shard].row(place))
+        aux, hidden = (torch.cat(piece).to(self._like) for piece in zip(*pieces))
+        return Captured(aux, hidden)
+
+    def _read(self) -> list[Shard]:
+        path = self.directory / SHARDS
+        if not path.exists():
+            return []
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]  # a kill may have left half a line
+        if whole != text:
+            path.write_text(whole)
+        try:
+            return [Shard(**json.loads(line)) for line in whole.splitlines()]
+        except (ValueError, TypeError) as e:
+            raise CheckpointError(f"{path} is damaged: remove {self.directory} and capture again") from e
+
+
+class _Reader:
+    """Rows of a shard, read from the file as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, "pt")
+        load: Callable[[str], Tensor] = self._file.get_tensor
+        self._ends = [load(name).cumsum(0).tolist() for name in ("tokens", "answers")]
+
+    def row(self, place: int) -> list[Tensor]:
+        found = []
+        for name, ends in zip(("aux", "hidden"), self._ends):
+            begin = ends[place - 1] if place else 0
+            found.append(self._file.get_slice(name)[begin : ends[place]])  # type: ignore[no-untyped-call]
+        return found
+
+
+def about(corpora: Sequence[Corpus], layers: Sequence[int], model: str) -> dict[str, Any]:
+    """What states are identified by. `model` tells the target from others."""
+    return {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers), "model": model}
+
+
+def capture(
+    rows: Sequence[Row],
+    target: Capture,
+    states: States,
+    *,
+    most_bytes: float,
+    shard_tokens: int = 65536,
+    done: Callable[[Shard], None] = lambda shard: None,
+) -> None:
+    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`."""
+    at = states.rows
+    width = target.model.config.hidden_size
+    while at < len(rows):
+        some: list[Row] = []
+        while at < len(rows) and sum(len(row.ids) for row in some) < shard_tokens:
+            some.append(rows[at])
+            at += 1
+        if states.nbytes + token_bytes(some, len(target.aux_layers), width) > most_bytes:
+            break
+        done(states.add(some, target.taught(some)))
+
+
+def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[KimiConfig, Weights]:
+    """Of a target that is not to run, embedding, last norm and head: all that training from states needs."""
+    config = KimiConfig.from_directory(path)
+    with Checkpoint.open(path) as checkpoint:
+
+        def read(name: str) -> Tensor:
+            full = next((p + name for p in (NESTED_PREFIX, "") if p + name in checkpoint.tensors), None)
+            if full is None or checkpoint.info(full).dtype not in FLOATS:
+                raise CheckpointError(f"{path} has no {name} of floating-point numbers")
+            return checkpoint.read(full).to(device, dtype)
+
+        embed, norm = read("model.embed_tokens.weight"), read("model.norm.weight")
+        return config, Weights(embed, [], norm, Dense(read("lm_head.weight")))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
