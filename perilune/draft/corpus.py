@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.errors import ConfigError
+from perilune.draft import shards
 from perilune.formats.jsonfile import read_object, write_object
 
-ABOUT, SHARDS = "corpus.json", "shards.jsonl"
+ABOUT = "corpus.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Corpus:
                     )
             else:
                 write_object(directory / ABOUT, self.about)
-        self.shards = self._read()
+        self.shards = shards.listed(self.directory, lambda line: Shard(*line), "collect")
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -88,12 +89,9 @@ class Corpus:
         save_file(tensors, partial)
         tokens = sum(len(row.ids) for row in rows)
         answers = tokens - sum(row.given for row in rows)
-        shard = Shard(name, _sha256(partial), len(rows), tokens, answers)
+        shard = Shard(name, shards.sha256(partial), len(rows), tokens, answers)
         os.replace(partial, self.directory / name)
-        with (self.directory / SHARDS).open("a") as file:
-            file.write(json.dumps([shard.file, shard.sha256, shard.rows, shard.tokens, shard.answers]) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        shards.append(self.directory, [shard.file, shard.sha256, shard.rows, shard.tokens, shard.answers])
         self.shards.append(shard)
         return shard
 
@@ -102,8 +100,7 @@ class Corpus:
         found: list[Row] = []
         for shard in self.shards:
             path = self.directory / shard.file
-            if not path.is_file() or _sha256(path) != shard.sha256:
-                raise CheckpointError(f"{path} is missing or damaged: remove {self.directory} and collect again")
+            shards.check(path, shard.sha256, "collect")
             t = {name: tensor.tolist() for name, tensor in load_file(path).items()}
             begin = 0
             weights = t.get("weight", [1.0] * len(t["ends"]))
@@ -114,21 +111,3 @@ class Corpus:
 
     def fingerprint(self) -> str:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
-
-    def _read(self) -> list[Shard]:
-        path = self.directory / SHARDS
-        if not path.exists():
-            return []
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]  # a kill may have left half a line
-        if whole != text:
-            path.write_text(whole)
-        try:
-            return [Shard(*json.loads(line)) for line in whole.splitlines()]
-        except (ValueError, TypeError) as e:
-            raise CheckpointError(f"{path} is damaged: remove {self.directory} and collect again") from e
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

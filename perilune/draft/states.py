@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.draft import shards
 from perilune.draft.capture import Capture, Captured
-from perilune.draft.corpus import SHARDS, Corpus, Row
+from perilune.draft.corpus import Corpus, Row
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
 from perilune.formats.jsonfile import read_object, write_object
@@ -58,7 +59,7 @@ class States:
         self.about = read_object(directory / ABOUT)
         if about is not None and self.about != json.loads(json.dumps(about)):
             raise ConfigError(f"{directory} holds other states: repeat that capture, or choose an empty directory")
-        self.shards = self._read()
+        self.shards = shards.listed(self.directory, lambda line: Shard(**line), "capture")
         self._places: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         self._like = torch.empty(0)
         self._open: dict[int, _Reader] = {}
@@ -85,12 +86,9 @@ class States:
             "answers": torch.tensor([len(row.ids) - row.given for row in rows]),
         }
         save_file(tensors, partial)
-        shard = Shard(name, _sha256(partial), len(rows), partial.stat().st_size)
+        shard = Shard(name, shards.sha256(partial), len(rows), partial.stat().st_size)
         os.replace(partial, self.directory / name)
-        with (self.directory / SHARDS).open("a") as file:
-            file.write(json.dumps(asdict(shard)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        shards.append(self.directory, asdict(shard))
         self.shards.append(shard)
         return shard
 
@@ -110,25 +108,11 @@ class States:
             shard, place = self._places[row.ids, row.given]
             if shard not in self._open:
                 path = self.directory / self.shards[shard].file
-                if not path.is_file() or _sha256(path) != self.shards[shard].sha256:
-                    raise CheckpointError(f"{path} is missing or damaged: remove {self.directory} and capture again")
+                shards.check(path, self.shards[shard].sha256, "capture")
                 self._open[shard] = _Reader(path)
             pieces.append(self._open[shard].row(place))
         aux, hidden = (torch.cat(piece).to(self._like) for piece in zip(*pieces))
         return Captured(aux, hidden)
-
-    def _read(self) -> list[Shard]:
-        path = self.directory / SHARDS
-        if not path.exists():
-            return []
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]  # a kill may have left half a line
-        if whole != text:
-            path.write_text(whole)
-        try:
-            return [Shard(**json.loads(line)) for line in whole.splitlines()]
-        except (ValueError, TypeError) as e:
-            raise CheckpointError(f"{path} is damaged: remove {self.directory} and capture again") from e
 
 
 class _Reader:
@@ -187,8 +171,3 @@ def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[
 
         embed, norm = read("model.embed_tokens.weight"), read("model.norm.weight")
         return config, Weights(embed, [], norm, Dense(read("lm_head.weight")))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

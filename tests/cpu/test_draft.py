@@ -18,10 +18,11 @@ from perilune.cli.draft import command
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Decoded, Forced, Plan, about, collect
-from perilune.draft.corpus import SHARDS, Corpus, Row
+from perilune.draft.corpus import Corpus, Row
 from perilune.draft.evaluate import Tally, lookup, summed, walk, walk_lookup
 from perilune.draft.export import config_for, export
 from perilune.draft.prompts import Chats, Problems, Prompt, Topics
+from perilune.draft.shards import SHARDS
 from perilune.draft.topics import DOMAINS, ask
 from perilune.draft.train import Options, train
 from perilune.model.config import KimiConfig

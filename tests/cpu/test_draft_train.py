@@ -35,6 +35,7 @@ from perilune.model.eagle3_load import load_draft, read_tensors
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Dense, Weights
+from tests.cpu.test_draft import corpus_of, some_rows
 from tests.cpu.test_eagle3 import LAYERS, TARGET, D, Plain, V
 
 AUX = [1, 2, 4]
@@ -92,25 +93,6 @@ def a_trainee(
             elif name == "lm_head.weight":
                 p.add_(torch.randn(p.shape, generator=g) * 0.1)
     return trainee
-
-
-def some_rows(count: int, seed: int = 0, longest: int = 24) -> list[Row]:
-    """Texts that can be learnt: each counts up from a random token in steps of its family."""
-    g = torch.Generator().manual_seed(seed)
-    rows = []
-    for i in range(count):
-        length = int(torch.randint(9, longest, (1,), generator=g))
-        start, step = int(torch.randint(V, (1,), generator=g)), 1 + i % 3
-        given = int(torch.randint(1, length - 3, (1,), generator=g))
-        rows.append(Row(tuple((start + step * k) % V for k in range(length)), given, i % 3, i % 2 == 0))
-    return rows
-
-
-def corpus_of(path: Path, rows: Sequence[Row]) -> Corpus:
-    corpus = Corpus(path, {"families": ["a", "b", "c"], "max_tokens": 32})
-    corpus.add(rows[: len(rows) // 2])
-    corpus.add(rows[len(rows) // 2 :])
-    return corpus
 
 
 def states_for(rows: Sequence[Row], seed: int) -> tuple[Tensor, Tensor]:
