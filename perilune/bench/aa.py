@@ -133,15 +133,21 @@ class Prompts:
         nonce = secrets.token_hex(8)
         goal = self.tokens * (1 - MARGIN / 2)
         words = max(1, round((goal - self._beside) / self._per_word))
-        fits = None
+        fits, low, high = None, 0, None  # the longest that is short enough, its words, and the fewest that are too many
         for _ in range(MAX_COUNTS):
             messages = ask(words, nonce)
             count = await self._endpoint.count(messages)
             if count is None or (1 - MARGIN) * self.tokens <= count <= self.tokens:
                 return messages
             if count <= self.tokens:
-                fits = messages
-            words = max(1, words + round((goal - count) / self._per_word))
+                fits, low = messages, words
+            else:
+                high = words
+            words = max(low + 1, words + round((goal - count) / self._per_word))
+            if high is not None:
+                words = min(words, high - 1)
+            if words <= low:
+                break
         if fits is None:
             raise ConfigError(f"{self.tokens} tokens are too few for the question itself: raise --prompt-tokens")
         return fits

@@ -37,7 +37,6 @@ KINDS = {  # families, temperature, paragraphs before the question
     "edit": (("json_extract", "tool_call"), 0.0, 0),
     "long": (("doc_questions",), 0.0, 12),
 }
-USERS = (1, 4, 16)
 MOST_TOKENS = 160
 CONTEXT = 2048
 OFF = ("off", None)

@@ -188,3 +188,21 @@ def test_a_failing_request_ends_the_run(fake: FakeEndpoint) -> None:
     result = CliRunner().invoke(bench_aa.command, [fake.url, "--parallel", "4"])
     assert isinstance(result.exception, EndpointError) and "answered 503: overloaded" in str(result.exception)
     assert result.stdout == ""
+
+
+def test_prompts_whose_words_differ_in_length_still_fit() -> None:
+    class Server:  # a word takes as many tokens as it has letters, the question and the template 20
+        async def count(self, messages: list[dict[str, Any]]) -> int:
+            return 20 + sum(map(len, messages[0]["content"].split("\n\n")[0].split()[2:]))
+
+    async def lengths() -> list[int]:
+        server, found = Server(), []
+        prompts = aa.Prompts(server, 184)  # type: ignore[arg-type]
+        prompts._per_word, prompts._beside = 5.0, 20.0  # as calibrated
+        for _ in range(50):
+            found.append(await server.count(await prompts.new()))
+        return found
+
+    # What is within the margin is not always there; the longest that fits is a word short of it at worst.
+    longest = max(map(len, (*aa._NOUNS, *aa._VERBS, *aa._ADJECTIVES)))
+    assert all(184 - longest - 4 <= n <= 184 for n in asyncio.run(lengths()))

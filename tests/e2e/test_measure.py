@@ -55,7 +55,7 @@ def test_the_aa_protocol_fits_the_prompt_to_the_model() -> None:
     row, said = run("bench", "aa", "--runs", "1", "--parallel", "2", "--output-tokens", "40", "--max-model-len", "256")
     assert "the prompt is 184 tokens instead of 10000" in said
     assert row["samples"] == 2 and row["ignore_eos"] is True and row["output_tokens"] == 40
-    assert 0.88 * 184 <= row["prompt_tokens"] <= 184 and row["token_count"] == "server"
+    assert 0.95 * 184 <= row["prompt_tokens"] <= 184 and row["token_count"] == "server"
     assert 0 < row["ttft_s"] and row["output_tokens_per_s"] > 0
 
 
