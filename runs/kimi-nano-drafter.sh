@@ -15,7 +15,7 @@ if [ "${1:-}" = tiny ]; then
 else
   RUN=runs/out/kimi_nano_drafter DEVICE="NVIDIA H200"
   FORCED="--rows 200000 --shard-rows 4096 --minutes 0.6"
-  DECODED="--rows 200000 --shard-rows 1024 --minutes 0.5 --max-tokens 400 --max-num-seqs 64"
+  DECODED="--rows 200000 --shard-rows 1024 --minutes 0.5 --max-tokens 400 --max-num-seqs 64 --set kv_blocks=4096"
   TRAIN="--minutes 1.2 --chains 8192 --keep-gb 60"
   EVALUATE="--count 64 --lengths 1,3,5,8 --max-tokens 512 --speed 8"
 fi
@@ -23,8 +23,10 @@ DRAFTER=$RUN/drafter
 rm -rf "$DRAFTER"
 # shellcheck disable=SC2086  # lists of options
 {
-  $PERILUNE draft collect kimi-nano --forced --out "$RUN/forced" $FORCED
+  $PERILUNE draft collect kimi-nano --forced --out "$RUN/forced" $FORCED &
+  forced=$!
   $PERILUNE draft collect kimi-nano --out "$RUN/decoded" --seed 5 $DECODED
+  wait $forced
   $PERILUNE draft train kimi-nano --corpus "$RUN/forced" --corpus "$RUN/decoded" --run "$RUN/run" --out "$DRAFTER" \
     --aux-layers 1,3,4 --intermediate-size 448 $TRAIN
   $PERILUNE draft evaluate "$DRAFTER" $EVALUATE --json "$RUN/evaluation.json" --plot "$RUN/evaluation.svg"

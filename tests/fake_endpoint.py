@@ -54,6 +54,7 @@ class FakeEndpoint:
             routes=[
                 Route("/v1/models", self._models),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._chat, methods=["POST"]),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
             ]
         )

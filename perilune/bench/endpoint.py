@@ -121,6 +121,16 @@ class Endpoint:
             ids=tuple(id for id, _ in calls),
         )
 
+    async def continued(self, prompt: Sequence[int], body: Mapping[str, Any]) -> tuple[int, ...]:
+        """The tokens that follow `prompt`, the end token included, by /v1/completions; `body` has other fields."""
+        request = {**body, "model": self.model, "prompt": list(prompt), "return_token_ids": True}
+        parsed = _decode(await self._call("POST", f"{self.base}/completions", request))
+        if parsed.error is not None:
+            raise EndpointError(f"{self.base} failed: {_message(parsed.error)}")
+        if not parsed.choices or (ids := parsed.choices[0].token_ids) is None:
+            raise EndpointError(f"{self.base} does not return token ids (return_token_ids): perilune serve and vLLM do")
+        return tuple(ids)
+
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The answer as it arrives, the server's token counts asked for. Close the generator to cancel the request."""
         request = {**body, "model": self.model, "stream": True, "stream_options": {"include_usage": True}}
@@ -275,6 +285,7 @@ class _Choice(msgspec.Struct):
     delta: _Message | None = None
     message: _Message | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Answer(msgspec.Struct):

@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from perilune.core.errors import ConfigError
 
 DEFAULT = Path("bench/results")
@@ -17,6 +15,8 @@ DEFAULT = Path("bench/results")
 
 def circumstances() -> dict[str, Any]:
     """Where and with what a row was measured."""
+    import torch  # here: whoever measures a server needs it for these few words only
+
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,

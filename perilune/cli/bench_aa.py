@@ -1,14 +1,14 @@
 """`perilune bench aa`: the Artificial-Analysis protocol through HTTP."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perilune.bench import aa, ledger
+from perilune.bench import aa
 from perilune.bench.target import open_target, origin, run
 from perilune.cli import options, targets
+from perilune.cli.rows import finish, ledger_option, say
 from perilune.core.config import EngineConfig
 
 POSITIVE = click.IntRange(min=1)
@@ -42,13 +42,7 @@ POSITIVE = click.IntRange(min=1)
 @options.field_option(EngineConfig, "max_model_len")
 @options.draft_options
 @options.set_option
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the row to DIRECTORY/aa.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("aa")
 def command(
     model: str,
     prompt_tokens: int,
@@ -85,11 +79,9 @@ def command(
                 parallel=parallel,
                 ignore_eos=ignore_eos,
                 thinking=thinking,
-                report=lambda line: click.echo(line, err=True),
+                report=say,
             )
 
     row = run(measure()) | origin(model, assignments)
     click.echo(f"median of {row['samples']}: {aa.describe(row)}", err=True)
-    if directory is not None:
-        click.echo(f"written to {ledger.append([row], directory)}", err=True)
-    click.echo(json.dumps(row))
+    finish([row], directory)

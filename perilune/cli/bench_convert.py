@@ -1,12 +1,11 @@
 """`perilune bench convert`: INT4 to NVFP4, beside the usual recipe."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import click
 
-from perilune.bench import conversion, conversion_stream, ledger
+from perilune.bench import conversion, conversion_stream
+from perilune.cli.rows import finish, ledger_option, say
 from perilune.model.hub import resolve_model
 
 DB_MARKS = {"gaussian": 22.6, "lognormal": 23.0, "student5": 23.1}  # what this project promises
@@ -24,21 +23,15 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
     default=Path("."),
     help="With --stream-gb: where there is room for 2.1 times that.  [default: here]",
 )
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the row to DIRECTORY/convert.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("convert")
 def command(
     model: str, tokens: int, rounds: int, stream_gb: float | None, scratch: Path, directory: Path | None
 ) -> None:
     """Error and time of the exact search for NVFP4 scales, and the KL it leaves in MODEL, whose experts are INT4."""
     if stream_gb is not None:
-        _finish(conversion_stream.measure(scratch, stream_gb, _say), directory)
+        finish([conversion_stream.measure(scratch, stream_gb, say)], directory)
         return
-    row = conversion.measure(resolve_model(model), tokens=tokens, rounds=rounds, report=_say)
+    row = conversion.measure(resolve_model(model), tokens=tokens, rounds=rounds, report=say)
     marks = ", ".join(f"{name} {row[f'{name}_db']:.2f} (mark: {mark})" for name, mark in DB_MARKS.items())
     click.echo(f"SQNR in dB: {marks}", err=True)
     click.echo(
@@ -46,14 +39,4 @@ def command(
         f"recipe's (mark: {KL_MARK}), {row['kl_ratio_calibrated']:.3f} calibrated",
         err=True,
     )
-    _finish(row, directory)
-
-
-def _finish(row: dict[str, Any], directory: Path | None) -> None:
-    if directory is not None:
-        click.echo(f"written to {ledger.append([row], directory)}", err=True)
-    click.echo(json.dumps(row))
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)
+    finish([row], directory)

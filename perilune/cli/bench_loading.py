@@ -1,6 +1,5 @@
 """`perilune bench loading`: from disk to memory, beside the disk's own speed."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import click
 import torch
 
-from perilune.bench import ledger, loading
+from perilune.bench import loading
+from perilune.cli.rows import finish, ledger_option, say
 from perilune.core.errors import ConfigError
 
 MARK = 0.8  # of the disk's sequential bandwidth, which this project promises
@@ -27,13 +27,7 @@ MARK = 0.8  # of the disk's sequential bandwidth, which this project promises
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads that read.  [default: the loader's choice]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the row to DIRECTORY/loading.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("loading")
 def command(
     parent: Path, gigabytes: float, rounds: int, threads: int | None, device: str, directory: Path | None
 ) -> None:
@@ -46,7 +40,7 @@ def command(
         rounds=rounds,
         threads=threads,
         device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
-        report=lambda line: click.echo(line, err=True),
+        report=say,
     )
     click.echo(
         f"disk {row['disk_gb_per_s']:.2f} GB/s; cold load {row['cold_gb_per_s']:.2f} GB/s, "
@@ -54,6 +48,4 @@ def command(
         f"{row['warm_gb_per_s']:.2f} GB/s",
         err=True,
     )
-    if directory is not None:
-        click.echo(f"written to {ledger.append([row], directory)}", err=True)
-    click.echo(json.dumps(row))
+    finish([row], directory)

@@ -1,13 +1,13 @@
 """`perilune bench rivals`: the engine beside transformers on the same weights and threads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from perilune.bench import ledger, rivals
+from perilune.bench import rivals
+from perilune.cli.rows import finish, ledger_option, say
 from perilune.model.hub import resolve_model
 
 MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
@@ -29,27 +29,19 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
     type=click.Path(path_type=Path, file_okay=False),
     help="Time llama.cpp too: the directory that runs/llama-cpp.sh made.",
 )
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the row to DIRECTORY/rivals.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("rivals")
 def command(model: str, threads: int | None, directory: Path | None, **sizes: Any) -> None:
     """CPU decode speed of MODEL: the engine alone and with several users, and transformers' best of two types."""
     rivals.require_transformers()
     row = rivals.measure(
         resolve_model(model),
         threads=threads or torch.get_num_threads(),
-        report=lambda line: click.echo(line, err=True),
+        report=say,
         **sizes,
     )
     for line in table(row):
         click.echo(line, err=True)
-    if directory is not None:
-        click.echo(f"written to {ledger.append([row], directory)}", err=True)
-    click.echo(json.dumps(row))
+    finish([row], directory)
 
 
 def table(row: dict[str, Any]) -> list[str]:

@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.bench import ledger
 from perilune.bench.schema_maker import schemas as draw
 from perilune.bench.target import open_target, origin, run
 from perilune.cli import options, targets
+from perilune.cli.rows import keep, ledger_option
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.formats.jsonfile import write_object
@@ -44,13 +44,7 @@ WIDTH = 120  # of the table where there is no terminal
 @options.field_option(EngineConfig, "max_model_len")
 @options.draft_options
 @options.set_option
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the rows to DIRECTORY/schemas.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("schemas")
 def command(
     model: str,
     different: int,
@@ -117,6 +111,5 @@ def command(
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(outcome.failures)} invalid answers written to {failures}", err=True)
-    if directory is not None:
-        click.echo(f"written to {ledger.append(made, directory)}", err=True)
+    keep(made, directory)
     click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))

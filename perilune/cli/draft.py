@@ -2,16 +2,17 @@
 
 import click
 
-from perilune.cli import draft_capture, draft_collect, draft_evaluate, draft_mine, draft_train
+from perilune.cli.verbs import Verbs
+
+VERBS = {
+    "collect": "have a model answer prompts, for a corpus",
+    "capture": "keep what a draft learns of a model's states, on disk",
+    "train": "train an EAGLE-3 draft on a model's own answers",
+    "evaluate": "tokens per verify step, and measured speed",
+    "mine": "find where a draft loses tokens, and train on that",
+}
 
 
-@click.group()
+@click.group(cls=Verbs, verbs=VERBS, prefix="draft_")
 def command() -> None:
     """Make a drafter for a model: collect its answers, train on them, evaluate, mine what is still wrong."""
-
-
-command.add_command(draft_collect.command, "collect")
-command.add_command(draft_capture.command, "capture")
-command.add_command(draft_train.command, "train")
-command.add_command(draft_evaluate.command, "evaluate")
-command.add_command(draft_mine.command, "mine")

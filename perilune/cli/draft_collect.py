@@ -1,12 +1,13 @@
 """`perilune draft collect`: the target answers prompts."""
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.cli import options
+from perilune.bench.endpoint import Endpoint
+from perilune.cli import options, targets
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
+from perilune.core.sampling import SamplingParams
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, collect
 from perilune.draft.corpus import Corpus, Shard
@@ -24,6 +27,7 @@ from perilune.draft.prompts import Chats, Problems, Source, Topics
 from perilune.draft.topics import DOMAINS
 from perilune.engine.llm import LLM
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
+from perilune.model.config import KimiConfig
 from perilune.model.hub import resolve_model
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
@@ -31,6 +35,7 @@ from perilune.tasks.problem import SEED
 
 TOKEN_BYTES = 4
 CAPTURED = 65536  # tokens in a pass
+ASKED = 64  # of a server at once
 
 
 @click.command()
@@ -57,6 +62,8 @@ CAPTURED = 65536  # tokens in a pass
     is_flag=True,
     help="Do not decode: read the generators' answers and keep what MODEL, asked greedily, says too. Quicker.",
 )
+@click.option("--url", help="A running server of MODEL that is to answer: perilune serve, or vLLM.  [default: here]")
+@targets.target_options
 @options.field_option(EngineConfig, "device")
 @options.field_option(EngineConfig, "max_num_seqs")
 @options.field_option(EngineConfig, "max_model_len")
@@ -73,12 +80,17 @@ def command(
     seed: int,
     workers: int | None,
     forced: bool,
+    url: str | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
     assignments: tuple[str, ...],
     **engine: Any,
 ) -> None:
     """Have MODEL answer prompts, half greedily and half at temperature 1, as training rows of a drafter.
 
-    Repeat the same command to go on where it stopped. The last line of output is JSON.
+    Repeat the same command to go on where it stopped. With --url a server answers, --max-num-seqs prompts at a time,
+    and MODEL is the directory that it serves: prompts are rendered here. The last line of output is JSON.
     """
     path = resolve_model(model)
     if chats is not None and topics is not None:
@@ -104,9 +116,14 @@ def command(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     began = time.monotonic()
     # Large batches gain nothing by speculation.
-    values = options.engine_values(engine, assignments, {"draft": "off"})
+    values = options.engine_values(engine, assignments, {} if url is not None else {"draft": "off"})
+    if url is None and (model_name is not None or api_key_file is not None):
+        raise ConfigError("--model-name and --api-key-file belong to a running server: give its address with --url")
+    remote = (
+        None if url is None else Endpoint(url, model=model_name, api_key=targets.key(api_key_file), timeout=timeout)
+    )
     with (
-        _answers(path, plan, values) as answers,
+        _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,
         Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task("answers", total=wanted, completed=len(corpus.shards) * shard_rows)
@@ -142,7 +159,7 @@ def _source(model: Path, seed: int, chats: Path | None, topics: str | None) -> S
 def _answers(path: Path, plan: Plan, values: dict[str, Any]) -> Iterator[Answers]:
     if not plan.forced:
         with LLM(path, **values) as llm:
-            yield Decoded(llm, plan)
+            yield Decoded.by(llm, plan)
         return
     config = build(EngineConfig, values)
     choices = Choices([])
@@ -151,3 +168,41 @@ def _answers(path: Path, plan: Plan, values: dict[str, Any]) -> Iterator[Answers
     target, weights = load(path, dtype=dtype, device=device, progress=sys.stderr.isatty())
     model = KimiK2(target, weights, max_positions=config.max_model_len or target.max_position_embeddings)
     yield Forced(Capture(model, (), tokens=CAPTURED), plan)
+
+
+@contextlib.contextmanager
+def _served(endpoint: Endpoint, path: Path, plan: Plan, values: dict[str, Any]) -> Iterator[Answers]:
+    if plan.forced:
+        raise ConfigError("--forced reads answers instead of asking for them: leave out --url")
+    if other := sorted(values.keys() - {"max_num_seqs"}):
+        raise ConfigError(f"{', '.join(other)} configure an engine here, but {endpoint.base} answers: leave them out")
+    config = KimiConfig.from_directory(path)
+    at_once = asyncio.Semaphore(values.get("max_num_seqs") or ASKED)
+
+    async def one(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        # All that a server might have another default for.
+        body = {"temperature": params.temperature, "top_p": 1.0, "top_k": -1, "seed": params.seed}
+        async with at_once:
+            ids = await endpoint.continued(prompt, {**body, "max_tokens": params.max_tokens})
+        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            raise ConfigError(f"{endpoint.base} answers with tokens that {path} does not have: it serves another model")
+        return ids
+
+    async def all_of(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+        asked = [asyncio.ensure_future(one(*pair)) for pair in zip(prompts, params)]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for task in asked:
+                task.cancel()
+
+    with asyncio.Runner() as runner:
+        runner.run(endpoint.__aenter__())
+        try:
+            yield Decoded(
+                lambda prompts, params: runner.run(all_of(prompts, params)),
+                endpoint.max_model_len or config.max_position_embeddings,
+                plan,
+            )
+        finally:
+            runner.run(endpoint.__aexit__())

@@ -76,6 +76,13 @@ WIDTH = 140  # of the table where there is no terminal
     help="0: frequent domains get more in proportion, 1: rare ones get as much.",
 )
 @click.option(
+    "--guard",
+    type=click.FloatRange(0, 1),
+    default=DEFAULTS.guard,
+    show_default=True,
+    help="Share of the windows that domains get by their part of the text, so that none is forgotten.",
+)
+@click.option(
     "--groups", type=click.IntRange(1, 64), default=8, show_default=True, help="Domains made of --rejected texts."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draw among windows.")
@@ -91,6 +98,7 @@ def command(
     unroll: int,
     focus: float,
     balance: float,
+    guard: float,
     groups: int,
     seed: int,
     device: str,
@@ -104,7 +112,7 @@ def command(
         raise ConfigError("nothing to mine from: give --corpus DIR or --rejected DIR")
     if (out / ABOUT).exists():
         raise ConfigError(f"{out} already holds windows: choose an empty directory")
-    rule = Rule(tokens, after=unroll, focus=focus, balance=balance, seed=seed)
+    rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)
     path = resolve_model(model)
     found: list[Scored] = []
     domains: list[str] = []

@@ -9,9 +9,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.bench import evaluate, ledger
+from perilune.bench import evaluate
 from perilune.bench.target import open_target, origin, run
 from perilune.cli import options, targets
+from perilune.cli.rows import keep, ledger_option
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.formats.jsonfile import write_object
@@ -50,13 +51,7 @@ WIDTH = 120  # of the table where there is no terminal
 @options.field_option(EngineConfig, "max_model_len")
 @options.draft_options
 @options.set_option
-@click.option(
-    "--ledger",
-    "directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help=f"Also append the rows to DIRECTORY/evaluate.jsonl (the project's is {ledger.DEFAULT}).",
-)
+@ledger_option("evaluate")
 def command(
     model: str,
     families: str | None,
@@ -111,6 +106,5 @@ def command(
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(wrong)} wrong answers written to {failures}", err=True)
-    if directory is not None:
-        click.echo(f"written to {ledger.append(rows, directory)}", err=True)
+    keep(rows, directory)
     click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))

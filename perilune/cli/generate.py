@@ -92,7 +92,7 @@ def command(
             raise click.UsageError("give --prompt, or the prompt on standard input")
         prompt = sys.stdin.read()
     if not prompt:
-        raise RequestError("the prompt is empty", param="prompt")
+        raise RequestError("the prompt is empty: give --prompt, or the prompt on standard input", param="prompt")
     given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": 1}
     given |= {"draft": draft, "draft_tokens": draft_tokens, "drafter": drafter}
     config = build(EngineConfig, options.engine_values(given, assignments, {}))

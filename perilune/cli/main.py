@@ -1,10 +1,10 @@
 """The `perilune` command: one verb per file of this package, imported only when it is used."""
 
-import importlib
 import sys
 
 import click
 
+from perilune.cli.verbs import Verbs
 from perilune.core.errors import PeriluneError
 
 VERBS = {
@@ -20,23 +20,7 @@ VERBS = {
 }
 
 
-class Verbs(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            return None
-        command: click.Command = importlib.import_module(f"perilune.cli.{name}").command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # The help page must not import torch just to show one line per verb.
-        with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
-
-
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Verbs, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="perilune")
 def cli() -> None:
     """Serve the Kimi K2 family close to what the memory allows.

@@ -207,7 +207,8 @@ def announce(console: Console, info: EngineInfo, name: str, sock: socket.socket,
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
     key = ' -H "Authorization: Bearer $(cat KEY_FILE)"' if locked else ""
-    console.print(f"\n[bold]{escape(name)}[/] is served at [bold]{url}/v1[/]; try\n", soft_wrap=True)
+    console.print(f"\n[bold]{escape(name)}[/] is served at [bold]{url}/v1[/]", soft_wrap=True)
+    console.print(f"Talk with it at [bold]{url}/[/], or try\n", soft_wrap=True)
     # Not through the console, which would wrap the line: it is there to be copied.
     click.echo(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n", err=True

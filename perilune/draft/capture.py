@@ -1,6 +1,6 @@
 """What the target computes for texts that are known: the hidden states a drafter reads, and those its head reads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,16 @@ class Captured:
 class Capture:
     """Holds pages for `tokens` tokens at a time and runs the target over whole texts, none of which it remembers."""
 
-    def __init__(self, model: KimiK2, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64) -> None:
+    def __init__(
+        self, model: KimiK2, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64, layers: int | None = None
+    ) -> None:
+        """`layers` of the cache; default: all of the model's."""
         self.model = model
         self._whole = WholeTexts(model)
         self.aux_layers = tuple(aux_layers)
         c, w = model.config, model.weights
         self._pages = Pages.allocate(
-            c.num_hidden_layers,
+            layers or c.num_hidden_layers,
             -(-tokens // block_size),
             block_size,
             c.kv_lora_rank + c.qk_rope_head_dim,
@@ -50,10 +53,9 @@ class Capture:
         parts: list[tuple[Tensor, Tensor]] = []
         left = list(texts)
         while left:
-            count = self.rows_that_fit([len(t) for t in left])
-            assert count, f"a text of {len(left[0])} tokens is longer than the pages"
-            parts.append(self._run(left[:count]))
-            left = left[count:]
+            some = self.fitting(left)
+            parts.append(self._whole.hidden_with_aux(self.step(some), self._pages.data, self.aux_layers))
+            left = left[len(some) :]
         hidden, aux = (torch.cat(part) for part in zip(*parts))
         return Captured(aux, hidden)
 
@@ -63,7 +65,19 @@ class Capture:
         answers = torch.tensor([i >= row.given for row in rows for i in range(len(row.ids))])
         return Captured(found.aux, found.hidden[answers.to(found.hidden.device)])
 
-    def _run(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def each(self, shards: Sequence[Sequence[Row]]) -> Iterator[Captured]:
+        """Of each as `taught`, one after the other."""
+        for rows in shards:
+            yield self.taught(rows)
+
+    def fitting(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Those of the texts, from the first on, that one step takes."""
+        count = self.rows_that_fit([len(t) for t in texts])
+        assert count, f"a text of {len(texts[0])} tokens is longer than the pages"
+        return texts[:count]
+
+    def step(self, texts: Sequence[Sequence[int]]) -> Step:
+        """Of these texts, which fit; the model is told how they attend."""
         device, size = self._pages.data.device, self._pages.block_size
         counts = np.array([len(t) for t in texts])
         needed = -(-counts // size)
@@ -73,12 +87,11 @@ class Capture:
         positions = np.arange(start[-1]) - np.repeat(start[:-1], counts)
         # The tokens of a text lie in adjacent blocks.
         slots = positions + np.repeat(first * size, counts)
-        step = Step(
+        self._whole.grids = grids(counts.tolist(), start[:-1].tolist(), device)
+        return Step(
             tokens=torch.from_numpy(np.concatenate([np.asarray(t, np.int64) for t in texts])).to(device),
             positions=torch.from_numpy(positions).to(device),
             slots=torch.from_numpy(slots).to(device),
             absorbed=None,
             plain=None,
         )
-        self._whole.grids = grids(counts.tolist(), start[:-1].tolist(), device)
-        return self._whole.hidden_with_aux(step, self._pages.data, self.aux_layers)

@@ -59,19 +59,30 @@ class Answers(Protocol):
     def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]: ...
 
 
+Generate = Callable[[Sequence[tuple[int, ...]], Sequence[SamplingParams]], list[tuple[int, ...]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Answers by the engine that serves."""
+    """Answers by an engine that serves: in this process, or behind a server. `generate` gives those to prompts."""
 
-    llm: LLM
+    generate: Generate
+    max_model_len: int
     plan: Plan
+
+    @classmethod
+    def by(cls, llm: LLM, plan: Plan) -> "Decoded":
+        def generate(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+            return [answer.token_ids for answer in llm.generate(prompts, params)]
+
+        return cls(generate, llm.info.max_model_len, plan)
 
     def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]:
         params = [_params(self.plan, first + i) for i in range(len(prompts))]
-        room = [len(p.ids) + LEAST_ANSWER < self.llm.info.max_model_len for p in prompts]
+        room = [len(p.ids) + LEAST_ANSWER < self.max_model_len for p in prompts]
         asked = [(p, q) for p, q, fits in zip(prompts, params, room) if fits]
-        answers = self.llm.generate([p.ids for p, _ in asked], [q for _, q in asked])
-        return [Row(p.ids + a.token_ids, len(p.ids), p.family, q.temperature == 0) for (p, q), a in zip(asked, answers)]
+        answers = self.generate([p.ids for p, _ in asked], [q for _, q in asked])
+        return [Row(p.ids + ids, len(p.ids), p.family, q.temperature == 0) for (p, q), ids in zip(asked, answers)]
 
 
 @dataclass(frozen=True, slots=True)

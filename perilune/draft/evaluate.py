@@ -5,6 +5,7 @@ so walking along it and comparing drafts with what comes gives the acceptance th
 the last token that stands, and moves on by the drafts that were right and one.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,13 +166,15 @@ def walk_lookup(rows: Sequence[Row], length: int) -> list[Tally]:
 
 def lookup(ids: Sequence[int], length: int) -> tuple[int, ...]:
     """What followed the earlier occurrence of the longest end of `ids` that has one, the latest of these."""
-    last, best, found = len(ids) - 1, SHORTEST_MATCH - 1, -1
-    for at in range(last - 1, -1, -1):
-        size = 0
-        while size < min(LONGEST_MATCH, at + 1) and ids[at - size] == ids[last - size]:
-            size += 1
-        if size > best:
-            best, found = size, at
+    last, best, found, at = len(ids) - 1, SHORTEST_MATCH, -1, -1
+    with contextlib.suppress(ValueError):  # which says that there is none further on
+        while True:
+            at = ids.index(ids[last], at + 1, last)
+            size = 1
+            while size < min(LONGEST_MATCH, at + 1) and ids[at - size] == ids[last - size]:
+                size += 1
+            if size >= best:
+                best, found = size, at
     return tuple(ids[found + 1 : found + 1 + length]) if found >= 0 else ()
 
 

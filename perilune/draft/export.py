@@ -30,7 +30,8 @@ def config_for(
     draft_vocab  tokens that it can say; default: all
     """
     layers = target.num_hidden_layers
-    ids = list(aux_ids) if aux_ids is not None else [1, layers // 2 - 1, layers - 4]
+    middle = max(layers // 2 - 1, 2)  # as published drafts have it, but for targets of few layers
+    ids = list(aux_ids) if aux_ids is not None else [1, middle, max(layers - 4, middle + 1)]
     if ids != sorted(set(ids)) or not ids or ids[0] != 1 or ids[-1] >= layers:
         raise ConfigError(
             f"aux layers {ids} must begin with 1, ascend, and be below {layers}: a first id of 1 is what tells engines "

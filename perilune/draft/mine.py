@@ -43,11 +43,13 @@ class Window:
 
 @dataclass(slots=True)
 class Domain:
-    """A line of the summary. `chains` were scored, which lost `lost` tokens; `share` of the taught tokens are to be
-    its own; of its `windows`, `kept` were chosen, with `taught` tokens in all, weighing `weight` on average."""
+    """A line of the summary. Of its `text`, chains in all, `chains` were scored, which lost `lost` tokens; `share` of
+    the taught tokens are to be its own; of its `windows`, `kept` were chosen, with `taught` tokens in all, weighing
+    `weight` on average."""
 
     name: str
     answers: int = 0
+    text: int = 0
     chains: int = 0
     lost: float = 0.0
     windows: int = 0
@@ -70,12 +72,14 @@ class Rule:
     after    chain steps that training unrolls: so many tokens follow a window's last loss
     focus    a domain's share grows with this power of what its chains lose
     balance  0: a domain's share also grows with its part of the text; 1: it does not, rare ones count as much
+    guard    so much of what is taught is shared out as the text is, whatever is lost: nothing shall be forgotten
     """
 
     tokens: int
     after: int = 5
     focus: float = 2.0
     balance: float = 1.0
+    guard: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +87,8 @@ class Rule:
             raise ConfigError("mining needs at least one token, and one token after each window")
         if not (self.focus >= 0 and 0 <= self.balance <= 1):
             raise ConfigError(f"focus must be 0 or more and balance between 0 and 1, not {self.focus}, {self.balance}")
+        if not 0 <= self.guard <= 1:
+            raise ConfigError(f"guard must be between 0 and 1, not {self.guard}")
 
 
 def windows_of(scored: Scored, after: int) -> list[Window]:
@@ -115,6 +121,7 @@ def mine(answers: Sequence[Scored], names: Sequence[str], rule: Rule) -> tuple[l
         domain = domains[scored.domain]
         known = [x for x in scored.lost if x is not None]
         domain.answers += 1
+        domain.text += len(scored.lost)
         domain.chains += len(known)
         domain.lost += sum(known)
         found = windows_of(scored, rule.after)
@@ -135,12 +142,13 @@ def mine(answers: Sequence[Scored], names: Sequence[str], rule: Rule) -> tuple[l
 
 
 def _share(domains: Sequence[Domain], rule: Rule) -> None:
-    total = sum(d.chains for d in domains)
-    for d in domains:
-        d.share = d.rate**rule.focus * (d.chains / total) ** (1 - rule.balance) if d.windows else 0.0
-    if whole := sum(d.share for d in domains):
-        for d in domains:
-            d.share /= whole
+    """Of the domains that have windows; together 1."""
+    having = [d for d in domains if d.windows]
+    text = sum(d.text for d in having)
+    wanted = [d.rate**rule.focus * (d.text / text) ** (1 - rule.balance) for d in having]
+    whole = sum(wanted)
+    for d, want in zip(having, wanted):
+        d.share = (1 - rule.guard) * want / whole + rule.guard * d.text / text
 
 
 def _draw(pool: Sequence[Window], wanted: float, rng: Random) -> list[Window]:

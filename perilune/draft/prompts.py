@@ -3,7 +3,7 @@ torch here: worker processes make prompts."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -33,17 +33,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Problems as kimi-nano was trained on: the training split only, thinking on and off, tools declared."""
+    """Problems as kimi-nano was trained on: the training split only, thinking on and off, tools declared.
+
+    `weights` are of families that have another share of the tokens, relative to the others, than in that training.
+    """
 
     model: Path
     seed: int
+    weights: tuple[tuple[str, float], ...] = ()
 
     @property
     def families(self) -> tuple[str, ...]:
         return tuple(FAMILIES)
 
     def about(self) -> dict[str, Any]:
-        return {"source": GENERATED, "seed": self.seed}
+        return {"source": GENERATED, "seed": self.seed, **({"weights": self.weights} if self.weights else {})}
 
     def limit(self) -> int | None:
         return None
@@ -51,9 +55,10 @@ class Problems:
     def prompts(self, first: int, count: int) -> list[Prompt]:
         """Numbers first .. first + count - 1; each is a function of its number and the seed."""
         tokenizer, template = _reader(self.model)
+        mix = FAMILIES | {name: replace(FAMILIES[name], weight=weight) for name, weight in self.weights}
         made = []
         for number in range(first, first + count):
-            p = training_mix(Random(f"{self.seed}:draft:{number}"))
+            p = training_mix(Random(f"{self.seed}:draft:{number}"), mix)
             ids = template.render_ids(tokenizer, p.messages, tools=p.tools or None, thinking=p.thinking)
             made.append(Prompt(tuple(ids), self.families.index(p.family), _expected(tokenizer, template, p)))
         return made

@@ -23,6 +23,7 @@ from perilune.text.chat import template_for
 SPLITS = ("heldout", "structural")  # drawn as in training; words, stories and layouts that training never had
 TEMPERATURES = (0.0, 1.0)
 DRAFTERS = ("eagle3", "lookup")
+AT_ONCE = 256  # texts
 
 
 def evaluated() -> tuple[str, ...]:
@@ -80,7 +81,7 @@ def measure(
         for name in DRAFTERS:
             for length in lengths:
                 tallies = (
-                    walk(drafter, capture, some, length, advance=advance)
+                    walk(drafter, capture, some, length, at_once=AT_ONCE, advance=advance)
                     if name == "eagle3"
                     else walk_lookup(some, length)
                 )

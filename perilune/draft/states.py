@@ -7,9 +7,10 @@ appended when it has its final name) and `states-NNNNN.safetensors`: aux bfloat1
 """
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,19 +144,36 @@ def capture(
     *,
     most_bytes: float,
     shard_tokens: int = 65536,
+    at_once: int = 1,
     done: Callable[[Shard], None] = lambda shard: None,
 ) -> None:
-    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`."""
-    at = states.rows
+    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`; the target is
+    asked for `at_once` shards at a time."""
     width = target.model.config.hidden_size
-    while at < len(rows):
-        some: list[Row] = []
-        while at < len(rows) and sum(len(row.ids) for row in some) < shard_tokens:
-            some.append(rows[at])
-            at += 1
-        if states.nbytes + token_bytes(some, len(target.aux_layers), width) > most_bytes:
-            break
-        done(states.add(some, target.taught(some)))
+    waiting = _shards(rows[states.rows :], shard_tokens)
+    while some := list(itertools.islice(waiting, at_once)):
+        sizes = [token_bytes(own, len(target.aux_layers), width) for own in some]
+        fit = [own for own, after in zip(some, itertools.accumulate(sizes)) if states.nbytes + after <= most_bytes]
+        for own, size, found in zip(fit, sizes, target.each(fit)):
+            if states.nbytes + size > most_bytes:  # a file has more than states
+                return
+            done(states.add(own, found))
+        if len(fit) < len(some):
+            return
+
+
+def _shards(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
+    """The rows one after the other, parted where `tokens` are reached."""
+    some: list[Row] = []
+    count = 0
+    for row in rows:
+        some.append(row)
+        count += len(row.ids)
+        if count >= tokens:
+            yield some
+            some, count = [], 0
+    if some:
+        yield some
 
 
 def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[KimiConfig, Weights]:

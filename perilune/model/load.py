@@ -107,6 +107,28 @@ def load(
     return config, weights
 
 
+def layers(
+    path: Path, *, dtype: torch.dtype, device: torch.device | str, threads: int | None = None
+) -> Iterator[Layer]:
+    """The layers of the checkpoint in `path`, in order, each loaded when it is asked for: whoever keeps none needs no
+    device that holds the model. Raises as `load`."""
+    config = KimiConfig.from_directory(path)
+    require_served(config.quantization, str(path))
+    with Checkpoint.open(path) as checkpoint, torch.no_grad():
+        plan = _Plan(config, checkpoint, survey(checkpoint, config), dtype, torch.device(device))
+        for number in range(config.num_hidden_layers):
+            try:
+                layer = plan.layer(number)
+            except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
+                raise ConfigError(
+                    f"{path}: cannot allocate layer {number} as {spell(dtype)} on {device}: {str(e).splitlines()[0]}"
+                ) from e
+            _run(plan.jobs, threads or default_threads(), torch.device(device), _ignore)
+            plan.jobs.clear()
+            yield layer
+            del layer  # nor may a job refer to it: it would be there beside the next one
+
+
 def default_threads() -> int:
     return min(MAX_THREADS, os.cpu_count() or 1)
 
@@ -167,12 +189,12 @@ class _Plan:
     def weights(self) -> Weights:
         return Weights(
             embed=self._plain("model.embed_tokens.weight"),
-            layers=[self._layer(i) for i in range(self._config.num_hidden_layers)],
+            layers=[self.layer(i) for i in range(self._config.num_hidden_layers)],
             norm=self._plain("model.norm.weight"),
             lm_head=self._linear("lm_head"),
         )
 
-    def _layer(self, i: int) -> Layer:
+    def layer(self, i: int) -> Layer:
         at = f"model.layers.{i}"
         return Layer(
             input_norm=self._plain(f"{at}.input_layernorm.weight"),

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perilune.model.kimi_k2 import KimiK2, Step, apply
-from perilune.model.weights import Attention
+from perilune.model.weights import Attention, Layer
+from perilune.ops.add_rmsnorm import add_rmsnorm
+from perilune.ops.embed import embed
 from perilune.ops.mla_rotate import mla_rotate
 from perilune.ops.rmsnorm import rmsnorm
 
@@ -48,6 +50,22 @@ class WholeTexts(KimiK2):
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
         self.grids: list[Grid] = []
+
+    def entering(self, step: Step) -> Tensor:
+        """[T, D], the residual stream as it enters the first layer."""
+        return embed(step.tokens, self.weights.embed)
+
+    def leaving(self, h: Tensor) -> Tensor:
+        """[T, D] after the final norm, of the stream as it leaves the last layer."""
+        return rmsnorm(h, self.weights.norm, self.eps)
+
+    def through(self, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> None:
+        """One layer, held or not; h [T, D], the residual stream as it enters it, is as it leaves it then."""
+        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        x = rmsnorm(h, layer.input_norm, self.eps)
+        x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
+        # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
+        add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         (heads, n, latent), r, v = w.w_uk.shape, 2 * cos.shape[1], w.w_uv.shape[2]

@@ -89,6 +89,7 @@ class Choice:
         self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
         self.prompt_logprobs: list[TokenLogprob] = []
         self.logprobs: list[float] = []
+        self.ids: list[int] = []
         self.table = LogprobTable(service.tokenizer) if body.logprobs is not None else None
 
     async def pieces(self) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
@@ -106,6 +107,7 @@ class Choice:
                     yield self.prompt_text, self._prompt_rows()
                 if self.silent:
                     continue
+                self.ids += delta.tokens
                 text = self.stream.feed(delta.tokens)
                 rows = self._rows(delta)
                 if self.stream.stopped:
@@ -237,6 +239,8 @@ async def _whole(choice: Choice) -> dict[str, Any]:
             for name, column in (rows or {}).items():
                 table.setdefault(name, []).extend(column)
     answer: dict[str, Any] = {"text": "".join(text), "logprobs": table or None, "finish_reason": choice.finish_reason}
+    if choice.body.return_token_ids:
+        answer |= {"prompt_token_ids": choice.generation.prompt, "token_ids": choice.ids}
     if (likeliest := choice.body.prompt_logprobs) is not None:
         tokenizer = choice.generation.service.tokenizer
         answer["prompt_logprobs"] = prompt_logprob_table(tokenizer, choice.prompt_logprobs, likeliest)

@@ -209,9 +209,12 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    return_token_ids: bool | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
+        if self.stream and self.return_token_ids:
+            raise RequestError("return_token_ids cannot be streamed: send stream: false", param="return_token_ids")
         if self.stream and self.best_of is not None and self.best_of > self.wanted:
             raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
         if self.suffix:

@@ -1,8 +1,7 @@
-"""What runs/kimi_nano/mining.py does in each of its processes: answers, training, windows, measuring."""
+"""What runs/kimi_nano/mining.py does in each of its processes: answers, training, windows, measuring. What was done is
+in files, and is not done again."""
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from perilune.core.sampling import SamplingParams
 from perilune.draft import report
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Forced, Plan, about, collect
@@ -22,18 +22,18 @@ from perilune.draft.mine_score import reopen, score
 from perilune.draft.prompts import Problems
 from perilune.draft.train import Options, train
 from perilune.engine.llm import LLM
-from perilune.formats.jsonfile import write_object
+from perilune.formats.jsonfile import read_object, write_object
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.eagle3_load import read_tensors
 from perilune.model.hub import resolve_model
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
 from perilune.spec.eagle3 import load_drafter
-from runs.kimi_nano.mining_setting import BASE, LENGTH, Job, Measured, Mining
+from runs.kimi_nano.mining_setting import BASE, LENGTH, WAYS, Job, Measured, Mining, Part
 
-FRESH, MINED = 101, 102  # seeds of the problems that are trained on and that are mined: different ones
 AUX, WIDTH, RATE = (1, 3, 4), 448, 2e-3  # of a draft from nothing, as the bundled one
 CAPTURED = 65536
+HELD_OUT, SUMMARY = "heldout", "mined.json"
 
 
 @lru_cache(maxsize=1)
@@ -43,69 +43,76 @@ def target(device: str) -> tuple[Path, KimiK2]:
     return path, KimiK2(config, weights, max_positions=config.max_position_embeddings)
 
 
-def warm(device: str) -> None:
-    """Loads the target in a process that will be needed."""
-    target(device)
-
-
-def answer(out: Path, seed: int, rows: int, device: str) -> None:
-    """The target's own greedy answers to `rows` problems of the training mixture."""
+def answer(part: Part, device: str) -> None:
+    """The target's own greedy answers to problems as the traffic has them."""
     path, model = target(device)
-    source = Problems(path, seed)
-    plan = Plan(rows, 8192, 1024, seed, workers=min(7, (os.cpu_count() or 1) // 2), forced=True)
-    collect(Forced(Capture(model, (), tokens=CAPTURED), plan), source, plan, Corpus(out, about(source, plan, path)))
-
-
-def hold_out(out: Path, count: int, seed: int, device: str) -> None:
-    """The target's answers to held-out problems, at each temperature."""
-    with LLM(target(device)[0], device=device, draft="off", max_num_seqs=256) as llm:
-        rows = report.answers(llm, count, seed=seed, max_tokens=512)
-    for temperature, some in rows.items():
-        Corpus(out / f"heldout-{temperature:g}", {"families": report.evaluated()}).add(some)
-
-
-def options(job: Job, steps: int, rate: float, share: float = 0.5) -> Options:
-    return Options(
-        steps=steps, chains=job.chains, rate=rate, seed=job.seed, keep_gb=2.0, window_share=share, save_every=1e9
+    source = Problems(path, part.seed, part.weights)
+    plan = Plan(part.rows, part.rows, 1024, part.seed, workers=0, forced=True)
+    collect(
+        Forced(Capture(model, (), tokens=CAPTURED), plan),
+        source,
+        plan,
+        Corpus(part.directory, about(source, plan, path)),
     )
 
 
-def begin(job: Job, minings: Sequence[Mining]) -> list[list[dict[str, Any]]]:
+def hold_out(out: Path, count: int, seed: int, device: str) -> None:
+    """The target's greedy answers to held-out problems, as many of each family."""
+    if Corpus(out / HELD_OUT, {"families": report.evaluated()}).shards:
+        return
+    # Blocks by number: by default the cache would take what the other processes need.
+    with LLM(target(device)[0], device=device, draft="off", max_num_seqs=256, kv_blocks=4096) as llm:
+        asked = report.prompts(llm, count, seed=seed)
+        answers = llm.generate([ids for ids, _ in asked], SamplingParams(temperature=0.0, max_tokens=512))
+    Corpus(out / HELD_OUT).add(
+        [
+            Row(ids + a.token_ids, len(ids), family, True)
+            for (ids, family), a in zip(asked, answers)
+            if len(a.token_ids) > 1
+        ]
+    )
+
+
+def options(job: Job, steps: int, rate: float, share: float = 0.5, keep_gb: float = 0.0) -> Options:
+    return Options(
+        steps=steps, chains=job.chains, rate=rate, seed=job.seed, keep_gb=keep_gb, window_share=share, save_every=1e9
+    )
+
+
+def begin(job: Job, minings: Sequence[Mining]) -> dict[str, Any]:
     """The draft that every way begins with, and what is mined with it; returns the summaries by domain."""
+    if (job.directory / SUMMARY).exists():
+        return read_object(job.directory / SUMMARY)
     path, model = target(job.device)
     draft = job.directory / "start"
-    if not job.begin:
-        draft.parent.mkdir(parents=True)
+    if not job.setting.begin:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
         draft.symlink_to(path / "drafter")
     else:
         raw = config_for(model.config, aux_ids=AUX, intermediate_size=WIDTH)
-        trainee = train(
-            model,
-            Eagle3Config.from_dict(raw),
-            [Corpus(job.answers / "fresh")],
-            job.directory / "run",
-            options(job, job.begin, RATE),
-        )
-        export(draft, raw, trainee.checkpoint())
+        corpora = [Corpus(part) for part in job.answers("begin")]
+        run = options(job, job.setting.begin, RATE, keep_gb=8.0)  # two epochs
+        export(draft, raw, train(model, Eagle3Config.from_dict(raw), corpora, job.directory / "run", run).checkpoint())
     trainee = reopen(draft, model)
     capture = Capture(model, trainee.config.aux_layers(model.config.num_hidden_layers), tokens=CAPTURED)
-    pool = Corpus(job.answers / "mine")
-    rows = pool.rows()
+    pools = [Corpus(part) for part in job.answers("mine")]
+    names, rows = pools[0].families, [row for pool in pools for row in pool.rows()]
     found = [Scored(r, lost, r.family) for r, lost in zip(rows, score(trainee, capture, rows, LENGTH)) if lost]
-    summaries = []
+    summaries: dict[str, Any] = {}
     for m in minings:
-        tokens = round(m.share * job.steps * job.chains)
-        windows, domains = mine(found, pool.families, Rule(tokens, focus=m.focus, balance=m.balance, seed=job.seed))
-        about = {"families": pool.families, "source": "mined"}
-        Corpus(job.way("mined", m), about).add([w.row for w in windows])
-        Corpus(job.way("domains", m), about).add(whole(rows, domains, tokens, job.seed))
-        summaries.append(
-            [
-                {"name": d.name, "lost_per_chain": round(d.rate, 4), "share": round(d.share, 4), "windows": d.kept,
-                 "taught": d.taught, "weight": round(d.weight, 3)}
-                for d in domains
-            ]
-        )  # fmt: skip
+        tokens = round(m.share * job.setting.steps * job.chains)
+        rule = Rule(tokens, focus=m.focus, balance=m.balance, guard=m.guard, seed=job.seed)
+        windows, domains = mine(found, names, rule)
+        chosen = {"mined": [w.row for w in windows], "domains": whole(rows, domains, tokens, job.seed)}
+        for way in WAYS:
+            Corpus(job.way(way, m), {"families": names, "source": way}).add(chosen[way])
+        summaries[f"{m.share:g}"] = [
+            {"name": d.name, "chains": d.chains, "lost_per_chain": round(d.rate, 4), "share": round(d.share, 4),
+             "windows": d.windows, "kept": d.kept, "taught": d.taught, "weight": round(d.weight, 3)}
+            for d in domains
+        ]  # fmt: skip
+    write_object(job.directory / SUMMARY, summaries)
     return summaries
 
 
@@ -123,52 +130,62 @@ def whole(rows: Sequence[Row], domains: Sequence[Domain], tokens: int, seed: int
     return chosen
 
 
-def go_on(job: Job, windows: Path | None) -> Measured:
+def go_on(job: Job, windows: Path | None, share: float = 0.5) -> Measured:
     """Goes on with windows, or without any, and measures what came of it."""
     _, model = target(job.device)
     start = job.directory / "start"
     name = BASE if windows is None else windows.name
-    share = 0.5 if windows is None else float(name.split("-")[1])
-    trainee = train(
-        model,
-        Eagle3Config.from_directory(start),
-        [Corpus(job.answers / "fresh")],
-        job.directory / f"{name}-run",
-        options(job, job.steps, job.rate, share),
-        windows=[] if windows is None else [Corpus(windows)],
-        start=read_tensors(start),
-    )
     draft = job.directory / f"{name}-draft"
-    export(draft, json.loads((start / "config.json").read_text()), trainee.checkpoint())
+    if not draft.exists():
+        trainee = train(
+            model,
+            Eagle3Config.from_directory(start),
+            [Corpus(part) for part in job.answers("more")],
+            job.directory / f"{name}-run",
+            options(job, job.setting.steps, job.rate, share),
+            windows=[] if windows is None else [Corpus(windows)],
+            start=read_tensors(start),
+        )
+        export(draft, read_object(start / "config.json"), trainee.checkpoint())
     return measure(job, draft)
 
 
 def measure(job: Job, draft: Path) -> Measured:
-    _, model = target(job.device)
-    norm = model.weights.norm
-    drafter = load_drafter(draft, model.config, model.weights, dtype=norm.dtype, device=norm.device)
-    capture = Capture(model, drafter.aux_layers, tokens=CAPTURED)
-    measured: Measured = {}
-    for corpus in sorted(job.out.glob("heldout-*")):
-        tallies = walk(drafter, capture, Corpus(corpus).rows(), LENGTH, at_once=256)
-        measured[corpus.name.removeprefix("heldout-")] = [(t.tokens, t.cycles) for t in tallies]
-        # Also for whoever reads the directory of a run that was cut short.
-        write_object(draft.with_name(f"{draft.name}.json"), measured)
-    return measured
+    """Of the held-out texts; written beside the draft, also for whoever reads what a run left that was cut short."""
+    told = draft.with_name(f"{draft.name}.json")
+    if not told.exists():
+        _, model = target(job.device)
+        norm = model.weights.norm
+        drafter = load_drafter(draft, model.config, model.weights, dtype=norm.dtype, device=norm.device)
+        capture = Capture(model, drafter.aux_layers, tokens=CAPTURED)
+        tallies = walk(drafter, capture, Corpus(job.out / HELD_OUT).rows(), LENGTH, at_once=256)
+        write_object(told, {"measured": [[t.tokens, t.cycles] for t in tallies]})
+    return [(tokens, cycles) for tokens, cycles in read_object(told)["measured"]]
 
 
-def apart(answers: Path, out: Path) -> int:
+def apart(out: Path, parts: Iterable[Part]) -> int:
     """How many prompts are held out; none of them may be among those learnt from."""
 
     def prompts(corpus: Path) -> set[tuple[int, ...]]:
         return {row.ids[: row.given] for row in Corpus(corpus).rows()}
 
-    held = prompts(out / "heldout-0")
-    assert not held & (prompts(answers / "fresh") | prompts(answers / "mine")), "held-out prompts were learnt from"
+    held = prompts(out / HELD_OUT)
+    for part in parts:
+        assert not held & prompts(part.directory), f"held-out prompts are in {part.directory}"
     return len(held)
 
 
-def families(out: Path) -> tuple[tuple[str, ...], dict[str, list[int]]]:
-    """Names, and by temperature whose each held-out text is."""
-    found = {t.name.removeprefix("heldout-"): [r.family for r in Corpus(t).rows()] for t in out.glob("heldout-*")}
-    return report.evaluated(), found
+def families(out: Path) -> tuple[tuple[str, ...], list[int]]:
+    """Names, and whose each held-out text is."""
+    return report.evaluated(), [row.family for row in Corpus(out / HELD_OUT).rows()]
+
+
+def totals(parts: Iterable[Part]) -> Mapping[str, list[int]]:
+    """By setting and purpose, how many answers and tokens of answers were there."""
+    found: dict[str, list[int]] = {}
+    for part in parts:
+        counts = found.setdefault(part.directory.name.rpartition("-")[0], [0, 0])
+        for shard in Corpus(part.directory).shards:
+            counts[0] += shard.rows
+            counts[1] += shard.answers
+    return found

@@ -18,23 +18,18 @@ from runs.kimi_nano.mining_setting import BASE
 RESAMPLED = 2000
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # by freedom
 Lengths = NDArray[np.float64]  # [seeds, samples, families]
-Measured = Mapping[str, Mapping[str, Sequence[tuple[int, int]]]]  # way, temperature: (tokens, cycles) of each text
+Measured = Mapping[str, Sequence[tuple[int, int]]]  # way: (tokens, cycles) of each text
 
 
-def compare(
-    by_seed: Sequence[Measured], families: Mapping[str, Sequence[int]], names: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """By temperature: the lengths of every way, and the gains on BASE of the others.
+def compare(by_seed: Sequence[Measured], families: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
+    """The lengths of every way, and the gains on BASE of the others.
 
     by_seed   what each seed measured
-    families  by temperature, the family of each text, a number of `names`
+    families  the family of each text, a number of `names`
     """
-    return {t: _at(by_seed, t, np.asarray(families[t]), names) for t in sorted(families)}
-
-
-def _at(by_seed: Sequence[Measured], t: str, family: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
+    family = np.asarray(families)
     ways = list(by_seed[0])
-    counts = {way: np.array([seed[way][t] for seed in by_seed], np.float64) for way in ways}  # [seeds, texts, 2]
+    counts = {way: np.array([seed[way] for seed in by_seed], np.float64) for way in ways}  # [seeds, texts, 2]
     rng = np.random.default_rng(0)
     lengths = {way: _lengths(c, family, len(names), np.ones((1, len(family)))) for way, c in counts.items()}
     # The same texts are drawn for all ways, within each family.
@@ -101,13 +96,13 @@ def _named(names: Sequence[str], values: NDArray[np.float64]) -> dict[str, float
     return {name: round(float(v), 4) for name, v in zip(names, values)}
 
 
-def table(row: Mapping[str, Any], temperature: str = "0") -> Table:
-    result = row["results"][temperature]
+def table(row: Mapping[str, Any]) -> Table:
+    result = row["results"]
     ways = list(result["ways"])
     begin = f"{row['begin_steps']} steps" if row["begin_steps"] else "the bundled draft"
     shown = Table(
-        title=f"tokens per verify step, chains of {row['length']}, T = {temperature}: {begin} and {row['steps']} more, "
-        f"{row['share']:g} mined (focus {row['focus']:g}, balance {row['balance']:g}); {len(row['seeds'])} seeds, "
+        title=f"{row['setting']}: tokens per verify step, greedy chains of {row['length']}: {begin} and {row['steps']} "
+        f"more of {row['chains']} chains, {row['share']:g} mined (guard {row['guard']:g}); {len(row['seeds'])} seeds, "
         f"{row['held_out']} prompts"
     )
     shown.add_column("family")

@@ -9,7 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from perilune.cli import generate, options, serve
+from perilune.cli import bench, draft, generate, main, options, serve
+from perilune.cli.verbs import Verbs
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 
@@ -131,3 +132,27 @@ def test_errors_are_one_line(verb: str, tmp_path: Path) -> None:
 def test_generate_wants_a_prompt() -> None:
     result = CliRunner().invoke(generate.command, [], input="", standalone_mode=False)
     assert "empty" in str(result.exception) and not isinstance(result.exception, click.UsageError)
+
+
+def test_every_verb_has_its_line_and_its_file() -> None:
+    groups = [main.cli, bench.command, draft.command]
+    for group in groups:
+        assert isinstance(group, Verbs)
+        for name, line in group.verbs.items():
+            command = group.get_command(click.Context(group), name)
+            assert command is not None and command.help and line in CliRunner().invoke(group, ["--help"]).output
+        files = (
+            {path.stem for path in Path(bench.__file__).parent.glob(f"{group.prefix}*.py")} if group.prefix else set()
+        )
+        assert files == {f"{group.prefix}{name}" for name in group.verbs if group.prefix}
+        assert CliRunner().invoke(group, ["no-such-verb"]).exit_code == 2
+
+
+def test_a_list_of_verbs_costs_no_import_of_torch() -> None:
+    script = (
+        "import sys; from perilune.cli import main; main.cli(sys.argv[1:], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    for words in (["--help"], ["bench", "--help"], ["draft", "--help"]):
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+        assert done.returncode == 0 and "Commands:" in done.stdout, done.stderr

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -37,6 +38,7 @@ from perilune.spec.eagle3 import load_drafter
 from perilune.tasks.families import problems
 from perilune.tasks.problem import partition
 from runs.kimi_nano.data import Codec
+from tests import fake_endpoint
 from tests.cpu.test_eagle3 import TARGET, V
 
 AUX = [1, 2, 4]
@@ -113,7 +115,7 @@ def test_collecting_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
     nano = resolve_model("kimi-nano")
     source, plan = Problems(nano, 1), Plan(rows=20, shard_rows=8, max_tokens=64, seed=1)
     parrot: Any = Parrot()
-    decoded = Decoded(parrot, plan)
+    decoded = Decoded.by(parrot, plan)
     whole = Corpus(tmp_path / "whole", about(source, plan, nano))
     collect(decoded, source, plan, whole)
     assert [s.rows for s in whole.shards] == [8, 8, 4] and parrot.asked == 20
@@ -135,6 +137,38 @@ def test_collecting_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
         file.write(b"x")
     with pytest.raises(CheckpointError, match=r"rows-00001.safetensors is missing or damaged"):
         Corpus(tmp_path / "part").rows()
+
+
+def test_a_server_answers_as_the_engine_here_would(tmp_path: Path) -> None:
+    nano, parrot = resolve_model("kimi-nano"), Parrot()
+
+    def run(out: str, *given: str) -> Any:
+        args = ["collect", "--out", str(tmp_path / out), "--rows", "12", "--shard-rows", "8", "--workers", "0", *given]
+        return CliRunner().invoke(command, args)
+
+    def said(body: dict[str, Any]) -> dict[str, Any]:
+        params = SimpleNamespace(seed=body["seed"])
+        (answer,) = parrot.generate([body["prompt"]], [params])
+        return {"choices": [{"index": 0, "text": "", "token_ids": list(answer.token_ids)}]}
+
+    with fake_endpoint.serving() as fake:
+        fake.models[0]["max_model_len"], fake.answer = 900, said
+        result = run("served", "--url", fake.url, "--max-num-seqs", "3", "--seed", "1")
+        assert result.exit_code == 0, result.output
+        assert 1 < fake.most <= 3, "as many at once as asked for"
+        assert all(b["return_token_ids"] and b["temperature"] in (0, 1) and b["top_p"] == 1 for b in fake.bodies)
+        fake.answer = lambda body: {"choices": [{"index": 0, "text": "Hi"}]}
+        assert "does not return token ids" in str(run("other", "--url", fake.url).exception)
+        fake.answer = lambda body: {"choices": [{"token_ids": [1, 2, 4096]}]}
+        assert "it serves another model" in str(run("another", "--url", fake.url).exception)
+        assert "leave out --url" in str(run("forced", "--url", fake.url, "--forced").exception)
+        assert "device configure an engine here" in str(run("device", "--url", fake.url, "--device", "cpu").exception)
+    assert "give its address with --url" in str(run("name", "--model-name", "x").exception)
+    source, plan = Problems(nano, 1), Plan(rows=12, shard_rows=8, max_tokens=1024, seed=1)
+    here = Corpus(tmp_path / "here", about(source, plan, nano))
+    engine: Any = parrot
+    collect(Decoded.by(engine, plan), source, plan, here)
+    assert here.rows() == Corpus(tmp_path / "served", here.about).rows() and len(here.rows()) > 10
 
 
 def test_forced_rows_are_what_decoding_would_have_said(model: KimiK2) -> None:
@@ -165,7 +199,7 @@ def test_generated_prompts_are_of_the_training_split(monkeypatch: pytest.MonkeyP
 
     drawn = []
     plain = module.training_mix
-    monkeypatch.setattr(module, "training_mix", lambda rng: drawn.append(plain(rng)) or drawn[-1])
+    monkeypatch.setattr(module, "training_mix", lambda *given: drawn.append(plain(*given)) or drawn[-1])
     source = Problems(resolve_model("kimi-nano"), 5)
     made = source.prompts(3, 40)
     assert {p.split for p in drawn} == {"train"} and {partition(p.key) for p in drawn} == {"train"}
@@ -175,6 +209,10 @@ def test_generated_prompts_are_of_the_training_split(monkeypatch: pytest.MonkeyP
     codec = Codec(resolve_model("kimi-nano"))
     assert [list(p.expected) for p in made] == [codec.target(p) for p in drawn[:40]]
     assert [list(p.ids) for p in made] == [codec.prompt(p) for p in drawn[:40]]
+    rare = dataclasses.replace(source, weights=(("add_sub", 0.0), ("programs", 0.5)))
+    counts = Counter(rare.families[p.family] for p in rare.prompts(0, 80))
+    assert not counts["add_sub"] and counts["programs"] > 30 and len(counts) > 4
+    assert rare.about() != source.about() == {"source": "generated", "seed": 5}
 
 
 def test_topics_are_many_and_functions_of_their_number() -> None:

@@ -352,7 +352,7 @@ def test_options() -> None:
             Options(**wrong)
 
 
-JOB = Options(steps=60, unroll=2, chains=60, rate=5e-3, loss="hybrid", save_every=0.0)
+JOB = Options(steps=40, unroll=2, chains=60, rate=5e-3, loss="hybrid", save_every=0.0)
 
 
 def a_run(directory: Path, form: str, stop_after: int = 0) -> dict[str, Tensor]:

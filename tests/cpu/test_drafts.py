@@ -2,21 +2,34 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from perilune.core.messages import Delta, EngineStats
-from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, Work
+from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.core.sampling import SamplingParams
 from perilune.spec import suffix
-from perilune.spec.costs import WAITING, Costs, Curve, Pace, measure
+from perilune.spec.costs import WAITING, Costs, Curve, How, Pace, measure
 from perilune.spec.earnings import ENOUGH, FIRST, TRIAL, TURN, Earnings
 from perilune.spec.policy import Acceptance, Chance, Worth, best_chain, choose, model_cell, net_worth, suffix_cell
 from perilune.spec.speculator import Speculator
 from perilune.spec.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
 
 CHEAP = Costs(Curve((1, 2, 64), (1.0, 1.05, 4.0)), Curve((1,), (0.0,)), Curve((1,), (0.1,)))
+TRAILING = Costs(
+    Curve((1, 2, 64), (1.0, 1.05, 4.0)),
+    Curve((1,), (0.0,)),
+    Curve((1,), (0.1,)),
+    Curve((1,), (0.6,)),
+    Curve((1, 2, 64), (0.8, 0.85, 3.0)),
+)  # steps are planned behind drafts in flight
 DEAR = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)), Curve((1,), (1.0,)))  # every token its full price
+
+
+def vars_of(costs: Costs) -> tuple[Curve, ...]:
+    assert costs.ahead is not None and costs.followed is not None
+    return costs.base, costs.reach, costs.chain, costs.ahead, costs.followed
 
 
 def trail(text: Sequence[int], store: Store | None = None) -> Trail:
@@ -120,6 +133,19 @@ class TestStore:
             for _, text, position in store.places(key):
                 assert text[position - GRAM : position] == probe
 
+    def test_skipped_tokens_are_known_all_the_same(self) -> None:
+        rng = random.Random(3)
+        for begun in (0, 5, 30):
+            text, more = ([rng.randrange(3) for _ in range(30)] for _ in "ab")
+            one, other = Trail(text, None), Trail(text, None)
+            one.catch_up(begun), other.catch_up(begun)
+            for token in more:
+                one.append(token)
+            other.skip(more)
+            one.catch_up(60), other.catch_up(60)
+            assert one.tokens == other.tokens == text + more and one._latest == other._latest
+            assert one.foretold() is None or other.foretold() is not None
+
 
 class TestCosts:
     def test_curve(self) -> None:
@@ -143,6 +169,10 @@ class TestCosts:
         assert found.reach(1) == pytest.approx(1e-3) and found.chain(4) == pytest.approx(0.5 * 4)
         assert found.ahead is not None and found.ahead.xs == (1, 2, 4, 8) and found.ahead(8) == pytest.approx(0.58)
         assert Pace(found).plain(8, 0) == pytest.approx(0.58) and Pace(found).overhead(8) > 1.0
+        assert found.followed is None
+        calls.clear()
+        trailing = measure(timer, most_requests=8, most_tokens=32, longest=10_000, chains=True, trails=True).followed
+        assert trailing is not None and trailing.xs == found.base.xs and trailing(32) == pytest.approx(0.58)
         small = measure(timer, most_requests=1, most_tokens=4, longest=40, chains=False)
         assert small.base.xs == (1, 2, 3, 4) and small.reach(1) == 0.0
 
@@ -154,25 +184,36 @@ class TestPace:
         assert pace.chain(1) == 0.1 and pace.overhead(1) == pytest.approx(WAITING - 1)
         for _ in range(600):  # twice as slow where planning waits, chains three times
             drafts, chain = rng.randrange(5), rng.randrange(5)
-            pace.saw([1 + drafts], [10], chain, True, 2 * CHEAP.base(1 + drafts) + chain * 0.3)
-            pace.saw([1], [10], 0, False, 1.0)
+            pace.saw([1 + drafts], [10], chain, How.WAITED, 2 * CHEAP.base(1 + drafts) + chain * 0.3)
+            pace.saw([1], [10], 0, How.AHEAD, 1.0)
         assert pace.plain(1, 10) == pytest.approx(1.0, rel=0.1)
         assert pace.base(2) == pytest.approx(2.1, rel=0.1) and pace.chain(1) == pytest.approx(0.3, rel=0.15)
         assert pace.overhead(1) == pytest.approx(1.0, rel=0.15)
 
     def test_what_came_in_between_counts_little_and_a_slow_machine_slows_all(self) -> None:
         pace = Pace(CHEAP)
-        pace.saw([1], [10], 0, False, 1e6)
+        pace.saw([1], [10], 0, How.AHEAD, 1e6)
         assert pace.plain(1, 10) < 1.05
         for _ in range(300):
-            pace.saw([1], [10], 0, False, 2.0)
+            pace.saw([1], [10], 0, How.AHEAD, 2.0)
         assert pace.plain(1, 10) == pytest.approx(2.0, rel=0.01)
         assert pace.base(4) > 1.15 * WAITING * CHEAP.base(4)  # though it was not seen
+
+    def test_each_way_of_planning_has_its_own(self) -> None:
+        pace, rng = Pace(TRAILING), random.Random(0)
+        assert pace.trails and not Pace(CHEAP).trails
+        assert pace.drafting(2) == pytest.approx(0.85) and pace.following(1) == pytest.approx(0.2)
+        assert Pace(CHEAP).drafting(2) == Pace(CHEAP).base(2) and Pace(CHEAP).following(1) == Pace(CHEAP).overhead(1)
+        for _ in range(600):  # steps that are followed take half as long again, plain ones do not
+            drafts = rng.randrange(5)
+            pace.saw([1 + drafts], [10], 0, How.FOLLOWED, 1.5 * 0.85)
+            pace.saw([1], [10], 0, How.AHEAD, 0.6)
+        assert pace.plain(1, 10) == pytest.approx(0.6, rel=0.1) and pace.drafting(3) == pytest.approx(1.275, rel=0.1)
 
     def test_a_larger_step_is_never_cheaper(self) -> None:
         pace = Pace(CHEAP)
         for _ in range(200):
-            pace.saw([1], [10], 0, True, 5.0)
+            pace.saw([1], [10], 0, How.WAITED, 5.0)
         assert pace.base(1) <= pace.base(2) <= pace.base(64)
 
 
@@ -388,6 +429,69 @@ class TestSpeculator:
             s.timed(plan, costs.base(1) + max(asked[-1], 0) * 0.2 + 0.1 * waits[-1], waits[-1])
             s.tidy()
         assert sum(waits[500:]) < 0.02 * 2500
+
+    def test_how_steps_are_planned_behind_others(self) -> None:
+        def running(chain: int, drafts: int = 0) -> StepPlan:
+            work = self.work(1, [1, 2, 3], 3)
+            tokens = (PENDING,) * (1 + drafts) if drafts else work.tokens
+            return StepPlan(0, (replace(work, tokens=tokens, drafts=drafts, behind=drafts > 0),), chain)
+
+        fixed = Speculator(suffix=False, longest=8, fixed=3, shared=False)
+        assert [fixed.behind(running(c)) for c in (0, 2, 3)] == [0, 2, 3] and fixed.behind(running(8)) == 3
+        assert Speculator(suffix=True, longest=8, fixed=3, shared=False).behind(running(3)) is None
+        s = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
+        s.open(1, [1, 2, 3])
+        assert s.behind(running(5)) == s.behind(running(5, 8)) == 5
+        assert s.behind(running(0, 4)) == 0 and s.behind(running(0)) is None and s.behind(running(LEFT_OUT)) is None
+        assert s._earnings is not None
+        s._earnings._of(1, 3).drafting = False
+        assert s.behind(running(5, 4)) == 0 and s.behind(running(5)) is None and s.chain(running(0)) == LEFT_OUT
+
+    def test_the_statistics_of_drafts_that_nobody_saw_planned(self) -> None:
+        s = Speculator(suffix=True, longest=8, costs=TRAILING, shared=False)
+        s.open(1, [1, 2, 3, 4, 5, 1, 2])
+        s.tidy()
+        s.observe([Delta(1, (3,))], [Output(1, (3,), chain=((4, 0.9), (9, 0.5), (9, 0.5)))])
+        s.observe([Delta(1, (4, 5), drafted=3, accepted=1)], [Output(1, (4, 5), chain=((1, 0.9), (2, 0.9)))])
+        s.observe([Delta(1, (1, 2, 3), drafted=2, accepted=2)], [Output(1, (1, 2, 3))])
+        s.tidy()
+        assert s.report(EngineStats()).drafts == (("eagle3", 0, 2, 2), ("eagle3", 1, 2, 1), ("eagle3", 2, 1, 0))
+        text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]
+        assert s.propose(StepPlan(1, (self.work(1, text, 7),)))[1][:3] == [4, 5, 1]  # and then one that was
+        s.observe([Delta(1, (4, 5), drafted=2, accepted=1)], [Output(1, (4, 5), chain=((1, 0.9),))])
+        assert s.report(EngineStats()).drafts[-2:] == (("suffix", 0, 1, 1), ("suffix", 1, 1, 0))
+
+    def test_a_match_that_promises_more_than_the_chain_is_waited_for(self) -> None:
+        text = [*range(100, 140), *range(100, 110)]
+        work = replace(self.work(1, text, 50), tokens=(PENDING, PENDING), drafts=1, behind=True)
+        for promising in (True, False):
+            s = Speculator(suffix=True, longest=8, costs=TRAILING, shared=False)
+            s.open(1, text[:-1])
+            s.tidy()
+            for _ in range(200):
+                for length in (10, 16):
+                    s._acceptance.learn(2, suffix_cell(length, 1.0, True), 5, promising)
+                s._acceptance.learn(2, model_cell("eagle3", 0, 0.5, None), 5, False)
+            s.observe([Delta(1, (109,))], [Output(1, (109,), chain=((110, 0.9),))])
+            s.tidy()
+            plan = StepPlan(0, (work,), 2)
+            assert s.behind(plan) == (None if promising else 2)
+            assert s.wanted(plan)
+
+    def test_matches_that_would_hold_up_short_steps_are_left_alone(self) -> None:
+        costs = Costs(*(Curve(c.xs, tuple(1e-4 * y for y in c.ys)) for c in vars_of(TRAILING)))
+        s = Speculator(suffix=True, longest=8, costs=costs, shared=True)
+        text = [*range(100, 140), *range(100, 110)]
+        s.open(1, text)
+        s.tidy()
+        for token in range(110, 120):
+            s.observe([Delta(1, (token,))], [Output(1, (token,), chain=((token + 1, 0.9),))])
+            s.tidy()
+        mind = s._minds[1]
+        assert mind.trail is not None and mind.lag == [*range(110, 120)] and mind.trail.tokens == text
+        s.observe([Delta(1, (120,), finish_reason="stop")], [Output(1, (120,))])
+        s.tidy()
+        assert mind.trail.tokens == [*text, *range(110, 121)] and s._store is not None and len(s._store) == 1
 
     def test_a_chain_is_continued_by_what_matches_behind_it(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)

@@ -28,7 +28,7 @@ from perilune.model.hub import resolve_model
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Dense
 from perilune.spec.rejected import Record, RejectedLog, Rejection
-from runs.kimi_nano.mining_setting import BASE
+from runs.kimi_nano.mining_setting import BASE, PART, SETTINGS, parts
 from runs.kimi_nano.mining_table import compare
 from tests.cpu.test_draft import drafts_config, some_rows
 from tests.cpu.test_eagle3 import TARGET, D, Plain, V
@@ -145,7 +145,7 @@ def test_windows_are_shared_out_by_loss_and_frequency() -> None:
     pool, labels = a_pool(), ("rare", "frequent", "perfect")
     shares = {}
     for focus, balance in ((2.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)):
-        windows, domains = mine(pool, labels, Rule(400, focus=focus, balance=balance, seed=1))
+        windows, domains = mine(pool, labels, Rule(400, focus=focus, balance=balance, guard=0.0, seed=1))
         shares[focus, balance] = [d.share for d in domains]
         assert sum(d.share for d in domains) == pytest.approx(1) and domains[2].kept == domains[2].share == 0
         assert len(windows) == sum(d.kept for d in domains)
@@ -158,8 +158,20 @@ def test_windows_are_shared_out_by_loss_and_frequency() -> None:
     chains = [sum(x is not None for s in pool if s.domain == i for x in s.lost) for i in (0, 1)]
     rates = rare / chains[0], frequent / chains[1]
     assert shares[2.0, 1.0][0] == pytest.approx(rates[0] ** 2 / (rates[0] ** 2 + rates[1] ** 2))
-    assert shares[1.0, 0.0][0] == pytest.approx(rare / (rare + frequent)), "by what is lost in all"
+    lengths = [sum(len(s.lost) for s in pool if s.domain == i) for i in (0, 1)]
+    text = [n / sum(lengths) for n in lengths]  # of the domains that have windows
+    lost = [rate * t for rate, t in zip(rates, text)]
+    assert shares[1.0, 0.0][0] == pytest.approx(lost[0] / sum(lost)), "by what is lost in all, also where none looked"
     assert shares[0.0, 1.0][:2] == [0.5, 0.5]
+
+    _, plain = mine(pool, labels, Rule(400, guard=0.0, seed=1))
+    _, guarded = mine(pool, labels, Rule(400, guard=0.25, seed=1))
+    assert [d.share for d in guarded[:2]] == pytest.approx([0.75 * d.share + 0.25 * t for d, t in zip(plain, text)])
+    assert guarded[2].share == 0 and sum(d.share for d in guarded) == pytest.approx(1)
+    _, all_text = mine(pool, labels, Rule(400, guard=1.0, seed=1))
+    assert [d.share for d in all_text[:2]] == pytest.approx(text)
+    with pytest.raises(ConfigError, match="guard must be between 0 and 1"):
+        Rule(1, guard=1.5)
 
 
 def test_what_is_scarce_weighs_more_and_weights_are_bounded() -> None:
@@ -282,16 +294,25 @@ def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> N
     assert again["windows"] > 0
 
 
+def test_no_two_parts_of_the_answers_have_the_same_problems(tmp_path: Path) -> None:
+    asked = [part for setting in SETTINGS.values() for part in parts(setting, tmp_path, 4096)]
+    assert len({part.seed for part in asked}) == len({part.directory for part in asked}) == len(asked) > 8
+    assert all(0 < part.rows <= PART for part in asked)
+    rare = SETTINGS["rare"]
+    wanted = sum(part.rows for part in asked if part.directory.name.startswith("rare-begin"))
+    assert wanted * 2 * 58 == pytest.approx(rare.begin * 4096, rel=0.01), "read twice"
+
+
 def test_ways_to_train_are_compared_by_family() -> None:
     rng = Random(0)
     family = [0] * 30 + [1] * 50
 
-    def measured(lengths: tuple[float, float]) -> dict[str, list[tuple[int, int]]]:
+    def measured(lengths: tuple[float, float]) -> list[tuple[int, int]]:
         cycles = [rng.randrange(20, 200) for _ in family]
-        return {"0": [(round(c * lengths[f]), c) for f, c in zip(family, cycles)]}
+        return [(round(c * lengths[f]), c) for f, c in zip(family, cycles)]
 
     by_seed = [{BASE: measured((2.0, 3.0)), "mined": measured((2.0 * gain, 2.94))} for gain in (1.1, 1.2, 1.3)]
-    found = compare(by_seed, {"0": family}, ("a", "b"))["0"]
+    found = compare(by_seed, family, ("a", "b"))
     assert found["ways"]["mined"]["families"] == pytest.approx({"a": 2.4, "b": 2.94}, rel=2e-3)
     assert found["ways"]["mined"]["worst"] == pytest.approx(2.4, rel=2e-3)
     gains = found["gains"]["mined"]

@@ -1,0 +1,51 @@
+"""What every verb that measures does with its rows: print them as JSON, keep them in the ledger if asked to."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from perilune.bench import ledger
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ledger_option(bench: str) -> Callable[[F], F]:
+    """`--ledger DIRECTORY`, which a command takes as `directory`."""
+    return click.option(
+        "--ledger",
+        "directory",
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is {ledger.DEFAULT}).",
+    )
+
+
+def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
+    """ConfigError with the remedy if the ledger cannot be written."""
+    if directory is not None:
+        say(f"written to {ledger.append(list(rows), directory)}")
+
+
+def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
+    """Keeps them and prints each, the last on the last line."""
+    keep(rows, directory)
+    for row in rows:
+        click.echo(json.dumps(row))
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        found = [int(n) for n in text.split(",")]
+    except ValueError as e:
+        raise click.BadParameter("must be whole numbers separated by commas", param_hint=option) from e
+    if min(found) < 1:
+        raise click.BadParameter("must be at least 1", param_hint=option)
+    return found
+
+
+def say(line: str) -> None:
+    click.echo(line, err=True)

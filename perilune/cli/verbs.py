@@ -1,0 +1,30 @@
+"""Groups of verbs, each in a file of this package that is imported only when it is used."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+
+class Verbs(click.Group):
+    """`verbs`: what each does, in one line; `prefix` and its name make the file with its `command`."""
+
+    def __init__(self, *args: Any, verbs: Mapping[str, str], prefix: str = "", **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.verbs = verbs
+        self.prefix = prefix
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self.verbs:
+            return None
+        command: click.Command = importlib.import_module(f"perilune.cli.{self.prefix}{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The help page must not import torch just to show one line per verb.
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.verbs.items()))
