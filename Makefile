@@ -12,7 +12,7 @@ serve: install
 	$(BIN)/perilune serve $(MODEL) --port $(PORT)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends when told to, or when the other side of the socket is gone.
 """
 
+import os
 import select
 import socket
 import sys
@@ -101,3 +102,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # The engine is closed; taking torch apart as well would cost every stop of a server most of a second.
+    sys.stderr.flush()
+    os._exit(0)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from perilune.model.eagle3_config import Eagle3Config
@@ -167,13 +166,23 @@ def _attend_many(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: fl
         blocks = table[: -(-context // block_size)].long()
         places = (blocks[:, None] * block_size + torch.arange(block_size, device=q.device)).flatten()[:context]
         keys, values = flat[places].to(q.dtype).transpose(0, 2).unbind(1)  # [K, context, d]
-        seen = causal_lower_right(end - begin, context)
+        seen = _lower_right(end - begin, context, q.device)
         rows = q[begin:end].transpose(0, 1)
         mixed = scaled_dot_product_attention(
             rows[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
         )
         out.append(mixed[0].transpose(0, 1))
     return torch.cat(out)
+
+
+def _lower_right(rows: int, context: int, device: torch.device) -> Tensor:
+    """What the last `rows` of `context` positions see of them: on a GPU a mask that is never written out."""
+    if device.type == "cpu":
+        return torch.ones(rows, context, dtype=torch.bool).tril(context - rows)
+    # Not at the top: it imports torch._dynamo, half of an engine's imports, and few drafters have heads of their own.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(rows, context)
 
 
 def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:

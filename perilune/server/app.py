@@ -17,6 +17,7 @@ from perilune.server import anthropic, errors, metrics
 from perilune.server.chat import chat_completions
 from perilune.server.completions import completions
 from perilune.server.middleware import ApiKey, BodyLimit, Observe
+from perilune.server.page import page
 from perilune.server.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response, parse
 from perilune.server.responses import create_response, response_by_id
 from perilune.server.responses_store import ResponseStore
@@ -37,6 +38,7 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         service.stop()
 
     routes = [
+        Route("/", page, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),

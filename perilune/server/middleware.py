@@ -15,6 +15,7 @@ from perilune.server import errors
 from perilune.server.metrics import Metrics
 from perilune.server.sse import CLIENT_GONE
 
+OPEN = ("/", "/health")
 access = logging.getLogger("perilune.access")
 
 
@@ -56,7 +57,7 @@ class Observe:
 class ApiKey:
     """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it.
 
-    /health is open to all: probes must reach it without secrets.
+    /health is open to all, as probes must reach it without secrets, and so is the page, which asks for the key itself.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -64,7 +65,7 @@ class ApiKey:
         self.digest = _digest(key.encode()) if key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.digest is None or scope["type"] != "http" or scope["path"] == "/health":
+        if self.digest is None or scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -11,15 +11,14 @@ from pydantic import TypeAdapter
 from perilune.core.errors import RequestError
 from perilune.server import named_events, protocol
 from perilune.server.anthropic_protocol import MessagesBody
-from tests.cpu import test_server
-from tests.cpu.test_server import CALL, Reply, Served
+from perilune.text.chat import ChatTemplate
+from tests.serving import CALL, WEATHER, Reply, Served, serve
 
-serve, template = test_server.serve, test_server.template
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HELLO = {"max_tokens": 300, "messages": [{"role": "user", "content": "Hi"}]}
 ON = {"thinking": {"type": "enabled", "budget_tokens": 200}}
-FUNCTION = test_server.WEATHER["function"]
+FUNCTION = WEATHER["function"]
 TOOL = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -123,7 +122,7 @@ CALLS = [
         ("Hm</think>" + CALL.format(0) + CALL.format(1), [THINKING, *CALLS], "tool_use"),
     ],
 )
-def test_an_answer_is_told_as_blocks(serve: Any, answer: str, content: Any, reason: str, width: int) -> None:
+def test_an_answer_is_told_as_blocks(answer: str, content: Any, reason: str, width: int) -> None:
     async def test(s: Served) -> None:
         message = await both(s, {**HELLO, **ON, "tools": [TOOL]})
         assert message["content"] == content
@@ -137,7 +136,7 @@ def test_an_answer_is_told_as_blocks(serve: Any, answer: str, content: Any, reas
     serve(test, answer=answer, width=width)
 
 
-def test_without_being_asked_it_does_not_think(serve: Any) -> None:
+def test_without_being_asked_it_does_not_think() -> None:
     async def test(s: Served) -> None:
         for more in ({}, {"thinking": {"type": "disabled"}}):
             message = await both(s, {**HELLO, **more})
@@ -149,8 +148,8 @@ def test_without_being_asked_it_does_not_think(serve: Any) -> None:
     serve(test, answer="Hello")
 
 
-def test_a_model_that_cannot_help_thinking_thinks_unasked(serve: Any, template: Any) -> None:
-    class Thinker(type(template)):  # type: ignore[misc]
+def test_a_model_that_cannot_help_thinking_thinks_unasked() -> None:
+    class Thinker(ChatTemplate):
         def thinks(self, requested: bool | None) -> bool:
             if requested is False:
                 raise RequestError("thinking cannot be disabled", param="thinking")
@@ -164,7 +163,7 @@ def test_a_model_that_cannot_help_thinking_thinks_unasked(serve: Any, template: 
 
 
 @pytest.mark.parametrize("stops", [["lo"], ["zz", "lo"]])
-def test_a_stop_sequence_is_named(serve: Any, stops: list[str]) -> None:
+def test_a_stop_sequence_is_named(stops: list[str]) -> None:
     async def test(s: Served) -> None:
         message = await both(s, {**HELLO, "stop_sequences": stops})
         assert message["content"] == [{"type": "text", "text": "Hel"}]
@@ -173,7 +172,7 @@ def test_a_stop_sequence_is_named(serve: Any, stops: list[str]) -> None:
     serve(test, answer="Hello there")
 
 
-def test_the_token_limit_is_the_reason(serve: Any) -> None:
+def test_the_token_limit_is_the_reason() -> None:
     async def test(s: Served) -> None:
         message = await both(s, {**HELLO, "max_tokens": 4})
         assert message["content"] == [{"type": "text", "text": "Hell"}] and message["stop_reason"] == "max_tokens"
@@ -182,7 +181,7 @@ def test_the_token_limit_is_the_reason(serve: Any) -> None:
     serve(test, answer="Hello")
 
 
-def test_a_call_cut_off_by_the_limit_is_left_out_of_a_whole_message(serve: Any) -> None:
+def test_a_call_cut_off_by_the_limit_is_left_out_of_a_whole_message() -> None:
     async def test(s: Served) -> None:
         body = {**HELLO, "tools": [TOOL], "max_tokens": len("Wait") + 3 + len('functions.get_weather:0{"ci')}
         whole = (await s.client.post(PATH, body)).json
@@ -194,7 +193,7 @@ def test_a_call_cut_off_by_the_limit_is_left_out_of_a_whole_message(serve: Any) 
     serve(test, answer="Wait" + CALL.format(0))
 
 
-def test_arguments_that_are_no_object_are_an_error_not_a_guess(serve: Any) -> None:
+def test_arguments_that_are_no_object_are_an_error_not_a_guess() -> None:
     async def test(s: Served) -> None:
         status, kind, message = error(await s.client.post(PATH, {**HELLO, "tools": [TOOL]}))
         assert (status, kind) == (500, "api_error") and "get_weather" in message
@@ -202,7 +201,7 @@ def test_arguments_that_are_no_object_are_an_error_not_a_guess(serve: Any) -> No
     serve(test, answer=CALL.format(0).replace('{"city": "Oslo"}', "[1]"))
 
 
-def test_blocks_become_the_conversation(serve: Any) -> None:
+def test_blocks_become_the_conversation() -> None:
     async def test(s: Served) -> None:
         thought = {"type": "thinking", "thinking": "Look it up", "signature": ""}
         secret = {"type": "redacted_thinking", "data": "x"}
@@ -238,7 +237,7 @@ def test_blocks_become_the_conversation(serve: Any) -> None:
     serve(test, answer="Hm</think>Rain")
 
 
-def test_an_answer_sent_back_is_what_the_model_said(serve: Any) -> None:
+def test_an_answer_sent_back_is_what_the_model_said() -> None:
     async def test(s: Served) -> None:
         message = await both(s, {**HELLO, **ON, "tools": [TOOL]})
         use = message["content"][-1]
@@ -257,7 +256,7 @@ def test_an_answer_sent_back_is_what_the_model_said(serve: Any) -> None:
     serve(test, answer="Hm</think>Wait" + CALL.format(0))
 
 
-def test_the_settings_reach_the_engine(serve: Any) -> None:
+def test_the_settings_reach_the_engine() -> None:
     async def test(s: Served) -> None:
         more = {"temperature": 0.3, "top_p": 0.8, "top_k": 7, "stop_sequences": ["zz"], "metadata": {"user_id": "u"}}
         await both(s, {**HELLO, **more, "tools": [TOOL], "tool_choice": {"type": "none"}})
@@ -268,7 +267,7 @@ def test_the_settings_reach_the_engine(serve: Any) -> None:
     serve(test)
 
 
-def test_counting_tokens_is_what_the_prompt_takes(serve: Any) -> None:
+def test_counting_tokens_is_what_the_prompt_takes() -> None:
     async def test(s: Served) -> None:
         for more in ({}, {"tools": [TOOL], "system": "Be brief", "thinking": {"type": "enabled", "budget_tokens": 9}}):
             body = {"messages": HELLO["messages"], **more}
@@ -371,7 +370,7 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "512"),
     ],
 )
-def test_bad_requests_are_one_clear_error(serve: Any, change: dict[str, Any], words: str) -> None:
+def test_bad_requests_are_one_clear_error(change: dict[str, Any], words: str) -> None:
     async def test(s: Served) -> None:
         for stream in (False, True):
             status, kind, message = error(await s.client.post(PATH, {**HELLO, "stream": stream, **change}))
@@ -381,7 +380,7 @@ def test_bad_requests_are_one_clear_error(serve: Any, change: dict[str, Any], wo
     serve(test)
 
 
-def test_errors_have_anthropics_shape_wherever_they_arise(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         assert error(await s.client.post(PATH, b"{nope"))[:2] == (400, "invalid_request_error")
         assert error(await s.client.post(PATH, {**HELLO, "model": "x"}))[:2] == (404, "not_found_error")
@@ -405,7 +404,7 @@ def test_errors_have_anthropics_shape_wherever_they_arise(serve: Any, monkeypatc
     serve(test, max_body=4096)
 
 
-def test_answers_that_are_not_ours_pass_as_they_are(serve: Any) -> None:
+def test_answers_that_are_not_ours_pass_as_they_are() -> None:
     async def test(s: Served) -> None:
         s.client.headers = {"origin": "https://b.example", "access-control-request-method": "POST"}
         refused = await s.client.request("OPTIONS", PATH, [b""])
@@ -418,7 +417,7 @@ def test_answers_that_are_not_ours_pass_as_they_are(serve: Any) -> None:
     "headers",
     [{"x-api-key": "k3y"}, {"authorization": "Bearer k3y"}, {"x-api-key": "no", "authorization": "Bearer k3y"}],
 )
-def test_the_key_may_come_as_x_api_key(serve: Any, headers: dict[str, str]) -> None:
+def test_the_key_may_come_as_x_api_key(headers: dict[str, str]) -> None:
     async def test(s: Served) -> None:
         for wrong in ({}, {"x-api-key": ""}, {"x-api-key": "k3"}, {"authorization": "Bearer k3"}):
             s.client.headers = wrong
@@ -431,12 +430,11 @@ def test_the_key_may_come_as_x_api_key(serve: Any, headers: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine_at_once(serve: Any, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
     async def test(s: Served) -> None:
         leave = asyncio.Event()
         call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": stream}, leave=leave))
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await s.hangs()
         leave.set()
         await asyncio.wait_for(call, 0.5)
         assert s.engine.cancelled == [0] and s.engine.live == 0
@@ -444,7 +442,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(serve: Any, stream: bool)
     serve(test, hold=1)
 
 
-def test_a_failure_ends_the_stream_with_an_error_event(serve: Any) -> None:
+def test_a_failure_ends_the_stream_with_an_error_event() -> None:
     async def test(s: Served) -> None:
         last = told(await s.client.post(PATH, {**HELLO, "stream": True}))[-1]
         assert last["type"] == "error" and last["error"]["type"] == "api_error" and "logits" in last["error"]["message"]
@@ -453,11 +451,10 @@ def test_a_failure_ends_the_stream_with_an_error_event(serve: Any) -> None:
     serve(test, fail_at=3)
 
 
-def test_stopping_the_server_ends_a_stream_with_the_reason(serve: Any) -> None:
+def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
     async def test(s: Served) -> None:
         call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": True}))
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await s.hangs()
         s.service.stop()
         last = told(await call)[-1]
         assert last["error"]["type"] == "overloaded_error" and "shutting down" in last["error"]["message"]
@@ -465,7 +462,7 @@ def test_stopping_the_server_ends_a_stream_with_the_reason(serve: Any) -> None:
     serve(test, hold=1)
 
 
-def test_pings_keep_a_quiet_stream_alive(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_events, "PING_SECONDS", 0.02)
 
     async def test(s: Served) -> None:

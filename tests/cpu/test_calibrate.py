@@ -1,5 +1,6 @@
 """Scales of activations, the text they are measured on, and the walk through a checkpoint that measures them."""
 
+import contextlib
 import json
 import stat
 import sys
@@ -11,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from perilune.bench import conversion, lm_eval
+from perilune.bench.target import serving
 from perilune.cli.main import cli
 from perilune.convert import calibrate, report
 from perilune.convert import nvfp4 as search
@@ -369,8 +371,10 @@ def test_scores_of_lm_eval_come_through_the_server(tmp_path: Path, monkeypatch: 
     program = tmp_path / "lm_eval"
     program.write_text(FAKE.format(python=sys.executable))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(lm_eval, "serving", lambda model, options: serving(model, [*options, "--draft", "off"]))
     got = lm_eval.scores(nano, "t", "--limit 3", device="cpu")
     assert got == {"t/acc": 0.25, "t/exact_match/strict": 2.0}
+    monkeypatch.setattr(lm_eval, "serving", lambda *_: contextlib.nullcontext("http://127.0.0.1:1"))
     with pytest.raises(EngineError, match="lm_eval failed: no documents left"):
         lm_eval.scores(nano, "t", "--limit 0", device="cpu")
     with pytest.raises(ConfigError, match="--lm-eval-args"):

@@ -1,6 +1,8 @@
 """The import contract of docs/architecture.md: who may import whom, and who never touches torch."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,9 +127,13 @@ def test_no_torch_even_transitively(path: Path) -> None:
                 queue.append((below, f"{trail} -> {target}"))
 
 
-def test_core_uses_the_standard_library_only() -> None:
-    import sys
+def test_an_engine_starts_without_torchs_compiler() -> None:
+    """Importing torch._dynamo costs every start of an engine a second or two."""
+    script = "import sys, perilune.engine.process; sys.exit('torch._dynamo' in sys.modules or 'sympy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
+
+def test_core_uses_the_standard_library_only() -> None:
     for path in (ROOT / STANDARD_LIBRARY_ONLY).glob("*.py"):
         for target in imports_of(path.read_text()):
             top = target.split(".")[0]

@@ -12,12 +12,10 @@ from perilune.core.errors import RequestError
 from perilune.server import named_events, protocol
 from perilune.server.responses_protocol import ResponsesBody
 from perilune.server.responses_store import ResponseStore
-from tests.cpu import test_server
-from tests.cpu.test_server import BYTES, CALL, Reply, Served
+from tests.serving import BYTES, CALL, WEATHER, Reply, Served, serve
 
-serve, template = test_server.serve, test_server.template
 PATH = "/v1/responses"
-TOOL = {"type": "function", **test_server.WEATHER["function"]}
+TOOL = {"type": "function", **WEATHER["function"]}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
@@ -93,7 +91,7 @@ def outline(response: dict[str, Any]) -> list[tuple[str, ...]]:
         ),
     ],
 )
-def test_an_answer_is_told_as_items(serve: Any, answer: str, expected: list[Any], width: int) -> None:
+def test_an_answer_is_told_as_items(answer: str, expected: list[Any], width: int) -> None:
     async def test(s: Served) -> None:
         body = {"model": "m", "input": "Hi", "tools": [TOOL]}
         whole = (await s.client.post(PATH, body)).json
@@ -117,7 +115,7 @@ def test_an_answer_is_told_as_items(serve: Any, answer: str, expected: list[Any]
     serve(test, answer=answer, width=width)
 
 
-def test_the_events_come_in_the_documented_order(serve: Any) -> None:
+def test_the_events_come_in_the_documented_order() -> None:
     async def test(s: Served) -> None:
         events = told(await s.client.post(PATH, {"input": "Hi", "tools": [TOOL], "stream": True}))
         assert [e["type"].removeprefix("response.") for e in events] == [
@@ -133,7 +131,7 @@ def test_the_events_come_in_the_documented_order(serve: Any) -> None:
     serve(test, answer="Hm</think>Yes" + CALL.format(0), width=500)
 
 
-def test_the_token_limit_makes_a_response_incomplete(serve: Any) -> None:
+def test_the_token_limit_makes_a_response_incomplete() -> None:
     async def test(s: Served) -> None:
         body = {"input": "Hi", "max_output_tokens": 8}
         whole = (await s.client.post(PATH, body)).json
@@ -147,7 +145,7 @@ def test_the_token_limit_makes_a_response_incomplete(serve: Any) -> None:
     serve(test, answer="Hm</think>Hello there")
 
 
-def test_items_become_the_conversation(serve: Any) -> None:
+def test_items_become_the_conversation() -> None:
     call = {"type": "function_call", "call_id": "call_x", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Look it up"}]}
 
@@ -183,7 +181,7 @@ def test_items_become_the_conversation(serve: Any) -> None:
     serve(test, answer="Hm</think>Rain.")
 
 
-def test_a_chain_of_responses_is_the_conversation_sent_whole(serve: Any) -> None:
+def test_a_chain_of_responses_is_the_conversation_sent_whole() -> None:
     async def test(s: Served) -> None:
         first = (await s.client.post(PATH, {"input": "Weather?", "tools": [TOOL], "instructions": "Brief"})).json
         (item,) = [i for i in first["output"] if i["type"] == "function_call"]
@@ -211,7 +209,7 @@ def test_a_chain_of_responses_is_the_conversation_sent_whole(serve: Any) -> None
     serve(test, answer="Hm</think>Wait" + CALL.format(0))
 
 
-def test_stored_responses_can_be_fetched_and_deleted(serve: Any) -> None:
+def test_stored_responses_can_be_fetched_and_deleted() -> None:
     async def test(s: Served) -> None:
         for stream in (False, True):
             reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, "metadata": {"a": "b"}})
@@ -277,7 +275,7 @@ def test_a_deleted_link_breaks_the_chain_with_a_clear_error() -> None:
     assert refused.value.status == 404 and refused.value.param == "previous_response_id"
 
 
-def test_the_settings_reach_the_engine_and_come_back(serve: Any) -> None:
+def test_the_settings_reach_the_engine_and_come_back() -> None:
     async def test(s: Served) -> None:
         body = {
             "input": "Hi",
@@ -307,7 +305,7 @@ def test_the_settings_reach_the_engine_and_come_back(serve: Any) -> None:
     serve(test, answer="</think>Hello")
 
 
-def test_effort_none_turns_thinking_off(serve: Any) -> None:
+def test_effort_none_turns_thinking_off() -> None:
     async def test(s: Served) -> None:
         answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": "none"}})).json
         assert outline(answer) == [("message", "Hello")] and s.prompt().endswith("<think></think>")
@@ -341,7 +339,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "high"}),
         (
             {"tools": [{**TOOL, "strict": True, "description": "Weather"}]},
-            {"tools": [{"type": "function", "function": {**test_server.WEATHER["function"], "strict": True,
+            {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True,
                                                          "description": "Weather"}}]},
         ),
     ],
@@ -402,7 +400,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"input": "a" * 600}, "input", "512"),
     ],
 )
-def test_bad_requests_are_named(serve: Any, change: dict[str, Any], param: str, words: str) -> None:
+def test_bad_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
     async def test(s: Served) -> None:
         for stream in (False, True):
             reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, **change})
@@ -413,7 +411,7 @@ def test_bad_requests_are_named(serve: Any, change: dict[str, Any], param: str, 
     serve(test)
 
 
-def test_unknown_models_and_methods(serve: Any) -> None:
+def test_unknown_models_and_methods() -> None:
     async def test(s: Served) -> None:
         assert (await s.client.post(PATH, {"input": "Hi", "model": "x"})).error["code"] == "model_not_found"
         assert (await s.client.get(PATH)).status == 405
@@ -423,12 +421,11 @@ def test_unknown_models_and_methods(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine_at_once(serve: Any, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
     async def test(s: Served) -> None:
         leave = asyncio.Event()
         call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": stream}, leave=leave))
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await s.hangs()
         leave.set()
         await asyncio.wait_for(call, 0.5)
         assert s.engine.cancelled == [0] and s.engine.live == 0
@@ -437,7 +434,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(serve: Any, stream: bool)
     serve(test, hold=1)
 
 
-def test_a_failure_ends_the_stream_with_an_event(serve: Any) -> None:
+def test_a_failure_ends_the_stream_with_an_event() -> None:
     async def test(s: Served) -> None:
         events = told(await s.client.post(PATH, {"input": "Hi", "stream": True}))
         assert events[-1]["type"] == "response.failed"
@@ -450,11 +447,10 @@ def test_a_failure_ends_the_stream_with_an_event(serve: Any) -> None:
     serve(test, fail_at=3, answer="</think>Hello")
 
 
-def test_stopping_the_server_ends_a_stream_with_the_reason(serve: Any) -> None:
+def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
     async def test(s: Served) -> None:
         call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": True}))
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await s.hangs()
         s.service.stop()
         events = told(await call)
         assert events[-1]["type"] == "response.failed"
@@ -463,7 +459,7 @@ def test_stopping_the_server_ends_a_stream_with_the_reason(serve: Any) -> None:
     serve(test, hold=1)
 
 
-def test_each_event_is_sent_when_it_exists(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_events, "PING_SECONDS", 0.01)
 
     async def test(s: Served) -> None:
@@ -485,7 +481,7 @@ def test_each_event_is_sent_when_it_exists(serve: Any, monkeypatch: pytest.Monke
     serve(test, hold=2)
 
 
-def test_prompts_are_made_of_text_not_markers(serve: Any) -> None:
+def test_prompts_are_made_of_text_not_markers() -> None:
     async def test(s: Served) -> None:
         await s.client.post(PATH, {"input": "<|im_end|>", "instructions": "<think>"})
         ids = s.engine.seen[-1][0]

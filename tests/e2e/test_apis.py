@@ -12,28 +12,15 @@ import pytest
 
 from perilune.tasks.families import check, problems
 from perilune.tasks.problem import Answer, Problem
-from tests.e2e import test_serve
-from tests.e2e.test_serve import Server
+from tests.e2e.server import WEATHER, Server, needs_nano
 
-pytestmark = test_serve.pytestmark
+pytestmark = needs_nano
 MODEL = "kimi-nano"
 SUM = "What is 347 + 589?"
 
 
 def functions(problem: Problem) -> list[dict[str, Any]]:
     return [tool["function"] for tool in problem.tools]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    # One thread: on a busy machine two wait for each other, and answers took several times as long.
-    running = Server("--set", "threads=1")
-    yield running
-    try:
-        assert running.process.poll() is None, "the server died:\n" + "".join(running.lines)
-        assert not any("Traceback" in line for line in running.lines), "".join(running.lines)
-    finally:
-        running.kill()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +91,7 @@ def test_responses_tool_loop_by_items_and_by_id(server: Server, called: Problem)
 
 
 def test_responses_enforce_calls_and_formats(server: Server) -> None:
-    function = test_serve.WEATHER["function"]
+    function = WEATHER["function"]
     forced = server.openai.responses.create(
         model=MODEL,
         input="What is the weather in Oslo?",
@@ -212,7 +199,7 @@ def test_messages_tool_loop_with_thoughts(claude: anthropic.Anthropic, called: P
 
 
 def test_messages_enforce_calls_and_formats(claude: anthropic.Anthropic) -> None:
-    function = test_serve.WEATHER["function"]
+    function = WEATHER["function"]
     ask: dict[str, Any] = {"model": MODEL, "max_tokens": 300}
     tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):

@@ -6,19 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.e2e.server import needs_nano
 
-import perilune
-
-NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
-pytestmark = pytest.mark.skipif(
-    not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
-)
+pytestmark = needs_nano
 
 
 def run(*args: str, text: str | None = None) -> tuple[Any, str]:
     """(the JSON of the last line of output, standard error) of a verb."""
-    command = [sys.executable, "-m", "perilune.cli.main", *args, "--set", "threads=2"]
+    command = [sys.executable, "-m", "perilune.cli.main", *args, "--set", "threads=2", "--draft", "off"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, input=text)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]) if text is None else done.stdout, done.stderr

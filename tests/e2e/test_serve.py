@@ -6,114 +6,29 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-import perilune
-from perilune.tasks.families import check, problems
-from perilune.tasks.problem import Answer
+from perilune.tasks.families import FAMILIES, check, problems
+from perilune.tasks.problem import Answer, Problem
+from tests.e2e.server import COMMAND, QUESTION, WEATHER, Server, needs_nano
 
-NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
-pytestmark = pytest.mark.skipif(
-    not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
-)
-
-QUESTION: Any = [{"role": "user", "content": "What is 347 + 589?"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather in a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-COMMAND = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0", "--set", "threads=2"]
+pytestmark = needs_nano
 
 
-class Server:
-    """A server process in a process group of its own; `lines` is what it printed."""
-
-    def __init__(self, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-        self.lines: list[str] = []
-        self.ready = threading.Event()
-        self.url = ""
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        if not self.ready.wait(120) or not self.url:
-            self.kill()
-            raise AssertionError("the server did not start:\n" + "".join(self.lines))
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.match(r"curl (http://[^/]+)/v1", line):
-                self.url = found[1]
-                self.ready.set()
-        self.ready.set()
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics").text
-        return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")))
-
-    def engine_pid(self) -> int:
-        pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
-
-    def stop(self, number: signal.Signals) -> tuple[int, float]:
-        """(exit status, seconds it took); afterwards nothing of the process group may live."""
-        started = time.monotonic()
-        self.process.send_signal(number)
-        status = self.process.wait(20)
-        seconds = time.monotonic() - started
-        self.reader.join(5)
-        with pytest.raises(ProcessLookupError):
-            os.killpg(self.process.pid, 0)
-        return status, seconds
-
-    def kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.process.wait(10)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = Server()
-    yield running
-    try:
-        assert running.process.poll() is None, "the server died:\n" + "".join(running.lines)
-        running.stop(signal.SIGTERM)
-        assert not any("Traceback" in line for line in running.lines), "".join(running.lines)
-    finally:
-        running.kill()
-
-
-def test_it_prints_a_curl_line_that_works(server: Server) -> None:
+def test_it_prints_a_page_and_a_curl_line_that_work(server: Server) -> None:
     line = next(line for line in server.lines if line.startswith("curl "))
     done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -sS -m 60 ", 1)], capture_output=True, text=True)
     answer = json.loads(done.stdout)
     assert answer["object"] == "chat.completion" and answer["model"] == "kimi-nano", done.stderr
     assert any("kv_blocks" in line for line in server.lines), "the automatic choices are printed with reasons"
+    page = next(line.split()[4].rstrip(",") for line in server.lines if line.startswith("Talk with it at "))
+    assert page == f"{server.url}/" and "<title>Perilune</title>" in httpx.get(page).text
 
 
 def test_models(server: Server) -> None:
@@ -189,20 +104,25 @@ def test_a_seed_reproduces_a_sampled_answer(server: Server) -> None:
 
 
 def test_tools(server: Server) -> None:
-    right = 0
-    for problem in problems("tool_call", "heldout", 6, thinking=True):
+    """Enforcement costs the model no call: what it would have said right it says right."""
+
+    def ask(problem: Problem) -> None:
         answer = server.openai.chat.completions.create(
-            model="kimi-nano", messages=list(problem.messages), tools=list(problem.tools), temperature=0, max_tokens=400
+            model="kimi-nano", messages=list(problem.messages), tools=list(problem.tools), temperature=0, max_tokens=300
         )
         choice = answer.choices[0]
         calls = choice.message.tool_calls or []
-        assert (choice.finish_reason == "tool_calls") == bool(calls) or choice.finish_reason == "length"
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
         got = []
-        for call in calls:
-            assert call.type == "function" and re.fullmatch(rf"functions\.{call.function.name}:\d+", call.id)
+        for number, call in enumerate(calls):
+            assert call.type == "function" and call.id == f"functions.{call.function.name}:{number}"
             got.append((call.function.name, call.function.arguments))
-        right += check(problem, Answer(choice.message.content or "", tuple(got)))
-    assert right >= 4
+        assert check(problem, Answer(choice.message.content or "", tuple(got))), (problem, answer)
+
+    asked = problems("tool_call", "heldout", 8, seed=5, thinking=True, families=FAMILIES)
+    assert any(problem.reply.tool_calls for problem in asked)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(ask, asked))
 
 
 def test_a_forced_call_is_made_whatever_the_question(server: Server) -> None:
@@ -367,22 +287,6 @@ def test_a_thought_is_cut_at_its_bound(server: Server) -> None:
     assert cut.usage.completion_tokens_details.reasoning_tokens == 3 and cut.choices[0].message.content
 
 
-def test_a_strict_server_from_the_command_line() -> None:
-    server = Server(
-        "--vendor-strict", "--cors-origins", "https://a.example.org", "--cors-origins", "https://b.example.org"
-    )
-    try:
-        for fields in ({"temperature": 0.2}, {"top_p": 0.5}, {"n": 2}, {"presence_penalty": 1.0}):
-            with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
-                server.openai.chat.completions.create(model="kimi-nano", messages=QUESTION, **fields)
-        page = {"origin": "https://b.example.org"}
-        allowed = httpx.get(f"{server.url}/v1/models", headers=page).headers["access-control-allow-origin"]
-        assert allowed == page["origin"]
-        assert server.stop(signal.SIGTERM)[0] == 0
-    finally:
-        server.kill()
-
-
 def test_a_tool_result_is_answered(server: Server) -> None:
     history: Any = [
         {"role": "user", "content": "What is the weather in Oslo?"},
@@ -480,24 +384,45 @@ def test_a_taken_port_is_one_line_with_the_remedy(server: Server) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_server_and_engine_within_two_seconds(number: signal.Signals) -> None:
-    server = Server()
+def ends_within_two_seconds(server: Server, number: signal.Signals) -> None:
+    """With an answer in flight."""
+    body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        status, seconds = server.stop(number)
+        assert status == 0 and seconds < 2.0, (status, seconds)
+        assert any("shutting down" in line for line in lines), "the stream in flight is told why it ends"
+    assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
+
+
+def test_a_strict_server_from_the_command_line_ends_on_sigterm() -> None:
+    server = Server(
+        "--vendor-strict", "--cors-origins", "https://a.example.org", "--cors-origins", "https://b.example.org",
+        "--draft", "off",
+    )  # fmt: skip
     try:
-        body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            status, seconds = server.stop(number)
-            assert status == 0 and seconds < 2.0, (status, seconds)
-            assert any("shutting down" in line for line in lines), "the stream in flight is told why it ends"
-        assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
+        for fields in ({"temperature": 0.2}, {"top_p": 0.5}, {"n": 2}, {"presence_penalty": 1.0}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
+                server.openai.chat.completions.create(model="kimi-nano", messages=QUESTION, **fields)
+        page = {"origin": "https://b.example.org"}
+        allowed = httpx.get(f"{server.url}/v1/models", headers=page).headers["access-control-allow-origin"]
+        assert allowed == page["origin"]
+        ends_within_two_seconds(server, signal.SIGTERM)
+    finally:
+        server.kill()
+
+
+def test_ctrl_c_ends_server_and_engine() -> None:
+    server = Server("--set", "threads=2", "--draft", "off")
+    try:
+        ends_within_two_seconds(server, signal.SIGINT)
     finally:
         server.kill()
 
 
 def test_a_dead_engine_is_reported_and_the_server_still_ends_cleanly() -> None:
-    server = Server()
+    server = Server("--draft", "off")
     try:
         os.kill(server.engine_pid(), signal.SIGKILL)
         deadline = time.monotonic() + 5

@@ -1,0 +1,34 @@
+"""What engines under test do not do for themselves: measure what their steps cost, for seconds each."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from perilune.spec.costs import Costs, Curve
+
+ALONE = Costs(  # kimi-nano's on two cores, once
+    base=Curve(
+        (1, 2, 3, 4, 6, 9, 16, 32, 64), (7.9e-3, 9.2e-3, 9.8e-3, 10.1e-3, 11e-3, 14e-3, 18.7e-3, 31.6e-3, 48.8e-3)
+    ),
+    reach=Curve((1, 4, 9), (2.4e-6, 3.8e-6, 19e-6)),
+    ahead=Curve((1, 2, 4, 8, 16, 32), (7.2e-3, 8.8e-3, 10e-3, 14e-3, 18e-3, 31e-3)),
+)
+CHAIN = Curve((1, 8), (1.2e-3, 2.4e-3))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_have_a_price() -> Iterator[None]:
+    """The same table for every engine, so that it drafts alike in every run; test_costs.py measures one."""
+    engine = sys.modules.get("perilune.engine.engine")
+    if engine is None:
+        yield
+        return
+
+    def measured(runner: Any, config: Any) -> Costs:
+        return ALONE if runner.drafter is None else Costs(ALONE.base, ALONE.reach, CHAIN, ALONE.ahead)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "measure_costs", measured)
+        yield

@@ -1,0 +1,89 @@
+"""`perilune serve` in a process of its own, and what tests ask it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import perilune
+
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
+needs_nano = pytest.mark.skipif(
+    not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}"
+)
+QUESTION: Any = [{"role": "user", "content": "What is 347 + 589?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+COMMAND = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0"]
+
+
+class Server:
+    """A server process in a process group of its own; `lines` is what it printed."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self.ready = threading.Event()
+        self.url = ""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        if not self.ready.wait(120) or not self.url:
+            self.kill()
+            raise AssertionError("the server did not start:\n" + "".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.match(r"curl (http://[^/]+)/v1", line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def metric(self, name: str) -> float:
+        page = httpx.get(f"{self.url}/metrics").text
+        return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")))
+
+    def engine_pid(self) -> int:
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def stop(self, number: signal.Signals) -> tuple[int, float]:
+        """(exit status, seconds it took); afterwards nothing of the process group may live."""
+        started = time.monotonic()
+        self.process.send_signal(number)
+        status = self.process.wait(20)
+        seconds = time.monotonic() - started
+        self.reader.join(5)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(self.process.pid, 0)
+        return status, seconds
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(10)
