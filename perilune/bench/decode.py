@@ -1,8 +1,8 @@
 """Decode speed of the engine that serves, with the ceiling it chases.
 
 The ceiling of a step is the time to read its bytes once: every weight a token needs (for the experts: the expected
-number of distinct ones), and the KV of each request, at the read rate measured in the same run. That rate is measured
-on a buffer as large as the model's weights, because a small model lives in the processor's cache.
+number of distinct ones), and the KV of each request, at the read rate measured in the same run. On CPU that rate is
+measured on a buffer as large as the model's weights, because a small model lives in the processor's cache.
 """
 
 import random
@@ -23,6 +23,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import DenseExperts, Fp8Experts, Int4CompactExperts, Int4Experts, Moe, NvFp4Experts
+from perilune.ops.timing import measure_roof
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,10 @@ def footprint(model: KimiK2, pages: torch.Tensor) -> Footprint:
 
 
 def read_rate(nbytes: int, device: torch.device) -> float:
-    """Bytes per second of reading a buffer of `nbytes` over and over (a sum), the best of several tries."""
+    """Bytes per second of reading a buffer of `nbytes` over and over (a sum), the best of several tries; on a GPU of
+    its memory, on the device's own clock."""
+    if device.type == "cuda":
+        return measure_roof(device, torch.bfloat16).bandwidth
     buffer = torch.ones(max(nbytes // 4, 1 << 20), dtype=torch.float32, device=device)
     best = 0.0
     for _ in range(30):

@@ -54,6 +54,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 __device__ __forceinline__ void copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+// Cache policies of the second-level cache. Weights are read once a step and are the first to go: what a layer reads
+// again and the next layer too (activations, tables, code) stays.
+constexpr uint64_t ONCE = 0x12f0000000000000, KEPT = 0x14f0000000000000;
+__device__ __forceinline__ void copy16_once(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(ONCE)
+               : "memory");
+}
 __device__ __forceinline__ void copy16_or_zero(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)

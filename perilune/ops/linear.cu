@@ -7,6 +7,10 @@
 // first-level cache while they are in flight, and after a kernel that took nearly all of it as shared memory
 // (attention, experts) the same kernel took half as long again. Nor tensor maps: their rows of 128 bytes reach 4.1 TB/s
 // where copies of 256 reach 4.5.
+//
+// Some rows of x, or very wide ones, are split by k between two CTAs of a cluster: the first hands its sums to the
+// second, which adds its own in the same order. Such rows are copied as they lie, the first half of every warp's part
+// first.
 #include "stream.cuh"
 
 using namespace stream;
@@ -30,30 +34,45 @@ constexpr int MOST_STAGES = ROW > 256 ? 2 : ROW == 256 ? 4 : 8;
 // Whether the weights of a norm are fetched before the wait.
 __host__ __device__ constexpr bool kept(const Rows& in) { return in.norm != nullptr && in.i <= 2048; }
 
-template <typename W, int ROW, int KS, int TOKENS>
+// A sum as it is handed on: to `to` in CTA `rank` of the cluster, where `barrier` counts its bytes.
+__device__ __forceinline__ void hand_on(const float* to, const uint64_t* barrier, int rank, float v) {
+  const uint32_t there = address_in(to, rank), told = address_in(reinterpret_cast<const float*>(barrier), rank);
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(v),
+               "r"(told)
+               : "memory");
+}
+
+// CTAS: of a cluster that share the k of a tile.
+template <typename W, int ROW, int KS, int TOKENS, int CTAS>
 __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_constant__ Args a) {
   using S = Stage<ROW>;
   using X = Sums<TOKENS>;
   using Value = typename W::Value;
-  constexpr int GROUPS = WARPS / KS;  // tiles at once
+  constexpr int SHARING = KS / CTAS, GROUPS = WARPS / SHARING;  // warps of a CTA that share a tile; tiles at once
+  constexpr bool SPLIT = CTAS > 1;
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * a.stages * S::BYTES);
-  const int pitch = pitch_of(a.in.i);
+  const int rank = SPLIT ? cluster_rank() : 0, clusters = gridDim.x / CTAS;
+  Rows in = a.in;
+  in.i /= CTAS, in.x += rank * in.i;
+  const int pitch = SPLIT ? in.i + RAW_PAD : pitch_of(in.i);
   bf16* norm = kept(a.in) ? reinterpret_cast<bf16*>(xs + a.in.T * pitch) : nullptr;
   __shared__ float sums[2][WARPS][TOKENS * TILE], lowered[TOKENS];
   __shared__ uint64_t barriers[WARPS][MOST_STAGES<ROW>];
+  __shared__ float handed[SPLIT ? 2 : 1][GROUPS][SPLIT ? TOKENS * TILE : 1];  // by the CTA before
+  __shared__ uint64_t handed_full[2][GROUPS], handed_free[2][GROUPS], x_full[2];
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int part = warp % KS, group = warp / KS;
-  const int chunks = a.in.i / W::CHUNK / KS, loads = chunks / S::CHUNKS, tiles = a.o / TILE, step = gridDim.x * GROUPS;
+  const int part = warp % SHARING, group = warp / SHARING;
+  const int chunks = a.in.i / W::CHUNK / KS, loads = chunks / S::CHUNKS, tiles = a.o / TILE, step = clusters * GROUPS;
   const int64_t row_bytes = static_cast<int64_t>(a.in.i) * W::BYTES;
-  const int k0 = part * chunks * W::CHUNK;
-  int tile = blockIdx.x + group * gridDim.x;  // evenly over processors
+  const int k0 = part * chunks * W::CHUNK;  // in this CTA's part
+  int tile = blockIdx.x / CTAS + group * clusters;  // evenly over processors
 
   // What is to be loaded next: piece `ahead` of tile `ahead_tile`.
   uint8_t* ring = memory + warp * a.stages * S::BYTES;
   int ahead = 0, ahead_tile = tile, stage_in = 0;
-  const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * row_bytes + k0 * W::BYTES;
+  const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * row_bytes + (rank * in.i + k0) * W::BYTES;
   auto load = [&]() {
     if (ahead_tile >= tiles) return;
     uint64_t* barrier = &barriers[warp][stage_in];
@@ -61,7 +80,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
       barrier_expect(barrier, TILE * ROW);
 #pragma unroll
       for (int row = 0; row < TILE; row++) {
-        bulk_load(ring + stage_in * S::BYTES + S::place(row), from + row * row_bytes, ROW, barrier);
+        bulk_load_once(ring + stage_in * S::BYTES + S::place(row), from + row * row_bytes, ROW, barrier);
       }
     }
     from += ROW;
@@ -72,8 +91,14 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     }
   };
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
+  if (SPLIT && threadIdx.x < 2 * GROUPS) {
+    barrier_init(&handed_full[0][0] + threadIdx.x, 1);
+    barrier_init(&handed_free[0][0] + threadIdx.x, SHARING);
+    if (threadIdx.x < 2) barrier_init(&x_full[threadIdx.x], WARPS);
+  }
   barriers_visible();
   __syncwarp();
+  if (SPLIT) cluster_arrive();
   // Asked for before the weights: what comes after them arrives after them, some microseconds later.
   if (norm != nullptr) {
 #pragma unroll 1
@@ -94,12 +119,30 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     copies_wait<0>();
     __syncthreads();  // a row's segments meet weights that others have copied
   }
-  stage<W>(a.in, xs, norm != nullptr ? norm : a.in.norm, lowered);
-  __syncthreads();
-
-  const Value* x[X::KINDS];
+  constexpr int READS = SPLIT ? TOKENS / 8 : X::KINDS;
+  const Value* x[READS];
+  const int soon = (loads + 1) / 2;  // pieces of every warp's part of x that come first
+  if constexpr (SPLIT) {
+    __syncthreads();  // the barriers are there
+    if (elected()) {  // a warp copies a row
+      for (int half = 0; half < 2; half++) {
+        const int begin = half ? soon : 0, bytes = (half ? loads - soon : soon) * ROW;
+        barrier_expect(&x_full[half], warp < in.T ? SHARING * bytes : 0);
+        for (int p = 0; p < SHARING && warp < in.T && bytes > 0; p++) {
+          const int k = p * chunks * W::CHUNK + begin * (ROW / W::BYTES);
+          bulk_load(xs + warp * pitch + k, in.x + warp * in.x_stride + k, bytes, &x_full[half]);
+        }
+      }
+    }
+    cluster_wait();  // the other has started: its memory is there
 #pragma unroll
-  for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
+    for (int n = 0; n < READS; n++) x[n] = xs + min(n * 8 + g, in.T - 1) * pitch + t * 8;
+  } else {
+    stage<W>(in, xs, norm != nullptr ? norm : a.in.norm, lowered);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < READS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
+  }
   const uint8_t* mine = ring + S::place(g) + 16 * t;
   const int passes = (tiles + step - 1) / step;
   int stage_out = 0, phase = 0;
@@ -108,7 +151,14 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     if (tile < tiles) {
       for (int n = 0; n < loads; n++) {
         barrier_wait(&barriers[warp][stage_out], phase);
-        multiply<W, S::CHUNKS>(acc, mine + stage_out * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
+        const uint8_t* w = mine + stage_out * S::BYTES;
+        const int k = k0 + n * S::CHUNKS * W::CHUNK;
+        if constexpr (SPLIT) {
+          if (n == 0 || n == soon) barrier_wait(&x_full[n > 0], 0);
+          multiply_raw<S::CHUNKS>(acc, w, x, k);
+        } else {
+          multiply<W, S::CHUNKS>(acc, w, x, k);
+        }
         if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
         __syncwarp();  // everyone has read the stage that the next load overwrites
         load();
@@ -116,15 +166,28 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     }
     // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
     acc.store(sums[pass & 1][warp]);
-    if (KS > 1) {
-      named_sync(1 + group, KS * 32);
+    if (SHARING > 1) {
+      named_sync(1 + group, SHARING * 32);
     } else {
       __syncwarp();
     }
-    for (int n = part * 32 + lane; n < a.in.T * TILE && tile < tiles; n += KS * 32) {
-      float v = 0;
+    const int turn = pass & 1;
+    if (SPLIT && tile < tiles) {
+      if (rank == 0) {
+        if (pass >= 2) barrier_wait(&handed_free[turn][group], (pass / 2 - 1) & 1);
+      } else {
+        if (part == 0 && elected()) barrier_expect(&handed_full[turn][group], a.in.T * TILE * 4);
+        barrier_wait(&handed_full[turn][group], pass / 2 & 1);
+      }
+    }
+    for (int n = part * 32 + lane; n < a.in.T * TILE && tile < tiles; n += SHARING * 32) {
+      float v = SPLIT && rank > 0 ? handed[turn][group][n] : 0;
 #pragma unroll
-      for (int s = 0; s < KS; s++) v += sums[pass & 1][group * KS + s][n];
+      for (int s = 0; s < SHARING; s++) v += sums[turn][group * SHARING + s][n];
+      if (SPLIT && rank == 0) {
+        hand_on(&handed[turn][group][n], &handed_full[turn][group], 1, v);
+        continue;
+      }
       const int token = n / TILE;
       if (W::BYTES == 1) v = v * scale * lowered[token];
       const int64_t at = static_cast<int64_t>(token) * a.o + tile * TILE + n % TILE;
@@ -134,21 +197,28 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
         static_cast<bf16*>(a.y)[at] = __float2bfloat16(v);
       }
     }
+    if (SPLIT && rank > 0 && tile < tiles) {
+      __syncwarp();
+      if (elected()) barrier_arrive_at(&handed_free[turn][group], 0);
+    }
     tile += step;
     load_scale();
   }
+  if (SPLIT) cluster_sync();  // neither's memory goes while the other writes to it
 }
 
-template <typename W, int ROW, int KS, int TOKENS>
+template <typename W, int ROW, int KS, int TOKENS, int CTAS = 1>
 int start(Args a, int sms, void* stream) {
-  constexpr int ROUND = WARPS * Stage<ROW>::BYTES;
-  const int rows = (a.in.T * pitch_of(a.in.i) + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
-  const int units = (a.o / TILE + WARPS / KS - 1) / (WARPS / KS);
-  a.stages = min(MOST_STAGES<ROW>, (206 * 1024 - rows) / ROUND);
+  constexpr int ROUND = WARPS * Stage<ROW>::BYTES, GROUPS = WARPS * CTAS / KS;
+  const int pitch = CTAS > 1 ? a.in.i / CTAS + RAW_PAD : pitch_of(a.in.i);
+  const int rows = (a.in.T * pitch + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
+  const int units = (a.o / TILE + GROUPS - 1) / GROUPS;
+  a.stages = min(MOST_STAGES<ROW>, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
   // One CTA to a processor: a second would fit beside a small one, and where a predecessor that ends unevenly lets the
   // hardware put two on one processor and none on another, work that is dealt out evenly takes twice as long.
   const int claimed = max(rows + a.stages * ROUND, 116 * 1024);
-  return launch(linear_kernel<W, ROW, KS, TOKENS>, dim3(min(units, sms)), dim3(WARPS * 32), claimed, stream, 1, a);
+  return launch(linear_kernel<W, ROW, KS, TOKENS, CTAS>, dim3(min(units, sms / CTAS) * CTAS), dim3(WARPS * 32), claimed,
+                stream, CTAS, a);
 }
 
 template <typename W, int ROW, int KS>
@@ -158,12 +228,15 @@ int rows(const Args& a, int sms, void* stream) {
 }
 
 template <typename W, int KS>
-int choose(const Args& a, int sms, void* stream) {
+int choose(const Args& a, int ctas, int sms, void* stream) {
   const int chunks = a.in.i / W::CHUNK / KS;
   if constexpr (W::BYTES == 1) {  // half the copies are worth more than twice the stages
     const bool room = a.in.T <= 4 && a.in.T * pitch_of(a.in.i) <= 32 * 1024;
     if (room && chunks % 8 == 0) return start<W, 512, KS, 4>(a, sms, stream);
     if (room && chunks % 7 == 0) return start<W, 448, KS, 4>(a, sms, stream);
+  }
+  if constexpr (W::BYTES == 2 && KS == 8) {
+    if (ctas == 2) return start<W, 256, KS, 8, 2>(a, sms, stream);
   }
   if (chunks % 4 == 0) return rows<W, 256, KS>(a, sms, stream);
   if (chunks % 2 == 0) return rows<W, 128, KS>(a, sms, stream);
@@ -171,21 +244,23 @@ int choose(const Args& a, int sms, void* stream) {
 }
 
 template <typename W>
-int split(const Args& a, int k_split, int sms, void* stream) {
+int split(const Args& a, int k_split, int ctas, int sms, void* stream) {
   switch (k_split) {
-    case 1: return choose<W, 1>(a, sms, stream);
-    case 2: return choose<W, 2>(a, sms, stream);
-    case 4: return choose<W, 4>(a, sms, stream);
-    default: return choose<W, 8>(a, sms, stream);
+    case 1: return choose<W, 1>(a, ctas, sms, stream);
+    case 2: return choose<W, 2>(a, ctas, sms, stream);
+    case 4: return choose<W, 4>(a, ctas, sms, stream);
+    default: return choose<W, 8>(a, ctas, sms, stream);
   }
 }
 
 }  // namespace
 
 // scale: null for bf16 weights, else those of the rows of e4m3 weights. k_split: warps that share a tile, 1, 2, 4 or 8.
-// i / 32 (e4m3: i / 64) must be a multiple of it, o of 8, T at most 16.
+// i / 32 (e4m3: i / 64) must be a multiple of it, o of 8, T at most 16. ctas: 1, or 2 that share k, for bf16 weights
+// without a norm, T up to 8, k_split 8 and i a multiple of 1,024.
 API int linear(const void* x, int64_t x_stride, const void* w, const void* scale, const void* norm, float eps, void* y,
-               int64_t T, int64_t i, int64_t o, int64_t wide, int64_t k_split, int64_t sms, void* stream) {
+               int64_t T, int64_t i, int64_t o, int64_t wide, int64_t k_split, int64_t ctas, int64_t sms,
+               void* stream) {
   const Args a{{static_cast<const bf16*>(x), x_stride, static_cast<const bf16*>(norm), static_cast<int>(T),
                 static_cast<int>(i), eps},
                static_cast<const uint8_t*>(w),
@@ -194,5 +269,5 @@ API int linear(const void* x, int64_t x_stride, const void* w, const void* scale
                static_cast<int>(o),
                static_cast<int>(wide),
                0};
-  return scale == nullptr ? split<Bf16>(a, k_split, sms, stream) : split<E4m3>(a, k_split, sms, stream);
+  return scale == nullptr ? split<Bf16>(a, k_split, ctas, sms, stream) : split<E4m3>(a, k_split, ctas, sms, stream);
 }

@@ -3,7 +3,8 @@
 "cpp" wins on CPU below about 16 rows (one row of 384 against 4096 outputs: 68 us, torch 147, two cores), and for
 bfloat16, which torch multiplies slowly on processors without bfloat16 instructions, at any size. Its sums do not
 depend on the number of rows. "cuda" (linear.cu) streams the weights of a decode step: up to 16 rows, and a row's result
-does not depend on the others.
+does not depend on the others. Some rows, or very wide ones, are split between two
+processors. "cuda_many" (linear_many.cu) is for up to 64 rows and large weights; there too a row's result is its own.
 """
 
 import functools
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, threads
+from perilune.ops import compile, linear_many, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.registry import Op
 
 FEW_ROWS = 16
 FEW_ON_CPU = 64  # rows up to which float32 is no slower here than in torch's library
 SHARED_BYTES = 144 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
+SOME_ROWS, SOME_BYTES = 4, 80 << 10  # beyond both, halves of rows in two processors' are faster,
+SPLIT_ROWS, SPLIT_OUTPUTS = 8, 32768  # up to these: with more rows "cuda_many" is, with more outputs whole rows are
+HALVES = 1024  # widths that may be split are multiples of this
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,19 @@ CASES = [
     *(
         Case(t, i, o, big=True)
         for i, o in ((K2.hidden, K2.q_rank + K2.latent + K2.rope), (K2.heads * K2.value, K2.hidden), (K2.hidden, 4096))
-        for t in (1, 8, 64, 512)
+        for t in (1, 8, 17, 33, 64, 512)
     ),
     *(Case(t, NANO.hidden, NANO.q_rank + NANO.latent + NANO.rope) for t in (1, 4, 16, 512)),
     Case(1, NANO.hidden, NANO.vocab),
     Case(16, NANO.hidden, NANO.vocab, wide=True),
     *(Case(t, i, o, big=True) for i, o in ((K2.q_rank, 12288), (512, 384), (256, 384)) for t in (2, 16)),
     Case(3, K2.hidden, 4096, wide=True, big=True),
+    *(
+        Case(t, i, o, strided=t == 9, big=True)
+        for t in (6, 9, 16)
+        for i, o in ((K2.hidden, 2112), (8192, 7168), (5120, 24))
+    ),
+    Case(4, 18432, 72, big=True),
     Case(0, 64, 8),
     Case(3, 40, 17),
     Case(5, 24, 1, strided=True),
@@ -92,12 +102,28 @@ def cpp(x: Tensor, w: Tensor, wide: bool) -> Tensor:
     return y if wide or x.dtype == FLOAT32 else y.to(x.dtype)
 
 
-def streamable(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What linear.cu needs."""
+def fit(T: int, i: int) -> bool:
+    """Whether T rows of width i fit a processor's shared memory, beside the weights on their way."""
+    return T * (i + 32) * 2 <= SHARED_BYTES
+
+
+def halved(x: Tensor, w: Tensor) -> bool:
+    """Whether two processors of linear.cu share the width of x, which no norm may change."""
+    (T, i), o = x.shape, w.shape[0]
+    wide = not fit(T, i) or (T > SOME_ROWS and T * i * 2 > SOME_BYTES)
+    few = T <= SPLIT_ROWS and o <= SPLIT_OUTPUTS and fit(T, i // 2)
+    return wide and few and w.dtype == BFLOAT16 and i % HALVES == 0
+
+
+def streamable(x: Tensor, w: Tensor, *, normed: bool = True) -> tuple[tuple[bool, str], ...]:
+    """What linear.cu needs. Without a norm, two processors may share the width."""
     (T, i), o, chunk = x.shape, w.shape[0], 64 // w.itemsize
     return (
         (x.dtype == BFLOAT16, "bfloat16"),
-        (0 < T <= FEW_ROWS and T * (i + 32) * 2 <= SHARED_BYTES, f"up to {FEW_ROWS} rows that fit shared memory"),
+        (
+            0 < T <= FEW_ROWS and (fit(T, i) or (not normed and halved(x, w))),
+            f"up to {FEW_ROWS} rows that fit shared memory",
+        ),
         (i % chunk == 0 and o % 8 == 0, f"input widths in {chunk}s and output widths in 8s"),
     )
 
@@ -109,7 +135,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @functools.cache
 def _stream() -> Any:
-    return compile.function("linear.cu", "linear", "plpppfpllllllp")
+    return compile.function("linear.cu", "linear", "plpppfplllllllp")
 
 
 def k_split(chunks: int, tiles: int, processors: int) -> int:
@@ -133,6 +159,7 @@ def run_streamed(
     x = aligned(x)
     (T, i), o = x.shape, w.shape[0]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    shared = norm is None and halved(x, w)
     if y is None:
         y = torch.empty(T, o, dtype=FLOAT32 if wide else BFLOAT16, device=x.device)
     failed = _stream()(
@@ -147,7 +174,8 @@ def run_streamed(
         i,
         o,
         wide,
-        k_split(i * w.itemsize // 64, o // 8, processors),
+        8 if shared else k_split(i * w.itemsize // 64, o // 8, processors),
+        2 if shared else 1,
         processors,
         torch.cuda.current_stream().cuda_stream,
     )
@@ -155,9 +183,19 @@ def run_streamed(
     return y
 
 
-@op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w)))
+@op.impl("cuda", when=lambda a, device: compile.on_hopper("linear.cu", device, *streamable(a.x, a.w, normed=False)))
 def cuda(x: Tensor, w: Tensor, wide: bool) -> Tensor:
     return run_streamed(x, w, wide)
+
+
+@op.impl(
+    "cuda_many",
+    when=lambda a, device: compile.on_hopper(
+        linear_many.SOURCE, device, *linear_many.needs(a.x, a.w), *linear_many.wins(a.x, a.w)
+    ),
+)
+def cuda_many(x: Tensor, w: Tensor, wide: bool) -> Tensor:
+    return linear_many.run(x, w, wide=wide)
 
 
 @op.impl("torch")

@@ -2,9 +2,10 @@
 
 x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; scale [o] float32; y [T, o] as x, or
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
-for decode steps of up to 32 rows; its products are of fp16, and a row of x is multiplied by the power of two that
-brings its largest value near 2^15, which is exact down to 2^-28 of that value. "torch" widens the weights first: for
-prompts, where that is little beside the product.
+for decode steps of a few rows; its products are of fp16, and a row of x is multiplied by the power of two that
+brings its largest value near 2^15, which is exact down to 2^-28 of that value. "cuda_many" (linear_many.cu) is for up
+to 128 rows, with products of bf16. "torch" widens the weights first: for prompts, where that is little beside the
+product.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile
+from perilune.ops import compile, linear_many
 from perilune.ops.case import FLOAT32, K2, Make, Sized, sums
 from perilune.ops.linear import run_streamed, streamable
 from perilune.ops.registry import Op
@@ -22,8 +23,8 @@ from perilune.ops.rmsnorm import reference as norm_reference
 from perilune.ops.rmsnorm import rmsnorm
 
 LARGEST = 448.0  # of e4m3
-AT_ONCE = 8  # rows that "cuda" multiplies at once where more do not fit shared memory
-MOST_ROWS = 32  # beyond, widening the weights once costs less than reading them for every 8 rows
+FEW_ROWS = 4  # of "cuda";
+FEW_LONG, LONG = 8, 1 << 15  # so many for weights of at least so many rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ CASES = [
     *(
         Case(t, i, o, norm, big=True)
         for i, o, norm in ((K2.hidden, 2112, False), (8192, K2.hidden, False), (K2.q_rank, 12288, True))
-        for t in (1, 3, 8, 13, 16, 32, 64)
+        for t in (1, 3, 8, 13, 16, 32, 64, 100, 200)
     ),
     Case(2, K2.hidden, 4096, wide=True, big=True),
     Case(0, 64, 8),
@@ -78,18 +79,22 @@ op = Op("linear_fp8", CASES, TOL, inputs, cost, reference, decides=(0, 2))
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    few = (a.x.shape[0] <= MOST_ROWS, f"at most {MOST_ROWS} rows")
-    return compile.on_hopper("linear.cu", device, few, *streamable(a.x[:AT_ONCE], a.w))
+    most = FEW_LONG if a.w.shape[0] >= LONG else FEW_ROWS
+    few = (a.x.shape[0] <= most, f"at most {most} rows")
+    return compile.on_hopper("linear.cu", device, few, *streamable(a.x, a.w))
 
 
 @op.impl("cuda", when=_fits)
 def cuda(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
-    if all(met for met, _ in streamable(x, w)):
-        return run_streamed(x, w, wide, scale=scale, norm=norm, eps=eps)
-    y = torch.empty(x.shape[0], w.shape[0], dtype=FLOAT32 if wide else x.dtype, device=x.device)
-    for rows, out in zip(x.split(AT_ONCE), y.split(AT_ONCE)):
-        run_streamed(rows, w, wide, scale=scale, norm=norm, eps=eps, y=out)
-    return y
+    return run_streamed(x, w, wide, scale=scale, norm=norm, eps=eps)
+
+
+@op.impl(
+    "cuda_many",
+    when=lambda a, device: compile.on_hopper(linear_many.SOURCE, device, *linear_many.needs(a.x, a.w)),
+)
+def cuda_many(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
+    return linear_many.run(x if norm is None else rmsnorm(x, norm, eps), w, scale=scale, wide=wide)
 
 
 @op.impl("torch")

@@ -25,7 +25,7 @@ struct HeadWeights {
 #pragma unroll 2
     for (int i = thread; i < K * PIECES; i += threads) {
       int k = i / PIECES, piece = i % PIECES;
-      copy16(shared + (k * PIECES + (piece ^ spread(k))) * 16, w + static_cast<int64_t>(k) * stride + piece * 8);
+      copy16_once(shared + (k * PIECES + (piece ^ spread(k))) * 16, w + static_cast<int64_t>(k) * stride + piece * 8);
     }
   }
 

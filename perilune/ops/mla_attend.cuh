@@ -107,7 +107,7 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
   constexpr int PER_TILE = KEYS / GROUP;
   auto row_of = [&](int group) {
     int position = work.start + min(group, groups - 1) * GROUP, page = quotient(position, block);
-    return table[page] * block + (position - page * block);
+    return kept(table + page) * block + (position - page * block);
   };
   auto bring_queries = [&] {
     wait_for_predecessor();

@@ -10,14 +10,15 @@ namespace mla {
 
 constexpr int TOKENS = 32, COMBINE_THREADS = 256;
 
-// CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y). `few`: at most 8 tokens, and the
-// warps share a token's ranges; else a warp has up to four tokens of its own.
-template <int CLUSTER, bool few>
+// CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y), up to MINE of them a warp's own.
+// Up to 4 tokens in all, the warps share a token's ranges. AT_ONCE: ranges of each that are read together.
+template <int CLUSTER, int MINE, int AT_ONCE>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const bf16* partials, const float* weights, const int* query_start, const int* context, const bf16* w_uv,
             bf16* out, int ctas, int B, int T, int H, int least) {
   constexpr int K = LATENT / CLUSTER, LANES = K / 8, SIDE = 32 / LANES, STRIDE = K + 32, OWN = VALUE / CLUSTER;
-  constexpr int MINE = few ? 1 : TOKENS / 8, AT_ONCE = few ? 16 : 1, WARPS = COMBINE_THREADS / 32;
+  constexpr int WARPS = COMBINE_THREADS / 32;
+  constexpr bool few = MINE <= 2;
   using Weights = HeadWeights<K, VALUE>;
   extern __shared__ __align__(1024) char shared[];
   bf16* latent = reinterpret_cast<bf16*>(shared + Weights::BYTES);       // [TOKENS][STRIDE]
@@ -34,9 +35,9 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   if (warp == 0) share_work<true>(query_start, context, B, H, ctas, least, found, first, tokens);
   __syncthreads();
 
-  int sharing = !few || tokens > 4 ? 1 : tokens > 2 ? 2 : tokens > 1 ? 4 : 8;
+  int sharing = MINE > 1 || tokens > 4 ? 1 : tokens > 2 ? 2 : tokens > 1 ? 4 : 8;
   int column = from + lane % LANES * 8, side = lane / LANES;
-  auto token_of = [&](int i) { return few ? warp / sharing : warp + WARPS * i; };
+  auto token_of = [&](int i) { return MINE == 1 ? warp / sharing : warp + WARPS * i; };
   int ranges[MINE], longest = 0;
   const float* weight[MINE];
   const bf16* partial[MINE];
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   wait_for_predecessor();
   let_successor_start();  // not before: whoever starts after this kernel may take the cache's rows as written
 
-  int step = SIDE * sharing, s0 = few ? warp % sharing * SIDE + side : side;
+  int step = SIDE * sharing, s0 = MINE == 1 ? warp % sharing * SIDE + side : side;
   uint4 x[MINE][AT_ONCE];
   float share[MINE][AT_ONCE], top[MINE], inverse[MINE], sum[MINE][8] = {};
   auto read = [&] {
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
       for (int l = LANES; l < 32; l <<= 1) sum[i][j] += __shfl_xor_sync(EVERYONE, sum[i][j], l);
     }
   }
-  if (few && sharing > 1) {
+  if (MINE == 1 && sharing > 1) {
     if (lane < LANES) {
       float4* to = reinterpret_cast<float4*>(piecewise + warp * K + lane * 8);
       to[0] = {sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   uint32_t a[K / 16][4];
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) values.fragment(a[k], k, warp * 16);
-  if (few && sharing > 1) {
+  if (MINE == 1 && sharing > 1) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < tokens * K; i += COMBINE_THREADS) {
       float y = 0;

@@ -68,7 +68,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
 #pragma unroll
       for (int row = 0; row < TILE; row++) {
         uint8_t* to = ring + stage_in * Stage::BYTES + Stage::place(row);
-        bulk_load(to, from + row * row_bytes, 64 * Stage::CHUNKS, barrier);
+        bulk_load_once(to, from + row * row_bytes, 64 * Stage::CHUNKS, barrier);
       }
     }
     stage_in = stage_in + 1 == a.stages ? 0 : stage_in + 1;
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
     const bf16* from = a.w_uk + (static_cast<int64_t>(head) * NOPE + warp * EACH_WARP) * LATENT + rank * COLUMNS;
 #pragma unroll
     for (int row = 0; row < EACH_WARP; row++) {
-      bulk_load(w_uk + (warp * EACH_WARP + row) * PITCH, from + row * LATENT, COLUMNS * 2, &w_uk_full);
+      bulk_load_once(w_uk + (warp * EACH_WARP + row) * PITCH, from + row * LATENT, COLUMNS * 2, &w_uk_full);
     }
   }
   wait_for_predecessor();

@@ -11,6 +11,7 @@ using namespace mla;
 namespace {
 
 constexpr int TOKENS = 64;  // of one CTA
+constexpr int ROW = NOPE * 2 + 64;  // bytes
 
 template <int COLUMNS>
 __global__ void __launch_bounds__(COLUMNS * 2)
@@ -27,14 +28,13 @@ __global__ void __launch_bounds__(COLUMNS * 2)
   copies_commit();
   wait_for_predecessor();
 
-  auto token_of = [&](int group) { return min(first + group * 8 + lane / 4, T - 1); };
-  auto read = [&](uint4 (&x)[NOPE / 32], int group) {
-    const bf16* row = q + (static_cast<int64_t>(token_of(group)) * H + head) * FROM + lane % 4 * 8;
-#pragma unroll
-    for (int i = 0; i < NOPE / 32; ++i) x[i] = *reinterpret_cast<const uint4*>(row + i * 32);
-  };
-  uint4 x[NOPE / 32], next[NOPE / 32];
-  read(x, 0);
+  // A token's 256 bytes, 320 apart: what eight lanes read together shares no bank.
+  auto row_of = [&](int token) { return shared + NOPE * COLUMNS * 2 + token * ROW; };
+  for (int i = threadIdx.x; i < (last - first) * (NOPE / 8); i += THREADS) {
+    int token = i / (NOPE / 8), piece = i % (NOPE / 8);
+    copy16(row_of(token) + piece * 16, q + (static_cast<int64_t>(first + token) * H + head) * FROM + piece * 8);
+  }
+  copies_commit();
   for (int i = threadIdx.x + blockIdx.x % PARTS * THREADS; i < (last - first) * (ROPE / 2); i += PARTS * THREADS) {
     int token = first + i / (ROPE / 2), pair = i % (ROPE / 2);
     int64_t row = static_cast<int64_t>(token) * H + head;
@@ -51,14 +51,15 @@ __global__ void __launch_bounds__(COLUMNS * 2)
 #pragma unroll
   for (int group = 0; group < TOKENS / 8; ++group) {
     if (first + group * 8 >= last) break;
-    read(next, group + 1);
+    const char* row = row_of(group * 8 + lane / 4) + lane % 4 * 16;
+    uint4 x[NOPE / 32];
+#pragma unroll
+    for (int i = 0; i < NOPE / 32; ++i) x[i] = *reinterpret_cast<const uint4*>(row + i * 64);
 #pragma unroll
     for (int k = 0; k < STEPS; k += 2) {
       mma(d[group], a[k], x[k / 2].x, x[k / 2].y, bf16());
       mma(d[group], a[k + 1], x[k / 2].z, x[k / 2].w, bf16());
     }
-#pragma unroll
-    for (int i = 0; i < NOPE / 32; ++i) x[i] = next[i];
   }
   // Transposed through shared memory, so that whole rows of columns are written: [TOKENS][COLUMNS], pieces swapped.
   __syncthreads();
@@ -87,7 +88,7 @@ API int mla_query(const void* q, const void* ckv, int64_t ckv_stride, const void
   auto start = [&](auto kernel, int columns) {
     int warps = columns / 16, tokens = T < TOKENS ? T : TOKENS;
     dim3 grid(H * (LATENT / columns) + (tokens + warps - 1) / warps, (T + TOKENS - 1) / TOKENS);
-    return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2, stream, 1, static_cast<const bf16*>(q), rows,
+    return launch(kernel, grid, dim3(columns * 2), NOPE * columns * 2 + (tokens + 7) / 8 * 8 * ROW, stream, 1, static_cast<const bf16*>(q), rows,
                   static_cast<const bf16*>(w_uk), static_cast<bf16*>(out), H);
   };
   if (T == 0) return 0;

@@ -20,6 +20,13 @@ struct Found {
   int first, ranges, index, unused;
 };
 
+// What every layer reads is not to leave the second-level cache between two of them.
+__device__ __forceinline__ int kept(const int* p) {
+  int v;
+  asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(v) : "l"(p), "l"(KEPT) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + b - 1) / static_cast<uint32_t>(b));
 }
@@ -40,9 +47,9 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
   int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n tiles
   auto read = [&](int b) {
     bool real = b < B;
-    start = real ? query_start[b] : 0;
-    count = real ? query_start[b + 1] - start : 0;
-    known = real ? context[b] : 0;
+    start = real ? kept(query_start + b) : 0;
+    count = real ? kept(query_start + b + 1) - start : 0;
+    known = real ? kept(context + b) : 0;
     n = known > 0 ? ceil_div(count * H, ROWS) : 0;
   };
   if constexpr (record) {

@@ -11,12 +11,13 @@ implementation's choice, else 1.
 "cuda" (bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two launches: h =
 silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the routing weight
 applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised weights, x and h are
-exact, sums are fp32. Up to 16 tokens a token's rows do not depend on the batch (2 to 16: alike; a lone token's sums run
-in another order); above, the shared expert is three library calls. moe_int4_bulk.cu is for one token, compact scales
-and a shared expert in FP8, moe_int4.cu for the rest. gate_up reads an expert once for every 4 of its tokens (7 above 96
-tokens, for K2's sizes), down once for every 8 (compact: 4 up to 64). An id that is no expert is passed over and its row
-left unwritten. x must be older than ids: gate_up may read it while the kernel that writes ids still runs (router.py's
-does not let it start before).
+exact, sums are fp32. moe_int4_lone.cu is for one token, moe_int4_few.cu for 2 to 8 and for compact scales, moe_int4.cu
+for more. A token's rows do not depend on the batch within 2 to 8 and within 9 to 256 tokens, the shared expert's within
+9 to 16 (bf16; there it rides in the same launches, as up to 8 in any form) and not above, where it is calls of its own.
+Between these, sums run in another order. moe_int4_few.cu reads an expert once for every 4 of its tokens; moe_int4.cu
+gate_up the same (7 above 96 tokens, for K2's sizes), down once for every 8. An id that is no expert is passed over and
+its row left unwritten. x must be older than ids: gate_up may read it while the kernel that writes ids still runs
+(router.py's does not let it start before). Launches of one stream share counters; another stream has its own.
 "cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, moe_int4_prefill, threads
+from perilune.ops import compile, linear_many, moe_int4_prefill, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.experts import Case as Routed
 from perilune.ops.experts import routing
@@ -45,9 +46,12 @@ from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.registry import Op
 from perilune.ops.swiglu import swiglu
 
-SOURCE, BULK = "moe_int4.cu", "moe_int4_bulk.cu"
+LONE, FEW, MANY = "moe_int4_lone.cu", "moe_int4_few.cu", "moe_int4.cu"
 MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
-MAX_SHARED = 16  # tokens whose shared expert rides in the same launches
+MAX_PAIRS = 2048  # (token, expert)
+MAX_CHOICES = 32  # of a lone token
+MAX_FEW = 8  # tokens of FEW and LONE; with compact scales their shared expert's only
+MAX_SHARED = 16  # tokens whose shared expert rides in MANY's launches
 PIECE = 128  # values of a row that the kernels take at once
 
 
@@ -169,18 +173,35 @@ def _shared(
     return _linear(swiglu(_linear(x, gate_up, gate_up_scale)), down, down_scale)
 
 
-@functools.cache
-def _gate_up(bulk: bool) -> Any:
-    if bulk:
-        return compile.function(BULK, "moe_int4_bulk_gate_up", "p" * 9 + "l" * 7 + "p")
-    return compile.function(SOURCE, "moe_int4_gate_up", "p" * 7 + "l" * 7 + "p")
+def _add_shared(
+    y: Tensor, x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None
+) -> None:
+    """The same to y [T, D] float32."""
+    if not all(met for w in (gate_up, down) for met, _ in linear_many.needs(x, w)):
+        y.copy_(_shared(x, gate_up, gate_up_scale, down, down_scale))
+    elif gate_up_scale is None:
+        linear_many.run(swiglu(linear(x, gate_up)), down, y=y)
+    else:
+        h = linear_many.run(x, gate_up, scale=gate_up_scale, gated=True)
+        linear_many.run(h, down, scale=down_scale, y=y)
 
 
 @functools.cache
-def _down(bulk: bool) -> Any:
-    if bulk:
-        return compile.function(BULK, "moe_int4_bulk_down", "p" * 10 + "l" * 8 + "p")
-    return compile.function(SOURCE, "moe_int4_down", "p" * 8 + "l" * 8 + "p")
+def _gate_up(source: str) -> Any:
+    if source == LONE:
+        return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 10 + "l" * 6 + "p")
+    if source == FEW:
+        return compile.function(FEW, "moe_int4_few_gate_up", "p" * 10 + "l" * 7 + "p")
+    return compile.function(MANY, "moe_int4_gate_up", "p" * 7 + "l" * 7 + "p")
+
+
+@functools.cache
+def _down(source: str) -> Any:
+    if source == LONE:
+        return compile.function(LONE, "moe_int4_lone_down", "p" * 11 + "l" * 7 + "p")
+    if source == FEW:
+        return compile.function(FEW, "moe_int4_few_down", "p" * 11 + "l" * 8 + "p")
+    return compile.function(MANY, "moe_int4_down", "p" * 8 + "l" * 8 + "p")
 
 
 @functools.cache
@@ -188,17 +209,29 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """What the CTAs of gate_up and of down have taken: each launch makes the other's zero again."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up_scale.shape
     first = compile.on_hopper(
-        SOURCE,
+        FEW,
         device,
         (a.x.dtype == BFLOAT16 and a.gate_up_scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
-        (1 <= T <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens"),
-        (D % PIECE == 0 and both % (2 * PIECE) == 0, f"widths that are multiples of {PIECE}"),
-        (D <= 8192 and both <= 8192 and E <= 1024, "D at most 8192, I at most 4096, at most 1024 experts"),
+        (1 <= T <= MAX_TOKENS and T * a.ids.shape[1] <= MAX_PAIRS, f"1 to {MAX_TOKENS} tokens, {MAX_PAIRS} choices"),
+        (_streams(D, 1792, 7168) and _streams(both // 2, 2048, 4096), f"widths that are multiples of {4 * PIECE}"),
+        (E <= 1024, "at most 1024 experts"),
     )
-    return compile.on_hopper(BULK, device) if first is True else first
+    others = [compile.on_hopper(source, device) for source in (LONE, MANY)] if first is True else [first]
+    return next((why for why in others if why is not True), True)
+
+
+def _streams(width: int, short: int, most: int) -> bool:
+    """Whether the kernels take rows of so many values: `short` ones may be any multiple of PIECE."""
+    return width % PIECE == 0 and width <= most and (width % (4 * PIECE) == 0 or width <= short)
 
 
 @op.impl("cuda", when=_fits)
@@ -220,7 +253,9 @@ def cuda(
 ) -> Tensor:
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    rides = shared_down.shape[1] if shared_down is not None and T <= MAX_SHARED else 0
+    many = T > MAX_FEW and gate_up_row is None
+    most = MAX_SHARED if many and shared_down_scale is None else MAX_FEW
+    rides = shared_down.shape[1] if shared_down is not None and T <= most and shared_down.shape[1] <= I else 0
     P = k if shared_down is None else k + 1
     h = torch.empty(T * (k * I + rides), dtype=BFLOAT16, device=x.device)
     y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
@@ -231,23 +266,24 @@ def cuda(
 
     upper, lower = at(shared_gate_up, rides), at(shared_down, rides)
     upper_scale, lower_scale = at(shared_gate_up_scale, rides), at(shared_down_scale, rides)
-    bulk = T == 1 or gate_up_row is not None or upper_scale is not None
-    extra = [at(gate_up_row), upper, upper_scale] if bulk else [upper]
-    sizes, processors = (T, k, E, D, I, rides), _processors(x.device)
+    source = LONE if T == 1 and k <= MAX_CHOICES else MANY if many else FEW
+    sizes, processors = (k, E, D, I, rides) if source == LONE else (T, k, E, D, I, rides), _processors(x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    failed = _gate_up(bulk)(
+    taken = () if many else (_counters(x.device, stream).data_ptr(),)
+    extra = (upper,) if many else (at(gate_up_row), upper, upper_scale)
+    failed = _gate_up(source)(
         x.data_ptr(), ids.data_ptr(), gate_up_packed.data_ptr(), gate_up_scale.data_ptr(), *extra, h.data_ptr(),
-        h_shared, *sizes, processors, stream,
+        h_shared, *taken, *sizes, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up_packed.shape=} {rides=}"
-    extra = [at(down_row), lower, lower_scale] if bulk else [lower]
-    failed = _down(bulk)(
+    extra = (lower,) if many else (at(down_row), lower, lower_scale)
+    failed = _down(source)(
         h.data_ptr(), h_shared, ids.data_ptr(), weights.data_ptr(), down_packed.data_ptr(), down_scale.data_ptr(),
-        *extra, y.data_ptr(), *sizes, P, processors, stream,
+        *extra, y.data_ptr(), *taken, *sizes, P, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down_packed.shape=} {rides=}"
     if shared_gate_up is not None and shared_down is not None and not rides:
-        y[:, k] = _shared(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
+        _add_shared(y[:, k], x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return y if partial else y.sum(1, keepdim=True)
 
 

@@ -4,9 +4,9 @@ s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group g
 best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;
 weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
 x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
--> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 256
+-> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 16
 rows; the kernel that follows may start when x is there (see moe_int4.py). "cuda_many" (router_many.cu) chooses from the
-logits that the library's product gives in fp32.
+logits that a product gives in fp32.
 """
 
 import functools
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, threads
+from perilune.ops import compile, linear_many, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.registry import Op
 
-MAX_ROWS = 256  # of the CUDA kernel
-ROWS = 16  # that it takes together
+MAX_ROWS = 16  # of the CUDA kernel
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _workers(width: int) -> int:
 @functools.cache
 def _counters(device: torch.device) -> Tensor:
     """The kernel leaves them at zero."""
-    return torch.zeros(MAX_ROWS // ROWS, dtype=torch.int32, device=device)
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -172,8 +171,8 @@ def _launch() -> Any:
         (a.x.dtype == BFLOAT16, "bfloat16"),
         (
             0 < a.x.shape[0] <= MAX_ROWS
-            and min(a.x.shape[0], ROWS) * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
-            f"up to {MAX_ROWS} rows, {ROWS} of which fit shared memory",
+            and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
+            f"up to {MAX_ROWS} rows that fit shared memory",
         ),
         (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
         (
@@ -231,7 +230,10 @@ def _choose() -> Any:
 def cuda_many(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
-    logits = torch.mm(x, gate.T, out_dtype=FLOAT32)
+    if all(met for met, _ in linear_many.needs(x, gate)):
+        logits = linear_many.run(x, gate, wide=True)
+    else:
+        logits = torch.mm(x, gate.T, out_dtype=FLOAT32)
     T, E = logits.shape
     ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, top_k, device=x.device)

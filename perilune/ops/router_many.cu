@@ -7,7 +7,8 @@ namespace {
 
 constexpr int WARPS = 8;
 
-__global__ void __launch_bounds__(WARPS * 32) choose_kernel(const routing::Choice c, const float* logits, int T) {
+__global__ void __launch_bounds__(WARPS * 32)
+    router_choose_kernel(const routing::Choice c, const float* logits, int T) {
   const int token = blockIdx.x * WARPS + threadIdx.x / 32;
   wait_for_predecessor();
   let_successor_start();
@@ -21,6 +22,6 @@ API int router_many(const void* logits, const void* bias, void* ids, void* weigh
                     int64_t norm, float scale, void* stream) {
   const routing::Choice c = {static_cast<const float*>(bias), static_cast<int*>(ids), static_cast<float*>(weights),
                             static_cast<int>(E), static_cast<int>(top_k), static_cast<int>(norm), scale};
-  return launch(choose_kernel, dim3((T + WARPS - 1) / WARPS), dim3(WARPS * 32), 0, stream, 1, c,
+  return launch(router_choose_kernel, dim3((T + WARPS - 1) / WARPS), dim3(WARPS * 32), 0, stream, 1, c,
                 static_cast<const float*>(logits), static_cast<int>(T));
 }

@@ -48,6 +48,8 @@ struct Rows {
   float eps;
 };
 
+constexpr int RAW_PAD = 32;    // of rows staged as they lie, likewise
+
 __host__ __device__ constexpr int pitch_of(int i) { return (i + BLOCK - 1) / BLOCK * BLOCK + PAD; }
 
 // fp16 has the digits of bf16 but not its range: a row meets e4m3 weights times the power of two that brings its
@@ -261,6 +263,24 @@ __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
       acc.add(piece(0), x, k0 - W::CHUNK, 1);
     } else {
       acc.add(piece(0), x, k0, 0);
+    }
+  }
+}
+
+// As `multiply`, the same products in the same order, for bf16 rows of x that are staged as they lie; x: of every 8
+// tokens, at this lane's 8 values of a chunk.
+template <int CHUNKS, int TOKENS>
+__device__ __forceinline__ void multiply_raw(Sums<TOKENS>& acc, const uint8_t* w, const bf16* (&x)[TOKENS / 8],
+                                             int k0) {
+#pragma unroll
+  for (int u = 0; u < CHUNKS; u++) {
+    const uint4 v = *reinterpret_cast<const uint4*>(w + u * 64);
+    const uint32_t a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; n++) {
+      const uint4 b = *reinterpret_cast<const uint4*>(x[n] + k0 + u * Bf16::CHUNK);
+      mma(acc.d[u % 2][2 * n], a, b.x, b.z, bf16());
+      mma(acc.d[u % 2][2 * n + 1], a, b.y, b.w, bf16());
     }
   }
 }

@@ -57,6 +57,14 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// Of weights, which nobody reads again in this step.
+__device__ __forceinline__ void bulk_load_once(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(ONCE)
+      : "memory");
+}
 // To the same place, and with the same barrier, in every CTA of `mask`.
 __device__ __forceinline__ void bulk_load_to(void* shared, const void* global, int bytes, uint64_t* barrier, int mask) {
   asm volatile(

@@ -40,3 +40,13 @@ def test_a_row_does_not_depend_on_the_others(kind: str, normed: bool) -> None:
     for count in (1, 2, 4, 5, 8, 9, 13):
         some = run_streamed(x[3 : 3 + count], w, True, scale=scale, norm=norm, eps=1e-6)
         assert torch.equal(some, together[3 : 3 + count]), count
+
+
+@pytest.mark.parametrize("width", (7168, 8192))
+def test_rows_split_between_two_processors_are_the_same_rows(width: int) -> None:
+    x, w = rows(8, width + 8, 6).to(BFLOAT16)[:, :width], (rows(2120, width, 7) * width**-0.5).to(BFLOAT16)
+    together = run_streamed(x, w, True)
+    want = x.double() @ w.double().T
+    assert (together.double() - want).norm() <= 1e-5 * want.norm()
+    for first, count in ((0, 1), (3, 4), (2, 5), (1, 6)):
+        assert torch.equal(run_streamed(x[first : first + count], w, True), together[first : first + count]), count

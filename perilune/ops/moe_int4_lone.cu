@@ -1,0 +1,606 @@
+// The MoE block for one token. Contract in moe_int4.py.
+//
+// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
+// of the tensor core's A, whose columns of B are all the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
+// make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
+// two. One warp does nothing but ask for slots; KS warps share the k of a tile, a chunk of the slot each, and their
+// sums meet in shared memory. (Asking row by row kept the copying warp busier than the memory.)
+//
+// INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
+// per row, applied to their fp32 result: exact. The shared expert's weights,
+// bf16 or e4m3, meet activations in the same order.
+//
+// Work: gate_up multiplies the shared expert while the router still chooses, every CTA an equal part; CTAs start and
+// run unevenly, so that units of the chosen experts are taken from a counter, by whoever is free. down knows the choice
+// before h is there, and every CTA takes a contiguous range of (choice, unit) besides units of the shared expert.
+#include "moe_int4_values.cuh"
+
+using namespace hopper;
+using namespace moe;
+
+namespace {
+
+constexpr int MAX_SLOTS = 12;
+constexpr int MAX_CHOICES = 32;
+
+struct Matrix {
+  const uint8_t* data;
+  const uint8_t* scale;   // INT4: one for 32 k
+  const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
+  int64_t expert;         // rows of an expert
+  int64_t second;         // rows between a tile's row 0 and its row 8
+  int row;                // bytes
+  int tiles;              // of an expert; 0 if there is no such matrix
+};
+
+struct Args {
+  Matrix routed, shared;
+  const bf16* in;         // gate_up: x [K]; down: h [k, K]
+  const bf16* in_shared;  // x, or h of the shared expert
+  const int* ids;         // [k]
+  const float* weights;   // [k]; down only
+  void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
+  bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
+  int k, E, K, P;
+  int64_t routed_rows, shared_rows;
+  uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
+  int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
+  int slots;          // of the ring
+  int scale_buffers;  // units whose scales and factors are held
+  int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
+  int xs_bytes;                  // of staged activations
+  int sums, starts, xs, held;    // where they lie in shared memory, behind the ring
+};
+
+// The matrices as copied: chunks of 64 or 128 bytes of a row, rows, chunks of a row.
+struct Maps {
+  CUtensorMap routed, shared;
+};
+
+struct Chosen {
+  int expert, number;  // which choice it is
+  float weight;        // down only
+};
+
+struct Range {
+  int first, end;
+};
+
+struct Plan {
+  Chosen chosen[MAX_CHOICES];
+  Range units;  // of all (choice, unit)
+};
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+struct Kernel {
+  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
+  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
+
+  // What a CTA has in shared memory.
+  static __device__ __forceinline__ uint8_t* memory(int at) {
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    return bytes + at;
+  }
+  static __device__ __forceinline__ Plan& plan_of() {
+    __shared__ Plan p;
+    return p;
+  }
+  struct Barriers {
+    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
+    int taken[MAX_SLOTS];  // the unit that begins in a slot; negative: no more. gate_up only
+  };
+  static __device__ __forceinline__ Barriers& barriers() {
+    __shared__ Barriers b;
+    return b;
+  }
+
+  // ---- which units this CTA works on: by one warp ----
+
+  // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
+  static __device__ Range routed_units(const Args& a, int all) {
+    const int64_t G = gridDim.x, c = blockIdx.x, shared = a.shared.tiles / RT;
+    const int64_t wide = a.shared.row, narrow = a.routed.row + a.scale_row;
+    const int64_t bytes = shared * wide + all * narrow;
+    // The equal part must hold a CTA's shared units, and may not be mostly theirs.
+    if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
+      return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
+    }
+    auto bound = [&](int64_t n) {
+      int64_t left = n * bytes / G - wide * (n * shared / G);
+      return static_cast<int>(min(max((left + narrow / 2) / narrow, int64_t(0)), int64_t(all)));
+    };
+    return {bound(c), bound(c + 1)};
+  }
+
+  // The token's choices, each an expert of its own; an id that is no expert is passed over.
+  static __device__ void plan(const Args& a) {
+    Plan& p = plan_of();
+    const int lane = threadIdx.x % 32, per_expert = a.routed.tiles / RT;
+    const int e = lane < a.k ? __ldcg(a.ids + lane) : -1;
+    const bool valid = static_cast<unsigned>(e) < static_cast<unsigned>(a.E);
+    const unsigned found = __ballot_sync(~0u, valid);
+    const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
+    if (valid) p.chosen[s] = Chosen{e, lane, GATE_UP ? 1.0f : __ldcg(a.weights + lane)};
+    if (lane == 0) p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
+    __syncwarp();
+  }
+
+  // ---- the copying warp ----
+
+  static __device__ void produce(const Args& a, const Maps& maps, Range shared_units) {
+    const int lane = threadIdx.x % 32;
+    int into = 0, phase = 1, buffer = 0;
+    if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
+    if (lane == 1) prefetch_map(&maps.routed);
+    auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
+      const int slots = divide_up(w.row, PIECE);
+      const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
+      const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
+      for (int n = 0; n < slots; n++) {
+        uint64_t* barrier = &barriers().full[into];
+        barrier_wait(&barriers().empty[into], phase);
+        if (lane == 0) {
+          const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
+          const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
+          if (GATE_UP && n == 0) barriers().taken[into] = taken;
+          barrier_expect(barrier, SLOT + scales + factors);
+          uint8_t* slot = memory(into * SLOT);
+          const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
+          tensor_load(slot, &map, 0, row, chunk, barrier);
+          if (GATE_UP) tensor_load(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
+          uint8_t* to = memory(a.held) + buffer * a.block;
+          if (scales) {
+            bulk_load(to, w.scale + first * a.scale_row, scales / 2, barrier);
+            bulk_load(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
+          }
+          if (factors) {
+            const int each = factors / UNIT_ROWS;
+            bulk_load(to + a.scales, w.factor + first * each, factors / 2, barrier);
+            bulk_load(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
+          }
+        }
+        __syncwarp();
+        if (++into == a.slots) into = 0, phase ^= 1;
+      }
+      if (++buffer == a.scale_buffers) buffer = 0;
+    };
+    auto decide = [&] {
+      if (GATE_UP) {
+        wait_for_predecessor();
+        let_successor_start();  // not before: whoever starts after this kernel may take the ids as written
+      }
+      plan(a);
+      if (lane == 0) barrier_arrive(&barriers().planned);
+    };
+    // down has its ids before its activations, gate_up those of the shared expert before its ids.
+    if (!GATE_UP) {
+      let_successor_start();
+      decide();
+    }
+    for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
+    if (GATE_UP) decide();
+    const Plan& p = plan_of();
+    const int per_expert = a.routed.tiles / RT;
+    if constexpr (GATE_UP) {
+      auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
+      int ahead = take();
+      for (;;) {
+        const int u = __shfl_sync(~0u, ahead, 0);
+        if (u >= p.units.end) break;
+        ahead = take();
+        copy(a.routed, maps.routed, p.chosen[u / per_expert].expert, u % per_expert, u);
+      }
+      barrier_wait(&barriers().empty[into], phase);
+      if (lane == 0) {
+        barriers().taken[into] = -1;
+        barrier_arrive(&barriers().full[into]);
+      }
+    } else {
+      for (int u = p.units.first; u < p.units.end; u++) {
+        copy(a.routed, maps.routed, p.chosen[u / per_expert].expert, u % per_expert, 0);
+      }
+    }
+  }
+
+  // ---- the multiplying warps ----
+
+  static __device__ __forceinline__ void meet_all() { named_sync(1, CONSUMERS); }
+
+  // Activations, `pieces` of 8 values, in the order in which the nibbles of a word come; and what the sums of every
+  // group of 32 k start at.
+  static __device__ __forceinline__ void stage(const Args& a, const bf16* from, int pieces) {
+    constexpr int TOGETHER = GATE_UP ? 4 : 1;
+    const unsigned quad = 0xfu << (threadIdx.x & 28);
+    for (int first = threadIdx.x; first < pieces; first += TOGETHER * CONSUMERS) {
+      uint4 held[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int piece = first + i * CONSUMERS;
+        if (piece < pieces) held[i] = __ldcg(reinterpret_cast<const uint4*>(from + piece * 8));
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int piece = first + i * CONSUMERS;
+        if (piece >= pieces) break;
+        *reinterpret_cast<uint4*>(memory(a.xs) + piece * 16) = raised(held[i], RAISED / 16);
+        float sum = total(held[i]);
+        sum += __shfl_xor_sync(quad, sum, 1);
+        sum += __shfl_xor_sync(quad, sum, 2);
+        if (piece % 4 == 0 && piece < a.K / 8) {
+          reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+        }
+      }
+    }
+    meet_all();
+  }
+
+  // Which pieces of 8 values of x are staged for bf16 or e4m3 weights.
+  struct Window {
+    int first, end;
+  };
+
+  // Where 16 bytes of this warp's share of a slot are: number `column` < 4 of row `row` < 16 of tile rt; and the same
+  // of the row's other 64 bytes.
+  static __device__ __forceinline__ int place(const Args& a, int ks, int rt, int row, int column) {
+    const int line = GATE_UP ? rt * 8 + row % 8 : rt * 16 + row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
+    const int turned = column ^ (a.chunk == 128 ? row % 8 : row % 8 / 2);
+    return half + ks * SHARE * BOX_ROWS + line * a.chunk + turned * 16;
+  }
+  static __device__ __forceinline__ int other_half(const Args& a, int at) {
+    return a.chunk == 128 ? at ^ 64 : at + 64 * BOX_ROWS;
+  }
+
+  static __device__ __forceinline__ void release(const Args& a, int& from, int& phase) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().empty[from]);
+    if (++from == a.slots) from = 0, phase ^= 1;
+  }
+
+  // Scales of a warp's groups of 32 k in a slot: bf16, or bytes.
+  struct Scales {
+    uint32_t words[COMPACT ? 2 : 4];
+  };
+  static __device__ __forceinline__ Scales scales_of(const uint8_t* at, int scale_row) {
+    constexpr int BYTES = sizeof(Scales);
+    Scales v;
+    if (BYTES % 16 == 0 && scale_row % 16 == 0) {
+#pragma unroll
+      for (int n = 0; n < BYTES / 16; n++) {
+        reinterpret_cast<uint4*>(v.words)[n] = reinterpret_cast<const uint4*>(at)[n];
+      }
+    } else if (BYTES >= 8 && scale_row % 8 == 0) {
+#pragma unroll
+      for (int n = 0; n < BYTES / 8; n++) {
+        reinterpret_cast<uint2*>(v.words)[n] = reinterpret_cast<const uint2*>(at)[n];
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < BYTES / 4; n++) v.words[n] = reinterpret_cast<const uint32_t*>(at)[n];
+    }
+    return v;
+  }
+  static __device__ __forceinline__ float scale_at(const Scales& v, int group) {
+    if (!COMPACT) {
+      const uint32_t pair = v.words[group / 2];
+      return group % 2 ? high_half(pair) : low_half(pair);
+    }
+    constexpr uint32_t BASE = 0x4b000000;  // 2^23
+    return __uint_as_float(__byte_perm(v.words[group / 4], BASE, 0x7440 + group % 4)) - __uint_as_float(BASE);
+  }
+  static __device__ __forceinline__ float bf16_at(const uint8_t* at) {
+    return __bfloat162float(*reinterpret_cast<const bf16*>(at));
+  }
+
+  // total = a tile of the shared expert times x.
+  template <bool FP8>
+  static __device__ __forceinline__ void dense_tile(const Args& a, int buffer, Window& window, int& from, int& phase,
+                                                    float (&total)[4]) {
+    constexpr int EACH = FP8 ? 2 : 1;    // 16 bytes of x that meet 16 bytes of weights
+    constexpr int PIECES = FP8 ? 8 : 4;  // of x that meet 64 bytes of weights
+    constexpr int SLOT_PIECES = PIECE / 64 * PIECES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
+    const int all = a.shared.row / 64 * PIECES, most = (a.xs_bytes - 64) / 16, slots = divide_up(a.shared.row, PIECE);
+    float acc[2][4] = {};
+    const int near = place(a, ks, rt, g, t), far = other_half(a, near), below = place(a, ks, rt, g + 8, t) - near;
+    float upper = FP8 ? 1 : 1 / RAISED, lower = upper;
+    for (int n = 0; n < slots; n++) {
+      const int piece = n * SLOT_PIECES;
+      if (piece < window.first || min(piece + SLOT_PIECES, all) > window.end) {
+        if (window.end > 0) meet_all();  // every warp is done with the activations before
+        window.first = all > most ? piece : 0;
+        window.end = min(window.first + (all > most ? most / SLOT_PIECES * SLOT_PIECES : all), all);
+        stage(a, a.in_shared + window.first * 8, window.end - window.first);
+      }
+      barrier_wait(&barriers().full[from], phase);
+      const uint8_t* slot = memory(from * SLOT);
+      const uint8_t* x = memory(a.xs) + (piece - window.first + own / 64 * PIECES + t * EACH) * 16;
+      if (FP8 && n == 0) {
+        const float* factor = reinterpret_cast<const float*>(memory(a.held) + buffer * a.block + a.scales);
+        upper = factor[GATE_UP ? rt * 8 + g : rt * 16 + g] * (0x1p120f / RAISED);
+        lower = factor[GATE_UP ? RT * 8 + rt * 8 + g : rt * 16 + g + 8] * (0x1p120f / RAISED);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (n * PIECE + own + h * 64 >= a.shared.row) break;
+        uint4 v[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(x + (h * PIECES + e) * 16);
+        const uint4 top = *reinterpret_cast<const uint4*>(slot + (h ? far : near));
+        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + (h ? far : near) + below);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          uint32_t low[4], high[4];
+          values<FP8>(top, bottom, e, low, high);
+          mma(acc[0], low, v[e].x, v[e].y, bf16());
+          mma(acc[1], high, v[e].z, v[e].w, bf16());
+        }
+      }
+      release(a, from, phase);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
+  }
+
+  static __device__ void consume(const Args& a, Range shared_units) {
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
+    int from = 0, phase = 0, buffer = 0, turn = 0;
+    // Sums of a tile's rows over its KS warps, which alone meet here, once: the buffers of sums alternate. All columns
+    // of B are the token.
+    auto finish = [&](float upper, float lower, auto result) {
+      float* sums = reinterpret_cast<float*>(memory(a.sums)) + turn % 2 * WARPS * 16;
+      if (t == 0) sums[warp * 16 + g] = upper, sums[warp * 16 + g + 8] = lower;
+      named_sync(2 + rt, KS * 32);
+      if ((ks + turn) % KS == 0 && lane < ROWS) {
+        const float* at = sums + rt * KS * 16 + lane;
+        float v = 0, up = 0;
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+          v += at[s * 16];
+          if (GATE_UP) up += at[s * 16 + 8];
+        }
+        result(lane, v, up);
+      }
+      turn++;
+    };
+
+    bool waited = false;
+    auto wait = [&] {
+      if (!waited) wait_for_predecessor();
+      waited = true;
+    };
+    if (!GATE_UP) {
+      wait();
+      if (blockIdx.x == 0 && tid == 0) *a.counter = 0;
+    }
+    Window window{0, 0};
+    for (int u = shared_units.first; u < shared_units.end; u++) {
+      float total[4];
+      if (a.shared.factor == nullptr) {
+        dense_tile<false>(a, buffer, window, from, phase, total);
+      } else {
+        dense_tile<true>(a, buffer, window, from, phase, total);
+      }
+      if (++buffer == a.scale_buffers) buffer = 0;
+      wait();
+      finish(total[0], total[2], [&](int row, float v, float up) {
+        const int at = (u * RT + rt) * ROWS + row;
+        if (GATE_UP) {
+          a.out_shared[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
+        } else {
+          static_cast<float*>(a.out)[static_cast<int64_t>(a.P - 1) * a.shared.tiles * ROWS + at] = v;
+        }
+      });
+    }
+    wait();
+    barrier_wait(&barriers().planned, 0);
+
+    const Plan& p = plan_of();
+    const Range units = p.units;
+    const int per_expert = a.routed.tiles / RT, slots = divide_up(a.routed.row, PIECE);
+    const int row_upper = GATE_UP ? rt * 8 + g : rt * 16 + g, rows_between = GATE_UP ? RT * 8 : 8;
+    const int near = place(a, ks, rt, lane % 16, lane / 16), far = other_half(a, near);
+    const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + own / (COMPACT ? 16 : 8);
+    int staged = -1;
+    for (int u = units.first; GATE_UP || u < units.end; u++) {
+      if constexpr (GATE_UP) {
+        barrier_wait(&barriers().full[from], phase);
+        u = barriers().taken[from];
+        if (u < 0) break;
+      }
+      const int unit = u % per_expert;
+      const Chosen chosen = p.chosen[u / per_expert];
+      // x is there since the shared expert, or the first of the routed ones.
+      if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
+        if (staged >= 0 || window.end > 0) meet_all();  // every warp is done with the activations before
+        stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
+      }
+      staged = chosen.number;
+      float above_sum = 0, below_sum = 0;
+      const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
+      const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
+      const uint8_t* scale = scale_upper + buffer * a.block;
+      const uint8_t* factor = memory(a.held) + buffer * a.block + a.scales + row_upper * 2;
+      float factor_upper = RESULT, factor_lower = RESULT;
+      if (++buffer == a.scale_buffers) buffer = 0;
+      int left = a.routed.row - own;
+      for (int n = 0; n < slots; n++) {
+        barrier_wait(&barriers().full[from], phase);
+        const uint32_t slot = shared_address(memory(from * SLOT));
+        // Of a warp without a share of the slot they are anything, within shared memory.
+        const Scales above = scales_of(scale, a.scale_row);
+        const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
+        if (COMPACT && n == 0) {
+          factor_upper = bf16_at(factor) * (RESULT / 255);
+          factor_lower = bf16_at(factor + rows_between * 2) * (RESULT / 255);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if (left <= h * 64) break;
+          float starts[4];  // of the sums of this half's groups
+          *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
+#pragma unroll
+          for (int pair = 0; pair < 2; pair++) {
+            uint32_t w[4];
+            load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const int group = h * 4 + pair * 2 + half;
+              const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
+              uint32_t low[4], high[4];
+              nibbles(w[half * 2], w[half * 2 + 1], low, high);
+              const float f = scale_at(above, group), k = scale_at(below, group);
+              float d[4] = {};
+              mma(d, low, b.x, b.y, bf16());
+              mma(d, high, b.z, b.w, bf16());
+              above_sum += f * (d[0] + starts[pair * 2 + half]);
+              below_sum += k * (d[2] + starts[pair * 2 + half]);
+            }
+          }
+        }
+        release(a, from, phase);
+        left -= PIECE;
+        scale += PIECE / (COMPACT ? 16 : 8);
+        x += PIECE * 4;
+        start += PIECE / 16;
+      }
+      finish(above_sum * factor_upper, below_sum * factor_lower, [&](int row, float v, float up) {
+        const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
+        if (GATE_UP) {
+          static_cast<bf16*>(a.out)[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
+        } else {
+          static_cast<float*>(a.out)[at] = v * chosen.weight;
+        }
+      });
+    }
+  }
+
+  // Lays out shared memory; its bytes.
+  static int arrange(Args& a) {
+    a.scale_row = a.K / (COMPACT ? 32 : 16);
+    a.scales = UNIT_ROWS * a.scale_row;
+    a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
+    a.sums = a.slots * SLOT;
+    a.starts = a.sums + 2 * WARPS * 64;
+    a.xs = a.starts + divide_up(a.K / 32, 4) * 16;
+    a.xs_bytes = a.K * 2 + 64;
+    if (a.shared.tiles) {  // at least a slot's
+      a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
+    }
+    a.held = a.xs + a.xs_bytes;
+    return a.held + a.scale_buffers * a.block + 1024;  // a warp without a share of a slot reads beyond its scales
+  }
+
+  static __device__ void run(const Args& a, const Maps& maps) {
+    const int shared_all = a.shared.tiles / RT;
+    const int64_t G = gridDim.x, c = blockIdx.x;
+    const Range shared_units{static_cast<int>(c * shared_all / G), static_cast<int>((c + 1) * shared_all / G)};
+    if (threadIdx.x < a.slots) {
+      barrier_init(&barriers().full[threadIdx.x], 1);
+      barrier_init(&barriers().empty[threadIdx.x], WARPS);
+    }
+    if (threadIdx.x == 31) barrier_init(&barriers().planned, 1);
+    barriers_visible();
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+      produce(a, maps, shared_units);
+    } else {
+      consume(a, shared_units);
+    }
+  }
+};
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+__global__ __launch_bounds__((KS * RT + 1) * 32, CTAS) void moe_int4_lone_kernel(
+    const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
+  Kernel<GATE_UP, COMPACT, KS, RT, CTAS>::run(a, maps);
+}
+
+template <typename K>
+bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
+  return maps::describe(map, m.data, chunk == 128 ? maps::SWIZZLED_BYTES : maps::SWIZZLED_HALF,
+                        {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
+}
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+int start(Args a, int sms, void* stream) {
+  using K = Kernel<GATE_UP, COMPACT, KS, RT, CTAS>;
+  constexpr int FIXED = 3072;  // more than the kernel's own shared memory and what the driver takes
+  constexpr int MOST = 228 * 1024 / CTAS - FIXED;
+  // Without a shared expert its map is never used.
+  const bool shares = a.shared.tiles > 0;
+  if (!shares) a.shared.row = a.routed.row;
+  a.chunk = a.routed.row % 128 || a.shared.row % 128 ? 64 : 128;
+  const int ctas = CTAS * sms, per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
+  auto fits = [&](int slots) {
+    a.slots = slots;
+    // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
+    a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
+    return K::arrange(a) <= MOST;
+  };
+  int slots = MAX_SLOTS;
+  while (slots > 2 && !fits(slots)) slots--;
+  if (!fits(slots) || a.k > MAX_CHOICES) return -1;
+  Maps maps = {};
+  if (!describe<K>(&maps.routed, a.routed, a.routed_rows, a.chunk) ||
+      (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
+    return -1;
+  }
+  return launch(moe_int4_lone_kernel<GATE_UP, COMPACT, KS, RT, CTAS>, dim3(ctas), dim3(K::THREADS),
+                K::arrange(a), stream, 1, a, maps);
+}
+
+Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
+              int64_t tiles) {
+  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
+          expert, second, static_cast<int>(row), static_cast<int>(tiles)};
+}
+
+}  // namespace
+
+// h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
+// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. Returns -1 for sizes it cannot
+// take.
+API int moe_int4_lone_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
+                              const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
+                              int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
+  a.in = a.in_shared = static_cast<const bf16*>(x);
+  a.ids = static_cast<const int*>(ids);
+  a.out = h;
+  a.out_shared = static_cast<bf16*>(h_shared);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
+  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
+  a.counter = static_cast<uint32_t*>(counter);
+  return row == nullptr ? start<true, false, 7, 1, 2>(a, static_cast<int>(sms), stream)
+                        : start<true, true, 7, 1, 2>(a, static_cast<int>(sms), stream);
+}
+
+// y [P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
+API int moe_int4_lone_down(const void* h, const void* h_shared, const void* ids, const void* weights,
+                           const void* packed, const void* scale, const void* row, const void* shared,
+                           const void* shared_scale, void* y, void* counter, int64_t k, int64_t E, int64_t D, int64_t I,
+                           int64_t S, int64_t P, int64_t sms, void* stream) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  a.in = static_cast<const bf16*>(h);
+  a.in_shared = static_cast<const bf16*>(h_shared);
+  a.ids = static_cast<const int*>(ids);
+  a.weights = static_cast<const float*>(weights);
+  a.out = y;
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
+  a.routed_rows = D * E, a.shared_rows = D;
+  a.counter = static_cast<uint32_t*>(counter);
+  return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
+                        : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
+}
