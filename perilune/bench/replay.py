@@ -2,8 +2,9 @@
 
 The engine plays the trace once, without drafts, while a listener notes what the draft model drafts behind every token.
 From then on no model is needed: the speculator that serves is played through the same texts in the engine's order of
-planning, landing and learning, against a clock that adds up what steps cost. So a policy can be compared with any other
-to the last digit, and with an oracle that knows every answer.
+planning (behind drafts in flight, where the table has such steps), landing and learning, against a clock that adds up
+what steps cost. So a policy can be compared with any other to the last digit, and with an oracle that knows every
+answer.
 
 The clock may say otherwise than the speculator's table does, to see what it makes of that. Prompts are free on it: only
 decoding is compared.
@@ -16,7 +17,7 @@ from perilune.core.messages import Delta, Submit
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
-from perilune.spec.costs import Costs
+from perilune.spec.costs import Costs, How
 from perilune.spec.speculator import Speculator
 from perilune.spec.suffix import Store, Trail
 
@@ -37,18 +38,20 @@ class Told:
 @dataclass(frozen=True, slots=True)
 class Clock:
     """What steps take: `costs`; `wait` seconds more where planning waited for the step before, `follow` more where a
-    draft model follows. Chains end where less than `floor` is left of their confidence."""
+    draft model follows, unless `costs` has that. Chains end where less than `floor` is left of their confidence."""
 
     costs: Costs
     wait: float = 0.0
     follow: float = 0.0
     floor: float = 0.0
 
-    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, waited: bool) -> float:
-        base = self.costs.base if waited or self.costs.ahead is None else self.costs.ahead
-        seconds = base(sum(counts)) + sum(self.costs.reach(n) * c for n, c in zip(counts, contexts))
-        seconds += waited * self.wait
-        return seconds + (0.0 if chain == LEFT_OUT else self.follow + chain * self.costs.chain(len(counts)))
+    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: How) -> float:
+        curve = (self.costs.ahead, self.costs.base, self.costs.followed)[how] or self.costs.base
+        seconds = curve(sum(counts)) + sum(self.costs.reach(n) * c for n, c in zip(counts, contexts))
+        seconds += (how == How.WAITED) * self.wait
+        if chain == LEFT_OUT:
+            return seconds
+        return seconds + (how != How.FOLLOWED) * self.follow + chain * self.costs.chain(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
         """How far a step's chains would be drafted: they go on together, while there is hope for one of them."""
@@ -80,6 +83,9 @@ class Listener(Speculator):
     def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
         return {}
 
+    def behind(self, running: StepPlan) -> int | None:
+        return None
+
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
         for output in outputs:
             if output.tokens:
@@ -108,22 +114,59 @@ def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingP
 
 def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
     """`users` requests at a time, in the order of Engine.step."""
+    modelled = speculator is not None and speculator.longest > 0
     tally, known, waiting = Tally(), dict[int, int](), list(range(len(told)))[::-1]
-    running: tuple[StepPlan, bool] | None = None  # and whether its planning waited
+    running: tuple[StepPlan, How] | None = None
     while waiting or known or running is not None:
         while waiting and len(known) < users:
             rid = waiting.pop()
             known[rid] = 0
             if speculator is not None:
                 speculator.open(rid, told[rid].prompt)
-        first = running is not None and speculator is not None and _waits(speculator, running[0])
+        behind = drafts = None
+        if running is not None and speculator is not None and clock.costs.followed is not None:
+            drafts = speculator.behind(running[0])
+        if running is not None and drafts is not None:
+            behind = _behind(told, known, running[0], drafts, tally.steps)
+        first = behind is None and running is not None and speculator is not None and _waits(speculator, running[0])
         if running is not None and first:
             _land(told, known, *running, clock, speculator, tally)
-        following = _launch(told, known, None if first else running, tally.steps, speculator)
+        following = behind or _launch(told, known, None if first else running, tally.steps, speculator)
+        if following is not None and speculator is not None:
+            following = StepPlan(following.step, following.work, speculator.chain(following))
+            speculator.tidy()
         if running is not None and not first:
             _land(told, known, *running, clock, speculator, tally)
-        running = None if following is None else (following, first)
+        if following is not None:
+            followed = clock.costs.followed is not None and modelled and following.chain != LEFT_OUT
+            running = following, How.WAITED if first else How.FOLLOWED if followed else How.AHEAD
+        else:
+            running = None
     return tally
+
+
+def _behind(
+    told: Sequence[Told], known: dict[int, int], running: StepPlan, drafts: int, number: int
+) -> StepPlan | None:
+    """As Scheduler.plan_behind."""
+    flying = {w.rid: w.drafts for w in running.work}
+    work = []
+    for rid, count in known.items():
+        one = told[rid]
+        if not count and rid not in flying:
+            return None
+        at = count + (rid in flying)
+        left = one.most - at - flying.get(rid, 0)
+        if left < 1:
+            continue
+        more = min(drafts, left - 1) if rid in flying else 0
+        tokens = (PENDING,) * (1 + more) if rid in flying else (one.answer[at - 1],)
+        start = len(one.prompt) + at - 1
+        params, later = SamplingParams(), rid in flying
+        work.append(
+            Work(rid, rid, start, tokens, (), True, at, params, 0, left=one.most - at, drafts=more, behind=later)
+        )
+    return StepPlan(number, tuple(work)) if work else None
 
 
 def _waits(speculator: Speculator, running: StepPlan) -> bool:
@@ -133,7 +176,7 @@ def _waits(speculator: Speculator, running: StepPlan) -> bool:
 def _launch(
     told: Sequence[Told],
     known: dict[int, int],
-    flying: tuple[StepPlan, bool] | None,
+    flying: tuple[StepPlan, How] | None,
     number: int,
     speculator: Speculator | None,
 ) -> StepPlan | None:
@@ -175,17 +218,14 @@ def _launch(
                 len(guesses),
             )
         )
-    plan = StepPlan(number, tuple(works))
-    plan = StepPlan(number, plan.work, speculator.chain(plan))
-    speculator.tidy()
-    return plan
+    return StepPlan(number, tuple(works))
 
 
 def _land(
     told: Sequence[Told],
     known: dict[int, int],
     plan: StepPlan,
-    waited: bool,
+    how: How,
     clock: Clock,
     speculator: Speculator | None,
     tally: Tally,
@@ -196,7 +236,8 @@ def _land(
             continue  # computed once more for nothing
         one, at = told[w.rid], known[w.rid]
         right = 0
-        while right < w.drafts and at + right < len(one.answer) - 1 and w.guesses[right] == one.answer[at + right]:
+        guesses = tuple(token for token, _ in one.chains[at - 1]) if w.behind else w.guesses
+        while right < w.drafts and at + right < len(one.answer) - 1 and guesses[right] == one.answer[at + right]:
             right += 1
         tokens = one.answer[at : at + right + 1]
         at = known[w.rid] = at + len(tokens)
@@ -214,17 +255,17 @@ def _land(
     outputs = [Output(o.rid, o.tokens, chain=o.chain[:longest]) for o in outputs]
     counts = [w.drafts + 1 for w in plan.work]
     length = LEFT_OUT if speculator is None else min(longest, plan.chain)
-    seconds = clock.step(counts, [w.end for w in plan.work], length, waited)
+    seconds = clock.step(counts, [w.end for w in plan.work], length, how)
     tally.seconds += seconds
     tally.steps += 1
     if speculator is not None:
         speculator.observe(deltas, outputs)
-        speculator.timed(plan, seconds, waited)
+        speculator.timed(plan, seconds, how == How.WAITED)
 
 
 def oracle(told: Sequence[Told], clock: Clock) -> float:
     """Seconds that one user's requests would take if every step knew how many of which drafts are going to be right,
-    and how long a chain the next one has a use for."""
+    and how long a chain the next one has a use for; and if, where steps are planned behind drafts, none ever waited."""
     store, spent = Store(), 0.0
     for one in told:
         trail = Trail(one.prompt, store)
@@ -266,13 +307,13 @@ def _least(one: Told, right: Sequence[Sequence[int]], clock: Clock) -> float:
     and a chain of that length behind them."""
     lengths = max(map(len, right))
     best = [[0.0] * lengths for _ in range(len(one.answer) + 1)]
-    chain = clock.costs.chain(1)
+    chain, how = clock.costs.chain(1), How.WAITED if clock.costs.followed is None else How.FOLLOWED
     for at in range(len(one.answer) - 1, -1, -1):
         context = len(one.prompt) + at
         for length in range(lengths):
             most = right[at][min(length, len(right[at]) - 1)]
             best[at][length] = min(
-                clock.step([n + 1], [context + n], 0, n > 0)
+                clock.step([n + 1], [context + n], 0, how if n else How.AHEAD)
                 + min(chain * ask + best[at + n + 1][ask] for ask in range(lengths))
                 for n in range(most + 1)
             )

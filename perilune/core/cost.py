@@ -97,7 +97,15 @@ def sample(rows: int, V: int) -> Cost:
 
 
 def verdict(B: int, m: int) -> Cost:
-    return Cost(2 * B * m, 8 * B * (4 * m + 6))
+    return Cost(2 * B * m, 8 * B * (4 * m + 7))
+
+
+def resume(B: int, m: int) -> Cost:
+    return Cost(12 * B * m, 8 * B * (7 * m + 8))
+
+
+def branch(S: int, M: int, block_bytes: int, k: int) -> Cost:
+    return Cost(S * (M + 3 * k), S * (8 * M + 2 * block_bytes + 20 * k))
 
 
 def logprobs(rows: int, V: int, n: int) -> Cost:

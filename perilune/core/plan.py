@@ -31,6 +31,9 @@ class Work:
     `prompt_logprobs` asks for the log-probability of the prompt tokens at positions start+1 .. start+count.
     The last `drafts` of `tokens` are guesses. Each of the last drafts + 1 positions then draws a token, as if the
     guesses before it were right; what stands are the draws up to and including the first that is not the next guess.
+    `behind` a step in flight that may bring the request several tokens: all `tokens` are PENDING, what that step draws
+    last and then the chain a draft model drafts behind it; start, draw and left are as if it brought one token only,
+    and `blocks` reach as far as all of them may.
     """
 
     rid: int
@@ -47,6 +50,7 @@ class Work:
     left: int = 0
     drafts: int = 0
     ahead: int = PENDING
+    behind: bool = False
 
     @property
     def count(self) -> int:

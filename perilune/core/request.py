@@ -7,8 +7,8 @@ Positions of a request, at the moment a step is planned while the previous one s
 
 known    prompt and committed output tokens, whose ids the host has
 pending  tokens that steps in flight will sample; at most one when a step is planned, two while its predecessor and it
-         are both in flight. A step with drafts counts as one, though it may bring more: until it has landed nothing
-         else of the request is planned (`drafted`), and `planned` does not count the drafts
+         are both in flight. A step with drafts counts as one, though it may bring more: what is planned before it has
+         landed lies up to `drafted` positions further, and `planned` does not count the drafts
 horizon  known + pending
 limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
 """
@@ -37,7 +37,7 @@ class Request:
     computed: int = 0
     planned: int = 0
     pending: int = 0
-    drafted: int = 0  # drafts in flight: their KV needs blocks beyond `planned`
+    drafted: int = 0  # drafts in flight, of all steps: their KV needs blocks beyond `planned`
     doubted: bool = False  # the next step must do without drafts, because one of the last step's spoilt it
     counted: bool = False  # the device has the counts of its tokens, if its parameters look back
     life: int = 0  # preemptions so far; work planned in an earlier life no longer has its blocks
@@ -80,7 +80,7 @@ class Request:
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
         """Ids at the next `count` positions to plan, the last one PENDING if it is still being sampled."""
-        assert 0 < count <= self.todo, (self.rid, count, self.todo)
+        assert 0 < count <= self.horizon - self.planned, (self.rid, count, self)
         end = self.planned + count
         ids = tuple(self.tokens[self.planned : end])
         return ids if end <= self.known else (*ids, PENDING)
@@ -111,14 +111,20 @@ class Request:
         self.check()
         return sample
 
-    def land(self, end: int, drafted: bool = False) -> None:
-        """Counts the positions before `end` as computed. After a step with drafts it is `end` that says how far the
-        request has come: accepted drafts beyond what was planned, or less than that if one spoilt the step."""
-        assert self.computed <= end <= self.known, (self.rid, self.computed, end, self.known)
-        self.computed = end
-        if drafted:
-            self.planned = end
-            self.counted &= not self.doubted
+    def land(self, count: int, drafts: int, accepted: int, again: bool) -> None:
+        """Counts `count` more positions as computed, besides those of `accepted` of the step's `drafts`. `again`: less
+        the last one, because a draft spoilt it."""
+        self.computed += count + accepted - again
+        self.planned += accepted - again
+        self.drafted -= drafts
+        self.counted &= not again
+        assert self.computed <= self.known and self.drafted >= 0, self
+
+    def withdraw(self, drafts: int) -> None:
+        """Takes back a launch of one position with `drafts` drafts, which were none."""
+        self.planned -= 1
+        self.pending -= 1
+        self.drafted -= drafts
 
     def trim(self, blocks: int) -> list[int]:
         """The blocks beyond the first `blocks`, which now belong to the caller."""
@@ -152,7 +158,7 @@ class Request:
         self.slot = None
         self.blocks = []
         self._table = None
-        self.registered = self.computed = self.planned = 0
+        self.registered = self.computed = self.planned = self.drafted = 0
         self.life += 1
         return slot, blocks
 

@@ -26,6 +26,7 @@ def measure_costs(runner: Runner, config: EngineConfig) -> costs.Costs:
         most_tokens=config.max_step_tokens,
         longest=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
         chains=runner.drafter is not None,
+        trails=runner.trails,
     )
     log.info("costs measured in %.1f s: %s", time.perf_counter() - begin, table)
     return table

@@ -4,8 +4,9 @@ One step, read top to bottom (`Engine.step`): plan step N+1 while step N runs, q
 its tokens and hand them out. The plan is made one result early, so a request that turns out to be finished may be
 computed once more for nothing; in exchange the device never waits for Python.
 
-Drafts (spec/speculator.py) turn that around: they continue known text, so where they promise more than the overlap is
-worth, step N lands first and step N+1 is planned with guesses of what it will draw.
+Drafts (spec/speculator.py) that continue known text turn that around: where they promise more than the overlap is
+worth, step N lands first and step N+1 is planned with guesses of what it will draw. A draft model's chain stays on the
+device, so where all drafts are its own nothing waits: step N+1 is planned behind N, however many tokens N will bring.
 """
 
 import dataclasses
@@ -152,15 +153,24 @@ class Engine:
         """Queue step N+1, then bring in step N; the other way round where N+1 shall have drafts."""
         deltas = self._take_compiled() if self._compiling else []
         running, self._running = self._running, None
-        first = running is not None and self._lands_first(running[0])
+        behind = None if running is None else self._behind(running[0])
+        first = behind is None and running is not None and self._lands_first(running[0])
         if running is not None and first:
             deltas += self._land(*running)
-        self._running = self._launch()
+        self._running = self._launch(behind)
         if running is not None and not first:
             deltas += self._land(*running)
         if self._running is None:
             self._landed_at = None
         return deltas
+
+    def _behind(self, running: StepPlan) -> StepPlan | None:
+        """The step after the one that is running, if it can go on from there without the host's having seen it."""
+        if self.speculator is None or self._rejected is not None:  # whose log has what was drafted
+            return None
+        if not self.runner.trails or (drafts := self.speculator.behind(running)) is None:
+            return None
+        return self.scheduler.plan_behind(drafts) if self.runner.free(running) else None
 
     def _lands_first(self, running: StepPlan) -> bool:
         """Whether to wait for the step that is running before the next one is planned."""
@@ -169,13 +179,13 @@ class Engine:
         # Those with drafts could not be planned now: the batch would fall apart into two that take turns.
         return any(w.drafts for w in running.work) or self.speculator.wanted(running)
 
-    def _launch(self) -> "tuple[StepPlan, Future[Readout]] | None":
-        plan = self.scheduler.plan()
+    def _launch(self, behind: StepPlan | None) -> "tuple[StepPlan, Future[Readout]] | None":
+        plan = behind or self.scheduler.plan()
         if plan is None:
             return None
         if self.speculator is not None:
             begin = time.perf_counter()
-            if drafts := self.speculator.propose(plan):
+            if behind is None and (drafts := self.speculator.propose(plan)):
                 plan = self.scheduler.add_drafts(plan, drafts)
             plan = dataclasses.replace(plan, chain=self.speculator.chain(plan), hope=self.speculator.hope)
             self.drafting_seconds += time.perf_counter() - begin

@@ -9,7 +9,10 @@ A draft model adds two: it follows a step in a graph that belongs to the step's,
 requests, the width and the chain's length, whichever step came before. So sizes and lengths add up instead of
 multiplying, and both are launched while the step itself runs.
 
-A step's numbers travel in one copy to the graph's inputs (engine/inputs.py), what it brings in one copy back. All
+A step's numbers travel in one copy to the graph's inputs (engine/inputs.py), what it brings in one copy back. Where the
+next step goes on stays on the device too, by slot: the last token, how many drafts stood, the chain behind them. So a
+step may be queued behind one whose tokens nobody has seen; a small kernel before its graph (ops/resume) moves it to
+where that one ended. All
 graphs share one memory pool. When what they hold outgrows MAX_BYTES all go, and traffic brings back those it needs.
 """
 
@@ -26,10 +29,11 @@ import torch
 from torch import Tensor
 
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, StepPlan
-from perilune.engine.inputs import Arrays, Inputs, Size
+from perilune.engine.inputs import Arrays, Fields, Inputs, Size
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
+from perilune.ops.resume import resume
 from perilune.ops.sample import sample
 from perilune.ops.verdict import verdict
 from perilune.spec.drafter import Drafter, Drafts, Followed, Start
@@ -101,7 +105,10 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Chains:
+    """`stores` [B] int64: the rows that chains belong to."""
+
     start: Start
+    stores: Tensor
     replays: dict[int, Replay] = field(default_factory=dict)  # by length
 
 
@@ -140,6 +147,8 @@ class DecodeGraphs:
     """Owns the graphs of one model on one device. Used by one thread at a time.
 
     last_tokens [N] int64: the last-token buffer, whose last row nobody reads.
+    shifts      [N] int64: by the same rows, the drafts that stood in the last step of whoever has the slot
+    ahead       [N, MAX_DRAFTS] int64: what the draft model drafted behind it
     """
 
     def __init__(self, model: KimiK2, pages: Pages, last_tokens: Tensor, max_model_len: int) -> None:
@@ -148,6 +157,8 @@ class DecodeGraphs:
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._chains: dict[tuple[int, int], _Chains] = {}  # by requests and width
         device = last_tokens.device
+        self.shifts = torch.zeros_like(last_tokens)
+        self.ahead = torch.zeros(len(last_tokens), MAX_DRAFTS, dtype=torch.int64, device=device)
         self._on_gpu = device.type == "cuda"
         columns = AHEAD + 2 * MAX_DRAFTS
         self._out = torch.zeros(MAX_REQUESTS, columns, dtype=torch.float64, device=device)
@@ -232,16 +243,26 @@ class DecodeGraphs:
             stop = stop.clone()
             stop[: len(ends)] = on_device(np.array(ends, np.int32), stop.device)
         verdict(
-            grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._last_tokens, graph.out,
+            grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._last_tokens, self.shifts, graph.out,
             graph.following, graph.last,
         )  # fmt: skip
         return self._chained(graph, run.key, plan)
+
+    def settled(self, slots: Tensor, tokens: Tensor, lengths: Tensor | None, chains: Drafts | None) -> None:
+        """Takes note of a step that ran call by call: of the requests in `slots` [S], the last `tokens` [S], how many
+        stood of each (`lengths` [S], or one), and the chains behind them."""
+        self._last_tokens[slots] = tokens
+        self.shifts[slots] = 0 if lengths is None else (lengths - 1).clamp_min(0)
+        if chains is not None:
+            self.ahead[slots, : chains.tokens.shape[1]] = chains.tokens.long()
 
     def draft(self, start: Start, length: int) -> Drafts:
         """As the draft model's `draft`, for at most MAX_REQUESTS requests; valid until the next step."""
         count, used = start.tables.shape
         requests, width = min(rounded_up(count), MAX_REQUESTS), table_width(used, self._most_blocks)
-        room = self._room(requests, width).start
+        chains = self._room(requests, width)
+        chains.stores.fill_(len(self._last_tokens) - 1)
+        room = chains.start
         for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
             to[:count] = of
         room.tables[:count, :used] = start.tables
@@ -260,7 +281,7 @@ class DecodeGraphs:
     def _replayed(self, plan: StepPlan, *, whole: bool) -> tuple[Key, _Graph] | None:
         width = table_width(max(len(w.blocks) for w in plan.work), self._most_blocks)
         requests = min(rounded_up(len(plan.work)), MAX_REQUESTS)
-        key = Key(requests, _each(plan), width, whole, self._drafter is not None)
+        key = Key(requests, _each(plan), width, whole, self._drafter is not None and plan.chain != LEFT_OUT)
         found = self._graphs.get(key)
         if found is None:
             try:
@@ -275,9 +296,17 @@ class DecodeGraphs:
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        found.inputs.fill(plan.work)
+        if found.inputs.fill(plan.work):
+            self._resume(found.inputs.fields)
         found.replay()
         return key, found
+
+    def _resume(self, fields: Fields[Tensor]) -> None:
+        resume(
+            fields.ids, fields.positions, fields.slots, fields.u, fields.context, fields.front, fields.behind,
+            fields.tables, fields.held, fields.seeds, fields.draws, self._last_tokens, self.shifts, self.ahead,
+            self._pages.block_size,
+        )  # fmt: skip
 
     def _chained(self, graph: _Graph, key: Key, plan: StepPlan) -> Arriving:
         """Lets the draft model follow a step that has settled, and sends what there is to the host."""
@@ -306,12 +335,13 @@ class DecodeGraphs:
         graph = _Graph(
             inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests]
         )  # fmt: skip
-        inputs.fill(plan.work)
+        if inputs.fill(plan.work):
+            self._resume(inputs.fields)
         # A first run happens besides the replay to come: it must not change what that one takes for the last tokens.
         inputs.fields.stores.fill_(nobody)
 
         def work() -> None:
-            logits, graph.features = self._forward(graph.step)
+            logits, graph.features = self._forward(graph.step, key.followed)
             if key.whole:
                 self._draw(graph, logits)
             else:
@@ -325,7 +355,8 @@ class DecodeGraphs:
         starts, sampled = tuple(range(0, requests * each, each)), tuple(range(requests))
         # Which works the rows belong to matters to nobody where the step's own block tables are read.
         works = tuple(plan.work[i % len(plan.work)] for i in range(requests))
-        room = self._room(requests, key.width).start
+        chains = self._room(requests, key.width)
+        room = chains.start
 
         def follow() -> None:
             assert graph.features is not None
@@ -337,6 +368,7 @@ class DecodeGraphs:
             room.features.copy_(found.features)
             room.positions.copy_(found.positions)
             room.tables.copy_(found.tables)
+            chains.stores.copy_(graph.inputs.fields.stores)
 
         return self._recorded(follow, f"{key}, following")
 
@@ -344,7 +376,8 @@ class DecodeGraphs:
         found = self._chains.get((requests, width))
         if found is None:
             assert self._drafter is not None
-            found = self._chains[requests, width] = _Chains(self._drafter.blank(requests, width))
+            stores = torch.full((requests,), len(self._last_tokens) - 1, device=self._last_tokens.device)
+            found = self._chains[requests, width] = _Chains(self._drafter.blank(requests, width), stores)
         return found
 
     def _draft(self, requests: int, width: int, length: int) -> None:
@@ -358,6 +391,7 @@ class DecodeGraphs:
             def draft() -> None:
                 drafts = drafter.draft(chains.start, length)
                 ids[:, :length], sure[:, :length] = drafts.tokens, drafts.confidence
+                self.ahead[:, :length].index_copy_(0, chains.stores, drafts.tokens)
 
             kept = chains.start.features.clone()
             replay = self._recorded(draft, f"chains of {length} for {requests} requests, tables {width} wide")
@@ -411,8 +445,8 @@ class DecodeGraphs:
         pending = (fields.rows.flatten(), self._last_tokens)
         return Step(fields.ids.flatten(), fields.positions.flatten(), fields.slots.flatten(), span, None, pending)
 
-    def _forward(self, step: Step) -> tuple[Tensor, Tensor]:
-        layers = () if self._drafter is None else self._drafter.aux_layers
+    def _forward(self, step: Step, followed: bool) -> tuple[Tensor, Tensor]:
+        layers = self._drafter.aux_layers if followed and self._drafter is not None else ()
         hidden, features = self._model.hidden_with_aux(step, self._pages.data, layers)
         return self._model.logits(hidden), features
 
@@ -421,6 +455,6 @@ class DecodeGraphs:
         by_draw = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
         drawn = sample(logits, *(x.flatten() for x in by_draw))
         verdict(
-            drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._last_tokens, graph.out,
-            graph.following, graph.last,
+            drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._last_tokens, self.shifts,
+            graph.out, graph.following, graph.last,
         )  # fmt: skip

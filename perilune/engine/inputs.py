@@ -4,6 +4,8 @@ The buffer has rows for a fixed number of requests with a fixed number of tokens
 repeat the first one, so that they touch no expert of their own, and write nothing that anybody reads. Where requests
 have different numbers of tokens, those with fewer get rows in front, which repeat their first token at the positions
 before it and write nothing either: only what has been computed is in reach of them.
+
+Where a step is planned behind one whose tokens the host has not seen, the device completes the numbers (ops/resume).
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import Work
+from perilune.core.plan import PENDING, Work
 from perilune.engine.sampler import uniforms
 
 A = TypeVar("A")
+
+_WORD = (1 << 64) - 1
 
 
 class Size(NamedTuple):
@@ -36,7 +40,10 @@ class Fields(Generic[A]):
     ids, rows, positions, slots   int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
     u                             float64 [B, m]: the random number of each draw
     stores                        int64 [B]: the row of the last-token buffer that a request's last token goes to
+    held, seeds, draws            int64 [B]: of works planned behind a step: the row they go on from, their request's
+                                  seed, the number of the first draw
     context, front, stop          int32 [B]: tokens in the cache afterwards; own columns and drafts, as in ops/verdict
+    behind                        int32 [B]: 1 for such works
     top_k                         int32 [B, m]; temperature, top_p, min_p float32 [B, m]: of each draw
     tables                        int32 [B, M]
     """
@@ -47,9 +54,13 @@ class Fields(Generic[A]):
     slots: A
     u: A
     stores: A
+    held: A
+    seeds: A
+    draws: A
     context: A
     front: A
     stop: A
+    behind: A
     top_k: A
     temperature: A
     top_p: A
@@ -58,16 +69,17 @@ class Fields(Generic[A]):
 
 
 _DTYPES = {
-    **dict.fromkeys(("ids", "rows", "positions", "slots", "stores"), torch.int64),
+    **dict.fromkeys(("ids", "rows", "positions", "slots", "stores", "held", "seeds", "draws"), torch.int64),
     "u": torch.float64,
-    **dict.fromkeys(("context", "front", "stop", "top_k", "tables"), torch.int32),
+    **dict.fromkeys(("context", "front", "stop", "behind", "top_k", "tables"), torch.int32),
     **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
 }
 
 
 def _shapes(size: Size) -> dict[str, tuple[int, ...]]:
     B, m, M = size
-    special = {**dict.fromkeys(("stores", "context", "front", "stop"), (B,)), "tables": (B, M)}
+    by_request = ("stores", "held", "seeds", "draws", "context", "front", "stop", "behind")
+    special = {**dict.fromkeys(by_request, (B,)), "tables": (B, M)}
     return {f.name: special.get(f.name, (B, m)) for f in fields(Fields)}
 
 
@@ -124,15 +136,19 @@ class Inputs:
         views.top_p[:] = 1.0
         return _Host(buffer, views, [None] * self.size.requests)
 
-    def fill(self, work: Sequence[Work]) -> None:
-        """Writes the numbers of a step and queues their copy."""
+    def fill(self, work: Sequence[Work]) -> bool:
+        """Writes the numbers of a step and queues their copy; whether the device has to complete them."""
         self.turn ^= 1
         host = self._hosts[self.turn]
         to, count = host.fields, len(work)
         to.rows[:count] = np.array([w.slot for w in work])[:, None]
         to.stores[:count] = to.rows[:count, 0]
         to.context[:count] = [w.end for w in work]
-        if self.size.each == 1:
+        behind = any(w.behind for w in work)
+        resumed = behind and all(w.behind for w in work)
+        if resumed:
+            self._resumed(to, work)
+        elif self.size.each == 1:
             size = self._block_size
             to.ids[:count, 0] = [w.tokens[0] for w in work]
             to.positions[:count, 0] = [w.start for w in work]
@@ -140,9 +156,14 @@ class Inputs:
         else:
             for i, w in enumerate(work):
                 self._tokens(to, i, w)
-        self._draws(to, work)
+        self._draws(to, work, known=not resumed)
         for values in (to.ids, to.rows, to.positions, to.context, to.front, to.stop):
             values[count:] = values[:1]
+        if behind:
+            to.behind[:count] = [w.behind for w in work]
+            to.seeds[:count] = np.array([w.seed & _WORD for w in work], np.uint64).view(np.int64)
+            to.draws[:count] = [w.draw for w in work]
+            to.behind[count:], to.held[:] = to.behind[0], to.rows[:, 0]
         to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._nobody, 0.0
         for i, w in enumerate(work):
             if host.tables[i] is not w.blocks:  # the same tuple as long as it is the same table
@@ -154,6 +175,7 @@ class Inputs:
             to.tables[count:] = to.tables[0]
             host.tables[count:] = [first] * (self.size.requests - count)
         self._buffer.copy_(host.buffer, non_blocking=True)
+        return behind
 
     def _tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:
         """Row i, where requests have several tokens."""
@@ -164,7 +186,17 @@ class Inputs:
         to.slots[i] = [-1] * front + [blocks[p // size] * size + p % size for p in range(w.start, w.end)]
         to.front[i], to.stop[i] = front, each - 1
 
-    def _draws(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
+    def _resumed(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
+        """All rows, where the device completes every one: no ids, and of slots only where there are any."""
+        count, each = len(work), self.size.each
+        front = each - np.array([w.count for w in work])[:, None]
+        to.ids[:count] = PENDING
+        to.positions[:count] = np.array([w.start for w in work])[:, None] - front + self._columns
+        to.slots[:count] = np.where(self._columns < front, -1, 0)
+        to.front[:count], to.stop[:count] = front[:, 0], each - 1
+
+    def _draws(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, known: bool) -> None:
+        """`known`: which of a request's draws they are."""
         count, params = len(work), [w.params for w in work]
         if all(p.greedy for p in params):
             to.temperature[:count] = 0.0
@@ -175,5 +207,7 @@ class Inputs:
         to.top_k[:count] = np.array([min(p.top_k, 2**31 - 1) for p in params])[:, None]
         to.top_p[:count] = np.array([p.top_p for p in params])[:, None]
         to.min_p[:count] = np.array([p.min_p for p in params])[:, None]
+        if not known:
+            return
         numbers = np.array([w.draw for w in work])[:, None] + self._columns - front
         to.u[:count] = uniforms([w.seed for w in work], numbers.clip(0))

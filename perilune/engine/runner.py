@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,9 +74,11 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
         """Runs the plan after those launched before. A graph's step is queued on the spot: handing it to another thread
-        takes as long as queueing it."""
-        idle = self._launched is None or self._launched.done()
-        if idle and self.graphs is not None and self.graphs.takes(plan):
+        takes as long as queueing it. What that thread is still queueing comes first, so there is nothing to gain by
+        leaving it the graph as well."""
+        if self.graphs is not None and self.graphs.takes(plan):
+            if self._launched is not None:
+                wait((self._launched,))
             self._launched = Future()
             self._launched.set_result(self._timed(plan))
         else:
@@ -107,8 +110,10 @@ class Runner:
         with registry.using(self.overrides), torch_alone() if few else nullcontext():
             if self.graphs is not None and self.graphs.takes(plan) and (readout := self._replay(plan)) is not None:
                 return readout
+            if any(w.behind for w in plan.work):
+                plan = self._caught_up(plan)
             batch = build(plan, self.last_tokens, self.pages.block_size, self.absorb_limit)
-            layers = () if self.drafter is None else self.drafter.aux_layers
+            layers = () if self.drafter is None or plan.chain == LEFT_OUT else self.drafter.aux_layers
             hidden, features = self.model.hidden_with_aux(batch.step, self.pages.data, layers)
             scores = [
                 sampler.prompt_logprobs(w, hidden[start : start + w.count], self.model.logits)
@@ -126,6 +131,8 @@ class Runner:
                 length = min(plan.chain, self.drafter.longest)
                 if start is not None and length:
                     chains = self._drafts(self.drafter, start, length, plan.hope)
+            if self.trails and batch.sampled:
+                self._settled(drawn, accepted, chains, batch.slots)
             return Readout(
                 plan.step,
                 drawn.work,
@@ -136,6 +143,39 @@ class Runner:
                 drawn.refused,
             )
 
+    @property
+    def trails(self) -> bool:
+        """Whether steps may be planned behind steps with drafts that have not landed."""
+        return self.drafter is not None and self.graphs is not None and self.graphs.broken is None
+
+    def free(self, plan: StepPlan) -> bool:
+        """Whether no request of the step needs the host between two steps."""
+        return not any(self.adjuster.asked(w) or self.grammars.holds(w) or _tells(w) for w in plan.work)
+
+    def _caught_up(self, plan: StepPlan) -> StepPlan:
+        """The plan with what the step before it brought, for which this waits: where a graph is not to be had."""
+        assert self.graphs is not None
+        last, shifts, ahead = (t.tolist() for t in (self.last_tokens, self.graphs.shifts, self.graphs.ahead))
+        work = []
+        for w in plan.work:
+            if w.behind:
+                shift = shifts[w.slot]
+                tokens = (last[w.slot], *ahead[w.slot][: w.drafts])
+                w = replace(w, start=w.start + shift, draw=w.draw + shift, left=w.left - shift, tokens=tokens)
+            work.append(w)
+        return replace(plan, work=tuple(work))
+
+    def _settled(self, drawn: "_Drawn", accepted: Accepted | None, chains: Drafts | None, slots: Tensor) -> None:
+        """Leaves on the device from where the next step goes on, should it be planned before this one has landed."""
+        assert self.graphs is not None
+        tokens, lengths = drawn.tokens, None
+        if accepted is not None:
+            lengths = accepted.lengths
+            counts = np.array([w.drafts + 1 for w in drawn.work], np.int64)
+            firsts = sampler.on_device(np.cumsum(counts) - counts, tokens.device)
+            tokens = tokens[firsts + (lengths - 1).clamp_min(0)]
+        self.graphs.settled(slots, tokens, lengths, chains)
+
     def _drafts(self, drafter: Drafter, start: Start, length: int, hope: float) -> Drafts:
         if self.graphs is None or self.graphs.broken is not None or len(start.positions) > MAX_REQUESTS:
             return drafter.draft(start, length, hope)
@@ -144,7 +184,7 @@ class Runner:
     def _replay(self, plan: StepPlan) -> "Readout | None":
         """The step through CUDA graphs; None if they turn out not to be for this machine."""
         assert self.graphs is not None
-        if not any(self.adjuster.asked(w) or self.grammars.holds(w) or _tells(w) for w in plan.work):
+        if self.free(plan):
             arriving = self.graphs.run(plan)
             return None if arriving is None else _sent(plan, arriving)
         run = self.graphs.forward(plan)
@@ -177,7 +217,6 @@ class Runner:
             return None
         guesses = [w.guesses[: drawn.cut.get(i, w.drafts)] for i, w in enumerate(drawn.work)]
         accepted = accept(drawn.told, [w.drafts for w in drawn.work], guesses, sampler.on_device)
-        # The last-token buffer stays as it is: such a step lands before the next is planned, with no PENDING.
         self._told(drawn, accepted.lengths)
         return accepted
 

@@ -9,7 +9,9 @@ Steps overlap: step N+1 is planned while step N runs. The plan assumes that N go
 planned as PENDING at its position. If N then ends the request, its part of N+1 is computed in vain and ignored.
 
 Drafts are guests: `add_drafts` gives them the blocks and the part of the step that the plan has left over, never what
-somebody else could have had. A request with drafts in flight is not planned again before they have landed.
+somebody else could have had. `plan` leaves out a request with drafts in flight; `plan_behind` does not: it takes for
+granted that they bring one token, reserves the blocks for the case that all of them are right, and leaves it to the
+device to find out where the request goes on.
 
 Steps execute in the order they were planned, each after the whole of its predecessor. Hence blocks and slots can be
 given back at once, even while a step in flight still uses them: whoever gets them is planned in a later step, which
@@ -33,11 +35,12 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """One request's work in a step that is not committed yet."""
+    """One request's work in a step that is not committed yet. `void`: it goes on from what never was."""
 
     request: Request
     life: int
     work: Work
+    void: bool = False
 
 
 class Scheduler:
@@ -217,12 +220,52 @@ class Scheduler:
                 continue
             for _ in range(self._blocks_for(work.end + count) - len(request.blocks)):
                 request.add_block(self._tree.allocate())
-            request.drafted = count
+            request.drafted += count
             budget -= count
             tokens = (*work.tokens, *guesses[:count])
             flight = replace(flight, work=replace(work, tokens=tokens, blocks=request.table, drafts=count))
             flights[index] = flight
         return replace(plan, work=tuple(f.work for f in flights))
+
+    def plan_behind(self, drafts: int) -> StepPlan | None:
+        """The next step, behind the one in flight, drafts or not: every work that it does for a request goes on there
+        with as many as `drafts` of the chain behind. None if that would hold up anybody, or somebody has more to
+        compute than a token: then the step in flight must be committed first.
+
+        A request that may have ended by then sits out.
+        """
+        assert len(self._flying) == 1, "there is no step to plan behind"
+        if self._waiting and self._slots:
+            return None
+        flying = {f.request.rid: f.work for f in self._flying[0][1] if f.life == f.request.life and not f.void}
+        going: list[tuple[Request, int]] = []
+        most = self._max_step_tokens // max(len(self._running), 1) - 1
+        for request in self._running:
+            work = flying.get(request.rid)
+            if work is None and request.horizon - request.planned == 1:
+                going.append((request, 0))
+            elif work is None or not work.sample or request.params.prompt_logprobs is not None:
+                return None
+            elif (left := request.limit - request.horizon - request.drafted) > 0:
+                going.append((request, min(drafts, MAX_DRAFTS, left - 1, most)))
+        if not going or most < 0:
+            return None
+        for least in (0, MAX_DRAFTS):  # drafts are what can be done without
+            ends = [r.planned + r.drafted + 1 + max(count - least, 0) for r, count in going]
+            if sum(self._blocks_for(end) - len(r.blocks) for end, (r, _) in zip(ends, going)) <= self._tree.available:
+                break
+        else:
+            return None
+        flights = []
+        for (request, count), end in zip(going, ends):
+            count, behind = max(count - least, 0), request.rid in flying
+            for _ in range(self._blocks_for(end) - len(request.blocks)):
+                request.add_block(self._tree.allocate())
+            flights.append(self._launch(request, 1, count if behind else None))
+        step = self._planned_steps
+        self._planned_steps += 1
+        self._flying.append((step, flights))
+        return StepPlan(step, tuple(f.work for f in flights))
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Takes in what the oldest step in flight brought; returns what the front end has to hear."""
@@ -304,12 +347,13 @@ class Scheduler:
         extend_digests(request.digests, request.tokens, self._block_size, blocks)
         return request.digests[:blocks]
 
-    def _launch(self, request: Request, count: int) -> _Flight:
+    def _launch(self, request: Request, count: int, behind: int | None = None) -> _Flight:
+        """`behind`: with so many drafts, behind a step in flight."""
         for _ in range(self._blocks_for(request.planned + count) - len(request.blocks)):
             request.add_block(self._tree.allocate())
         assert request.slot is not None
         start, draw = request.planned, request.horizon - request.prompt_len
-        tokens = request.next_tokens(count)
+        tokens = request.next_tokens(count) if behind is None else (PENDING,) * (1 + behind)
         targets = request.targets(count) if request.params.prompt_logprobs is not None else ()
         history, left, ahead = request.history(count), request.limit - request.horizon, request.ahead(count)
         work = Work(
@@ -325,8 +369,11 @@ class Scheduler:
             prompt_targets=targets,
             history=history,
             left=left,
+            drafts=behind or 0,
             ahead=ahead,
+            behind=behind is not None,
         )
+        request.drafted += behind or 0
         return _Flight(request, request.life, work)
 
     def _preempt(self, request: Request) -> None:
@@ -353,11 +400,10 @@ class Scheduler:
 
     def _land(self, flight: _Flight, output: Output | None) -> Delta | None:
         request, work = flight.request, flight.work
-        if request.finished:
-            return None  # ended after this step was planned
+        if request.finished or flight.void:
+            return None  # ended after this step was planned, or it went on from nothing
         if work.sample:
             request.pending -= 1
-            request.drafted = 0
         error = None if output is None else output.error
         brought = () if output is None else output.tokens
         again = output is not None and output.again
@@ -379,7 +425,9 @@ class Scheduler:
         if finish_reason != "error":
             assert kept or again or not work.sample, f"request {work.rid}: step brought no token"
             if request.life == flight.life:  # otherwise preempted since: the tokens are good, the blocks are gone
-                request.land(min(work.end - work.drafts + accepted, request.known) - again, work.drafts > 0)
+                if again:
+                    self._void(request)
+                request.land(work.count - work.drafts, work.drafts, min(accepted, len(kept)), again)
                 self._tree.release(request.trim(self._blocks_for(request.planned + request.drafted)))
                 self._register(request)
             scores = self._new_scores(request, work, output)
@@ -402,6 +450,14 @@ class Scheduler:
             drafted=work.drafts,
             accepted=min(accepted, len(kept)),
         )
+
+    def _void(self, request: Request) -> None:
+        """What is in flight for the request goes on from a token that has not come."""
+        for _, flights in self._flying:
+            for index, flight in enumerate(flights):
+                if flight.request is request:
+                    flights[index] = replace(flight, void=True)
+                    request.withdraw(flight.work.drafts)
 
     @staticmethod
     def _until_stop(request: Request, tokens: tuple[int, ...]) -> int:

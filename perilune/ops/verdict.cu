@@ -11,7 +11,7 @@ struct Args {
   const int64_t *drawn, *ids;  // [B m]
   const int *front, *stop;     // [B]
   const int64_t* stores;       // [B]
-  int64_t* last_tokens;        // [N]
+  int64_t *last_tokens, *shifts;  // [N]
   double* out;                 // [B, W]
   int64_t *following, *last;   // [B m], [B]
   int64_t B, m, W, N;
@@ -35,13 +35,15 @@ __global__ __launch_bounds__(THREADS) void verdict_kernel(Args a) {
   a.out[b * a.W + a.m] = static_cast<double>(at - first + !failed);
   a.out[b * a.W + a.m + 1] = failed;
   const int64_t row = a.stores[b];
-  if (row >= 0 && row < a.N) a.last_tokens[row] = max(drawn[at], int64_t(0));
+  if (row < 0 || row >= a.N) return;
+  a.last_tokens[row] = max(drawn[at], int64_t(0));
+  a.shifts[row] = at - first;
 }
 
 }  // namespace
 
 API int verdict(const void* drawn, const void* ids, const void* front, const void* stop, const void* stores,
-                void* last_tokens, void* out, void* following, void* last, int64_t B, int64_t m, int64_t W, int64_t N,
+                void* last_tokens, void* shifts, void* out, void* following, void* last, int64_t B, int64_t m, int64_t W, int64_t N,
                 void* stream) {
   Args a{static_cast<const int64_t*>(drawn),
          static_cast<const int64_t*>(ids),
@@ -49,6 +51,7 @@ API int verdict(const void* drawn, const void* ids, const void* front, const voi
          static_cast<const int*>(stop),
          static_cast<const int64_t*>(stores),
          static_cast<int64_t*>(last_tokens),
+         static_cast<int64_t*>(shifts),
          static_cast<double*>(out),
          static_cast<int64_t*>(following),
          static_cast<int64_t*>(last),

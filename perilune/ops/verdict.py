@@ -4,10 +4,11 @@ drawn, ids [B m] int64: what each position drew (negative: it failed), and the t
 stores [B] int64. Request b's own columns are front[b] .. m - 1, and behind column j its draft is ids[j + 1] if j <
 stop[b] <= m - 1. With a the first own column that has no draft or drew another token than its draft, in place:
   last[b] = b m + a; following[b m + j] = max(drawn[b m + j], 0); last_tokens[stores[b]] = max(drawn[b m + a], 0);
+  shifts[stores[b]] = a - front[b], the drafts that stand;
   out[b, :m + 2] = drawn[b m .. b m + m - 1], how many stand (a - front[b] and one more unless drawn[a] failed), and 1.0
   if it failed, else 0.0.
-out [B, W] float64, W >= m + 2, which holds ids exactly; last [B], following [B m], last_tokens [N] int64. No two stores
-are equal but those of rows of last_tokens that nobody reads.
+out [B, W] float64, W >= m + 2, which holds ids exactly; last [B], following [B m], last_tokens and shifts [N] int64. No
+two stores are equal but those of rows of last_tokens that nobody reads.
 """
 
 import functools
@@ -37,7 +38,7 @@ CASES = [
     Case(40, 9, 1),
     Case(300, 2),
 ]
-TOL = {name: exact() for name in ("last_tokens", "out", "following", "last")}
+TOL = {name: exact() for name in ("last_tokens", "shifts", "out", "following", "last")}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "stop": front + (g.rand(B) * (m - front)).int(),
         "stores": g.permutation(B + 1)[:B],
         "last_tokens": torch.full((B + 1,), 7, device=g.device),
+        "shifts": torch.full((B + 1,), -7, device=g.device),
         "out": torch.full((B, m + 2 + c.spare), float("nan"), dtype=torch.float64, device=g.device),
         "following": torch.full((B * m,), -9, device=g.device),
         "last": torch.full((B,), -9, device=g.device),
@@ -64,8 +66,8 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(
-    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, out: Tensor,
-    following: Tensor, last: Tensor,
+    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, shifts: Tensor,
+    out: Tensor, following: Tensor, last: Tensor,
 ) -> None:  # fmt: skip
     B = len(front)
     m = len(drawn) // max(B, 1)
@@ -76,6 +78,7 @@ def reference(
             at += 1
         last[b] = b * m + at
         last_tokens[stores[b]] = max(own[at], 0)
+        shifts[stores[b]] = at - int(front[b])
         failed = own[at] < 0
         out[b, : m + 2] = out.new_tensor([*own, at - int(front[b]) + (not failed), failed])
     following.copy_(drawn.clamp_min(0))
@@ -86,13 +89,13 @@ op = Op("verdict", CASES, TOL, inputs, cost, reference, decides=(0, 6), dtypes=(
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("verdict.cu", "verdict", "pppppppppllllp")
+    return compile.function("verdict.cu", "verdict", "ppppppppppllllp")
 
 
 @op.impl("cuda", when=lambda a, device: compile.on_hopper("verdict.cu", device, (a.out.shape[0] > 0, "a request")))
 def cuda(
-    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, out: Tensor,
-    following: Tensor, last: Tensor,
+    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, shifts: Tensor,
+    out: Tensor, following: Tensor, last: Tensor,
 ) -> None:  # fmt: skip
     B, W = out.shape
     failed = _kernel()(
@@ -102,6 +105,7 @@ def cuda(
         stop.contiguous().data_ptr(),
         stores.contiguous().data_ptr(),
         last_tokens.data_ptr(),
+        shifts.data_ptr(),
         out.data_ptr(),
         following.data_ptr(),
         last.data_ptr(),
@@ -116,8 +120,8 @@ def cuda(
 
 @op.impl("torch")
 def by_columns(
-    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, out: Tensor,
-    following: Tensor, last: Tensor,
+    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, shifts: Tensor,
+    out: Tensor, following: Tensor, last: Tensor,
 ) -> None:  # fmt: skip
     B = len(front)
     m = len(drawn) // max(B, 1)
@@ -128,14 +132,15 @@ def by_columns(
     torch.add(at, torch.arange(B, device=drawn.device) * m, out=last)
     torch.clamp(drawn, min=0, out=following)
     last_tokens[stores] = ending.clamp_min(0)
+    shifts[stores] = at - front
     out[:, :m] = grid
     out[:, m] = at - front + (ending >= 0)
     out[:, m + 1] = ending < 0
 
 
 def verdict(
-    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, out: Tensor,
-    following: Tensor, last: Tensor,
+    drawn: Tensor, ids: Tensor, front: Tensor, stop: Tensor, stores: Tensor, last_tokens: Tensor, shifts: Tensor,
+    out: Tensor, following: Tensor, last: Tensor,
 ) -> None:  # fmt: skip
     T, B = len(drawn), len(front)
     assert B * (T // max(B, 1)) == T and ids.shape == following.shape == (T,), f"{drawn.shape=} {ids.shape=} {B=}"
@@ -143,6 +148,7 @@ def verdict(
     assert out.shape[1] >= T // max(B, 1) + 2 and out.dtype == torch.float64, f"{out.shape=} {out.dtype=} {T=}"
     assert drawn.dtype == ids.dtype == stores.dtype == last_tokens.dtype == torch.int64, f"{drawn.dtype=} {ids.dtype=}"
     assert front.dtype == stop.dtype == torch.int32, f"{front.dtype=} {stop.dtype=}"
-    assert following.dtype == last.dtype == torch.int64, f"{following.dtype=} {last.dtype=}"
-    assert all(x.is_contiguous() for x in (last_tokens, out, following, last)), f"{out.stride()=}"
-    op(drawn, ids, front, stop, stores, last_tokens, out, following, last)
+    assert following.dtype == last.dtype == shifts.dtype == torch.int64, f"{following.dtype=} {last.dtype=}"
+    assert shifts.shape == last_tokens.shape, f"{shifts.shape=} {last_tokens.shape=}"
+    assert all(x.is_contiguous() for x in (last_tokens, shifts, out, following, last)), f"{out.stride()=}"
+    op(drawn, ids, front, stop, stores, last_tokens, shifts, out, following, last)

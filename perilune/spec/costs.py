@@ -2,13 +2,15 @@
 
     seconds = base(tokens of the step) + sum over requests of reach(tokens of the request) * its context
 
-Steps that decode one token each may be planned and queued ahead, and have a curve of their own, by requests. The table
+Steps that decode one token each may be planned and queued ahead, and have a curve of their own, by requests; so have
+steps that are queued ahead with a draft model following, drafts or not, by tokens. The table
 is of the engine's own model, kernels, sampler and machine, but of random tokens, which meet as many distinct experts as
 independent ones do, and of steps that nobody plans. A real text's neighbours share experts; planning that
 waits for the step before costs what it costs; and machines have company. So every point of the table has a factor that
-follows the clock (`Pace`), one for steps planned ahead and one for those whose planning waited.
+follows the clock (`Pace`), one for each way of planning.
 """
 
+import enum
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -33,6 +35,15 @@ LEARNING = 0.06  # weight of a step in the factor of its point
 COMMON = 0.3  # how much of that every other factor gets: a machine that slows down slows all
 STILL = 3e-4  # variance of a chain's share of steps, below which its length as good as never changed
 MOST = 0.7  # natural logarithm of the error of a step that still counts: the rest came from outside
+
+
+class How(enum.IntEnum):
+    """How a step was planned: before its predecessor had landed; after it; or before it, where drafts are no reason to
+    wait, and with a draft model that follows."""
+
+    AHEAD = 0
+    WAITED = 1
+    FOLLOWED = 2
 
 
 class Timer(Protocol):
@@ -72,26 +83,29 @@ class Curve:
 class Costs:
     """Seconds. `base` by tokens of the step at no context, `reach` by tokens of a request, per token of its context,
     `chain` for a draft model's next token, by requests; `ahead` of steps that decode a token of each, queued before the
-    one before has landed and without a draft model, by requests: as `base` if None."""
+    one before has landed and without a draft model, by requests: as `base` if None; `followed` as `base`, of steps
+    queued before the one before has landed that a draft model follows: None where drafts have to be waited for."""
 
     base: Curve
     reach: Curve
     chain: Curve = Curve((1,), (0.0,))
     ahead: Curve | None = None
+    followed: Curve | None = None
 
     def step(self, counts: Sequence[int], contexts: Sequence[int]) -> float:
         """Of requests that advance by `counts` tokens each, behind `contexts`."""
         return self.base(sum(counts)) + sum(self.reach(n) * c for n, c in zip(counts, contexts))
 
     def __str__(self) -> str:
-        points = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(self.base.xs, self.base.ys))
+        def points(curve: Curve) -> str:
+            return ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(curve.xs, curve.ys))
+
         reach = ", ".join(f"{n}: {1e9 * s:.0f}" for n, s in zip(self.reach.xs, self.reach.ys))
-        chain = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(self.chain.xs, self.chain.ys))
-        plain = self.ahead or self.base
-        queued = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(plain.xs, plain.ys))
+        followed = "" if self.followed is None else f"queued ahead and followed {points(self.followed)}; "
         return (
-            f"ms by tokens of a step {points}; queued ahead, by requests {queued}; us per 1000 tokens of context, by "
-            f"tokens of its request {reach}; ms for a draft model's token, by requests {chain}"
+            f"ms by tokens of a step {points(self.base)}; {followed}queued ahead, by requests "
+            f"{points(self.ahead or self.base)}; us per 1000 tokens of context, by tokens of its request {reach}; "
+            f"ms for a draft model's token, by requests {points(self.chain)}"
         )
 
 
@@ -109,20 +123,22 @@ class _Mean:
 
 class Pace:
     """Costs that follow what steps are seen to take. Reads like Costs; `base` is of steps whose planning waited, as it
-    must where there are drafts."""
+    must where drafts continue known text."""
 
     def __init__(self, costs: Costs) -> None:
         self.table = costs
-        self._plain = costs.ahead or costs.base
-        self._ahead = [1.0] * len(self._plain.xs)
-        self._waited = [WAITING] * len(costs.base.xs)
+        self.trails = costs.followed is not None
+        self._curves = (costs.ahead or costs.base, costs.base, costs.followed or costs.base)  # by How
+        firsts = (1.0, WAITING, 1.0)
+        self._factors = [[first] * len(curve.xs) for first, curve in zip(firsts, self._curves)]
+        self._all = 1.0  # the factor of every point
+        self._now = [self._drawn(how) for how in How]
         self._chain = 1.0
         self._share, self._error = _Mean(), _Mean()  # a chain's of the steps, and what was seen over what was expected
         self._spread, self._both = _Mean(), _Mean()
-        self._draw()
 
     def base(self, tokens: float) -> float:
-        return self._late(tokens)
+        return self._all * self._now[How.WAITED](tokens)
 
     def reach(self, tokens: float) -> float:
         return self.table.reach(tokens)
@@ -130,36 +146,39 @@ class Pace:
     def chain(self, requests: int) -> float:
         return self._chain * self.table.chain(requests)
 
+    def drafting(self, tokens: float) -> float:
+        """As `base`, of steps that verify a draft model's chain."""
+        return self._all * self._now[How.FOLLOWED if self.trails else How.WAITED](tokens)
+
     def plain(self, requests: int, context: int) -> float:
         """Seconds of a step in which they decode a token each at this mean context, planned ahead."""
-        return self._early(requests) + requests * self.table.reach(1) * context
+        return self._all * self._now[How.AHEAD](requests) + requests * self.table.reach(1) * context
 
     def overhead(self, requests: int) -> float:
         """Seconds lost by planning such a step after the one before has landed."""
-        return max(self._late(requests) - self._early(requests), 0.0)
+        return max(self.base(requests) - self.plain(requests, 0), 0.0)
 
-    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int = 0, waited: bool = True) -> float:
+    def following(self, requests: int) -> float:
+        """Seconds lost by planning it so that there may be a chain, even if nothing of that is verified."""
+        return max(self.drafting(requests) - self.plain(requests, 0), 0.0)
+
+    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int = 0, how: How = How.WAITED) -> float:
         """Of requests that advance by `counts` tokens each, behind `contexts`, and of the chain drafted behind."""
-        size = sum(counts)
-        seconds = self._late(size) if waited else self._early(size)
-        seconds += sum(self.table.reach(n) * c for n, c in zip(counts, contexts))
+        reach = {n: self.table.reach(n) for n in set(counts)}
+        seconds = self._all * self._now[how](sum(counts)) + sum(reach[n] * c for n, c in zip(counts, contexts))
         return seconds + chain * self.chain(len(counts))
 
-    def saw(self, counts: Sequence[int], contexts: Sequence[int], chain: int, waited: bool, seconds: float) -> None:
+    def saw(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: How, seconds: float) -> None:
         """A step took so long from when the one before it had landed."""
-        expected = self.step(counts, contexts, chain, waited)
+        expected = self.step(counts, contexts, chain, how)
         error = min(max(math.log(seconds / expected), -MOST), MOST)
         share = chain * self.chain(len(counts)) / expected
         self._follow(share, error)
-        for own, factors, curve in (
-            (waited, self._waited, self.table.base),
-            (not waited, self._ahead, self._plain),
-        ):
-            weights = curve.weights(sum(counts))
-            for i in range(len(factors)):
-                weight = COMMON + (1 - COMMON) * weights.get(i, 0.0) if own else COMMON
-                factors[i] *= math.exp(LEARNING * (1 - share) * weight * error)
-        self._draw()
+        step = LEARNING * (1 - share) * error
+        self._all *= math.exp(COMMON * step)
+        for i, weight in self._curves[how].weights(sum(counts)).items():
+            self._factors[how][i] *= math.exp((1 - COMMON) * weight * step)
+        self._now[how] = self._drawn(how)
 
     def _follow(self, share: float, error: float) -> None:
         """What goes with the length of chains is theirs: the slope of errors over shares."""
@@ -167,15 +186,17 @@ class Pace:
         slope = self._both.add(x * y) / (self._spread.add(x * x) + STILL)
         self._chain *= 1 + LEARNING * min(max(slope, -0.5), 0.5)
 
-    def _draw(self) -> None:
-        self._early, self._late = (
-            Curve(c.xs, tuple(accumulate((y * f for y, f in zip(c.ys, factors)), max)))  # more is never cheaper
-            for c, factors in ((self._plain, self._ahead), (self.table.base, self._waited))
-        )
+    def _drawn(self, how: How) -> Curve:
+        curve = self._curves[how]
+        ys = (y * f for y, f in zip(curve.ys, self._factors[how]))
+        return Curve(curve.xs, tuple(accumulate(ys, max)))  # more is never cheaper
 
 
-def measure(time: Timer, *, most_requests: int, most_tokens: int, longest: int, chains: bool) -> Costs:
-    """Up to `most_requests` and `most_tokens` in a step and `longest` tokens of context; `chains`: of a draft model."""
+def measure(
+    time: Timer, *, most_requests: int, most_tokens: int, longest: int, chains: bool, trails: bool = False
+) -> Costs:
+    """Up to `most_requests` and `most_tokens` in a step and `longest` tokens of context; `chains`: of a draft model;
+    `trails`: steps may be planned behind drafts in flight."""
 
     def typical(counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
         time(counts, context, chain, ahead)  # what is slow only once
@@ -200,4 +221,7 @@ def measure(time: Timer, *, most_requests: int, most_tokens: int, longest: int, 
     plain = [n for n in PLAIN if n <= min(most_requests, most_tokens)]
     queued = [typical([1] * n, short, LEFT_OUT if chains else 0, AHEAD) for n in plain]
     ahead = Curve(tuple(plain), tuple(min(queued[i:]) for i in range(len(queued))))
-    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain, ahead)
+    followed = None
+    if trails:
+        followed = Curve(base.xs, tuple(accumulate((typical(counts, short, 0, AHEAD) for counts in shapes), max)))
+    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain, ahead, followed)

@@ -19,7 +19,8 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.eagle3_load import load_draft
 from perilune.model.kimi_k2 import Span, Step
 from perilune.model.weights import Weights
-from perilune.ops.greedy import greedy
+from perilune.ops.branch import branch
+from perilune.ops.surest import surest
 from perilune.spec.drafter import Drafts, Followed, Start
 
 LONGEST = 8
@@ -43,7 +44,7 @@ class Eagle3Drafter:
         self._weights = weights
         self._model: Eagle3 | None = None
         self._pages = torch.empty(0)
-        self._blocks_ahead = 0
+        self._blocks_ahead = self._scratch = 0
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return block_size * self.config.kv_width * dtype.itemsize
@@ -66,10 +67,7 @@ class Eagle3Drafter:
         blocks = num_blocks + chains * ahead
         # Positions may be read that were never followed, so nothing there may be nan.
         self._pages = torch.zeros(blocks, block_size, self.config.kv_width, dtype=dtype, device=device)
-        # What every chain needs, made once: in a CUDA graph each would be a kernel.
-        self._scratch = num_blocks + ahead * torch.arange(chains, device=device)
-        self._offsets = torch.arange(LONGEST, device=device)[:, None]
-        self._columns = torch.arange(blocks + ahead, device=device)
+        self._scratch = num_blocks
         self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
         self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + LONGEST)
 
@@ -125,21 +123,9 @@ class Eagle3Drafter:
         owned [S, M] int32: the requests' blocks. From the block on that the first of these positions lies in, scratch
         blocks, which lie one behind the other, take their place; what that block holds is copied to the first of them.
         """
-        (S, M), size = owned.shape, self._pages.shape[1]
-        begin, scratch, offsets = last + 1, self._scratch[:S], self._offsets[:count]
-        first = begin // size
-        tables = torch.nn.functional.pad(owned, (0, self._blocks_ahead))
-        self._pages[scratch] = self._pages[tables.gather(1, first[:, None]).squeeze(1)]
-        beyond = (self._columns[: M + self._blocks_ahead] - first[:, None]).to(torch.int32)
-        ahead = beyond.clamp(0, self._blocks_ahead - 1) + scratch[:, None]
-        tables = torch.where(beyond < 0, tables, ahead).to(torch.int32)
-        positions = begin + offsets
-        slots = scratch * size + begin % size + offsets
-        contexts, rows = (positions + 1).to(torch.int32), slice(0, S)
-        return [
-            Step(p, p, s, Span(rows, tables, self._starts[: S + 1], c), None)
-            for p, s, c in zip(positions, slots, contexts)
-        ]
+        tables, *rows = branch(owned, last, self._pages, self._scratch, self._blocks_ahead, count)
+        S = len(last)
+        return [Step(p, p, s, Span(slice(0, S), tables, self._starts[: S + 1], c), None) for p, s, c in zip(*rows)]
 
 
 def _chains(max_num_seqs: int) -> int:
@@ -165,11 +151,6 @@ def _owned(followed: Followed) -> Tensor:
 
 
 def _best(model: Eagle3, states: Tensor) -> tuple[Tensor, Tensor]:
-    """(the target's id [S] of the most likely token, its probability [S]).
-
-    On a GPU the last of this is an ordinary kernel, which starts when all before it have ended. One has to stand
-    between the steps of a chain: `mla_decode` does not wait for the latents that lie before its queries.
-    """
-    logits = model.logits(states)
-    token = greedy(logits).clamp_min(0)  # below 0 where logits are not finite
-    return model.target_ids(token), logits.softmax(-1).gather(1, token[:, None]).squeeze(1)
+    """(the target's id [S] of the most likely token, its probability [S])."""
+    token, probability = surest(model.logits(states))
+    return model.target_ids(token), probability

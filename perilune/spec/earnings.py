@@ -52,15 +52,16 @@ class Earnings:
         size = self._of(requests, context)
         return size.drafting != size.trying
 
-    def earned(self, requests: int, context: int, tokens: int, seconds: float) -> None:
-        """By a step of `requests` that decode, in which drafting was allowed or not as `drafting` said."""
+    def earned(self, requests: int, context: int, tokens: int, seconds: float, steps: int = 1) -> None:
+        """By a step of `requests` that decode, in which drafting was allowed or not as `drafting` said. It stands for
+        `steps` of its like."""
         size = self._of(requests, context)
         if size.drafting != size.trying:
             keep = 1 - 1 / MEMORY
             size.tokens = size.tokens * keep + tokens / requests
             size.seconds = size.seconds * keep + seconds
             size.steps += 1
-        size.left -= 1
+        size.left -= steps
         plain = requests / self._pace.plain(requests, context)
         better = self.price(requests, context) >= LEAST * plain or size.steps < ENOUGH
         if size.drafting:  # no need to go on losing until the trial is due

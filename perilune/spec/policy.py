@@ -190,18 +190,20 @@ def choose(chances: Sequence[Chance], costs: Costs | Pace, budget: int, price: f
     return best_net
 
 
-def net_worth(survival: Sequence[float], verifying: Sequence[float], drafting: float, drafted: int) -> list[float]:
+def net_worth(
+    survival: Sequence[float], verifying: Sequence[float], drafting: float, drafted: int, blindly: bool = False
+) -> list[float]:
     """Tokens by which the first, the first two, ... of a chain's drafts bring more than they cost.
 
-    With so many at hand as many are verified as pay, for `verifying[n - 1]` tokens in all. `drafting` is the cost of a
-    draft in tokens, of which there were `drafted`: a chain that ended there would not have cost more for being asked
-    for more.
+    With so many at hand as many are verified as pay, for `verifying[n - 1]` tokens in all; `blindly`: all of them are,
+    because the step is planned before they are known. `drafting` is the cost of a draft in tokens, of which there were
+    `drafted`: a chain that ended there would not have cost more for being asked for more.
     """
     best = alive = 0.0
     found = []
     for length, (s, price) in enumerate(zip(survival, verifying), 1):
         alive += s
-        best = max(best, alive - price)
+        best = alive - price if blindly else max(best, alive - price)
         found.append(best - drafting * min(length, drafted))
     return found
 

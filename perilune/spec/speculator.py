@@ -4,7 +4,8 @@ Guesses come from matches with earlier text (spec/suffix.py), from a draft model
 with the tokens it continues, or from both: the chain, continued by what a match foretells behind it.
 
 All of it runs on the thread that plans. `propose` is in the way of the next step and must be quick; `tidy` is called
-while a step runs, and does what can wait.
+while a step runs, and does what can wait. Where steps may be planned behind drafts in flight (`behind`) nothing is in
+the way of anything; then what a step verifies is known here one step late.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from perilune.core.messages import Delta, EngineStats
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
-from perilune.spec.costs import Costs, Pace
+from perilune.spec.costs import Costs, How, Pace
 from perilune.spec.earnings import Earnings
 from perilune.spec.policy import (
     Acceptance,
@@ -35,6 +36,9 @@ PROBE_FIRST, PROBE_LAST = 4, 64  # steps without a chain until then: at first, a
 HOPE = 0.4  # of a chain's confidence: below it the rest is not worth drafting, where the model can stop
 EFFORT = 60e-6  # seconds that a request's matches take in Python, per step, about
 HURRY = 0.03  # the share of a step above which that is put off where there is a chain to draft from
+SPARE = 0.1  # the share of a step that this may take where planning is not in the way; above it, it is left to chains
+SAMPLED = 8  # steps without a draft model of which one is accounted for, where steps are planned behind others
+LAG = 32  # tokens that matches may be behind and still be learned from
 WORTH_SEEN, WORTH_MEMORY = 6.0, 32.0  # chains that what others were worth counts for with a new request; remembered
 
 
@@ -49,19 +53,20 @@ class _Mind:
     told: list[Cell] = field(default_factory=list)  # what its drafts are told apart by
     instead: list[Guess | None] = field(default_factory=list)  # what matches foretell in the place of each
     behind: list[Guess] = field(default_factory=list)  # what they foretell behind it
-    planned: tuple[Cell, ...] = ()  # the drafts in flight
+    planned: tuple[Cell, ...] | None = None  # the drafts in flight; None: the chain, as far as the step took it
     worth: Worth | None = None  # of its chains
 
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """A step that landed: its seconds, whether its planning waited, its tokens, and those of the chain behind it."""
+    """A step that landed: its seconds, how it was planned, its tokens, those of the chain behind it."""
 
     plan: StepPlan
     seconds: float
-    waited: bool
+    how: How
     brought: int
     chained: int
+    steps: int  # that it stands for
 
 
 class Speculator:
@@ -81,7 +86,7 @@ class Speculator:
         self._suffix = suffix
         self.longest = longest
         self._fixed = fixed
-        self._pace = None if costs is None else Pace(costs)
+        self._pace = None if costs is None else Pace(costs if longest else dataclasses.replace(costs, followed=None))
         self._earnings = None if self._pace is None else Earnings(self._pace)
         self._store = Store() if shared and suffix else None
         self._minds: dict[int, _Mind] = {}
@@ -92,6 +97,10 @@ class Speculator:
         self._lessons: list[tuple[int, Cell, int, bool]] = []  # as Acceptance.learn
         self._gone: list[int] = []
         self._worth: Worth | None = None  # of all requests' chains
+        self._remembered = False  # there are chains of the step before
+        self._unseen = 0  # steps without the draft model since the last one that was accounted for
+        self._left_out = False  # the draft model of the step planned last, because drafting would lose
+        self._asleep = False  # there is no time for matches where there is a chain, nor where nothing is drafted
         self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
         self._probing = False  # the chain last asked for was to see how it would do
         self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
@@ -107,7 +116,7 @@ class Speculator:
         """The request has ended; unknown ids are ignored."""
         mind = self._minds.pop(rid, None)
         if mind is not None:
-            self._catch_up(rid, mind)
+            self._rouse(mind)
             self._gone.append(rid)
             if self._store is not None and mind.trail is not None:
                 self._finished.append(mind.trail)
@@ -118,6 +127,7 @@ class Speculator:
         self._chained = max((len(o.chain) for o in outputs), default=0)
         chained = {o.rid for o in outputs if o.chain}
         n = len(deltas)
+        self._asleep = (self._chained > 0 or self._left_out) and self._dozes(n)
         hurry = self._pace is not None and n * EFFORT > HURRY * self._pace.base(n)
         for delta in deltas:
             mind = self._minds.get(delta.rid)
@@ -125,37 +135,51 @@ class Speculator:
                 continue
             if delta.drafted:
                 self._judge(delta, mind)
-            self._learn(delta, mind)
-            mind.lag += delta.tokens
-            if not (hurry and delta.rid in chained):
+            if mind.chain:
+                self._learn(delta, mind)
+            if mind.trail is not None:
+                mind.lag += delta.tokens
+            if mind.lag and not (self._asleep or (hurry and delta.rid in chained)):
                 self._catch_up(delta.rid, mind)
             mind.known += len(delta.tokens)
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
-        if self.longest:
-            for output in outputs:
-                if (mind := self._minds.get(output.rid)) is not None and output.tokens:
-                    self._compare(mind, output.chain)
+        for output in outputs if self.longest and (self._chained or self._remembered) else ():
+            if (mind := self._minds.get(output.rid)) is not None and output.tokens:
+                self._compare(mind, output.chain)
+        self._remembered = self._chained > 0
+
+    def _dozes(self, n: int) -> bool:
+        """Whether matches of so many requests would hold up steps that are planned behind drafts."""
+        return self._pace is not None and self._pace.trails and n * EFFORT > SPARE * self._pace.drafting(n)
 
     def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
         """The step last observed took so long from when its predecessor had landed, for whose tokens its planning
         `waited`, or not."""
         if self._pace is not None and not any(w.count > MAX_DRAFTS + 1 for w in plan.work):
-            self._timings.append(_Timing(plan, seconds, waited, self._brought, self._chained))
+            followed = self._pace.trails and plan.chain != LEFT_OUT
+            how = How.WAITED if waited else How.FOLLOWED if followed else How.AHEAD
+            if self._pace.trails and how == How.AHEAD:  # one of some: the others shall cost nothing
+                self._unseen += 1
+                if self._unseen < SAMPLED:
+                    return
+            steps, self._unseen = self._unseen if how == How.AHEAD else 1, 0
+            self._timings.append(_Timing(plan, seconds, how, self._brought, self._chained, max(steps, 1)))
 
     def _account(self, t: _Timing) -> None:
         """Makes of a step what it has to teach."""
         assert self._pace is not None and self._earnings is not None
         counts, contexts = [w.count for w in t.plan.work], [w.end for w in t.plan.work]
-        self._pace.saw(counts, contexts, t.chained, t.waited, t.seconds)
+        self._pace.saw(counts, contexts, t.chained, t.how, t.seconds)
         # By the table as it is now, not by the clock: what came in between is nobody's fault.
-        seconds = self._pace.step(counts, contexts, t.chained, t.waited)
-        self._earnings.earned(len(counts), _mean(contexts), t.brought, seconds)
+        seconds = self._pace.step(counts, contexts, t.chained, t.how)
+        self._earnings.earned(len(counts), _mean(contexts), t.brought, seconds, t.steps)
         if t.plan.chain > 0:
             self._appraise(t.plan)
 
     def _appraise(self, plan: StepPlan) -> None:
         """What the chains just drafted are worth."""
+        assert self._pace is not None
         verifying, drafting = self._rates(len(plan.work), _mean([w.end for w in plan.work]))
         total = 0.0
         for work in plan.work:
@@ -169,7 +193,7 @@ class Speculator:
                 survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]
                 drafted = self.longest
             survival += [0.0] * (self.longest - len(survival))
-            worth = net_worth(survival, verifying, drafting, drafted)
+            worth = net_worth(survival, verifying, drafting, drafted, self._pace.trails)
             if self._worth is not None:
                 self._worth.saw(worth)
             if mind.worth is not None:
@@ -182,8 +206,8 @@ class Speculator:
         """In tokens, a request's share: of verifying 1, 2, ... drafts of each; of a draft model's next token."""
         assert self._pace is not None and self._earnings is not None
         price = self._earnings.price(requests, context) / requests
-        plain = self._pace.base(requests)
-        verifying = [price * (self._pace.base((1 + k) * requests) - plain) for k in range(1, self.longest + 1)]
+        plain = self._pace.drafting(requests)
+        verifying = [price * (self._pace.drafting((1 + k) * requests) - plain) for k in range(1, self.longest + 1)]
         return verifying, price * self._pace.chain(requests)
 
     def wanted(self, running: StepPlan) -> bool:
@@ -192,6 +216,8 @@ class Speculator:
         if self._fixed is not None:
             return True
         assert self._pace is not None and self._earnings is not None
+        if running.chain <= 0 and (self._asleep or not self._suffix):
+            return False
         n, context = len(running.work), _mean([w.end for w in running.work])
         if not self._earnings.drafting(n, context):
             return False
@@ -212,6 +238,52 @@ class Speculator:
             return False
         price = self._earnings.price(n, context)
         return choose(chances, self._pace, MAX_DRAFTS * n, price, self._pace.overhead(n)) > 0.0
+
+    def behind(self, running: StepPlan) -> int | None:
+        """How many tokens of the chain behind the step that is running the next one shall verify, planned before they
+        are known; None if it shall not be planned so."""
+        drafted = any(w.drafts for w in running.work)
+        if running.chain <= 0 and not drafted and self._fixed is None:
+            return None
+        if self._fixed is not None:
+            return None if self._suffix or running.chain < drafted else min(self._fixed, running.chain)
+        assert self._pace is not None and self._earnings is not None
+        n, context = len(running.work), _mean([w.end for w in running.work])
+        if running.chain <= 0 or not self._earnings.drafting(n, context):
+            return 0 if drafted else None
+        return None if self._suffix and self._matched(running, n, context) else running.chain
+
+    def _matched(self, running: StepPlan, n: int, context: int) -> bool:
+        """Whether matches promise more behind the running step than its chain does, and enough to wait for it."""
+        assert self._pace is not None and self._earnings is not None
+        if self._dozes(n):
+            return False
+        gain, most = 0.0, 0
+        for work in running.work:
+            mind = self._minds.get(work.rid)
+            if mind is None or not work.sample:
+                continue
+            self._catch_up(work.rid, mind)
+            if (trail := _ready(mind)) is None:
+                continue
+            before = [token for token, _ in mind.chain[: work.drafts]] if work.behind else list(work.guesses)
+            told = mind.told if mind.planned is None else mind.planned
+            if len(before) < work.drafts:
+                continue
+            guesses = trail.guesses(MAX_DRAFTS + 1, before)
+            if len(guesses) <= running.chain + 1:
+                continue
+            expected = [*told[: len(before)], *cells(guesses)]
+            survival = self._acceptance.survival(work.rid, expected, [*before, *(g.token for g in guesses)])
+            survival = survival[len(before) :]
+            theirs = sum(self._acceptance.typical(work.rid, running.chain))
+            ours = sum(survival[1:]) / survival[0]
+            if ours > theirs:
+                gain, most = gain + survival[0] * (ours - theirs), max(most, len(guesses) - 1)
+        if not gain:
+            return False
+        later = self._pace.base(n * (1 + most)) - self._pace.drafting(n * (1 + running.chain))
+        return gain > self._earnings.price(n, context) * later
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
         """Guesses by rid for a step about to run. None if a predecessor's tokens have not been observed yet."""
@@ -253,12 +325,14 @@ class Speculator:
             return min(self._fixed, self.longest)
         assert self._pace is not None and self._earnings is not None
         n, context = len(plan.work), _mean([w.end for w in plan.work])
-        if not self._earnings.drafting(n, context):
+        self._left_out = not self._earnings.drafting(n, context)
+        if self._left_out:
             self._unasked = self._patience = PROBE_FIRST  # and as soon as it may be
             return LEFT_OUT
         if self._worth is None:
             verifying, drafting = self._rates(n, context)
-            hopeful = net_worth(self._acceptance.typical(-1, self.longest), verifying, drafting, self.longest)
+            typical = self._acceptance.typical(-1, self.longest)
+            hopeful = net_worth(typical, verifying, drafting, self.longest, self._pace.trails)
             self._worth = Worth(hopeful, 1.0, WORTH_MEMORY)
         worths = []
         for work in plan.work:
@@ -267,7 +341,7 @@ class Speculator:
                 if mind.worth is None:
                     mind.worth = Worth(self._worth.by_length, WORTH_SEEN, WORTH_MEMORY)
                 worths.append(mind.worth.by_length)
-        length = best_chain(worths, self._earnings.price(n, context) * self._pace.overhead(n))
+        length = best_chain(worths, self._earnings.price(n, context) * self._pace.following(n))
         self._probing = not length
         if length:
             self._unasked, self._patience = 0, PROBE_FIRST
@@ -290,7 +364,7 @@ class Speculator:
             self._acceptance.drop(rid)
         self._gone.clear()
         room = CATCH_UP
-        for rid, mind in self._minds.items():
+        for rid, mind in self._minds.items() if self._suffix and not self._asleep else ():
             if mind.lag:
                 self._catch_up(rid, mind)
             if mind.trail is not None and mind.trail.behind and room:
@@ -327,7 +401,10 @@ class Speculator:
     def _compare(self, mind: _Mind, chain: tuple[tuple[int, float], ...]) -> None:
         """Takes note of a chain behind the known tokens, and of what matches say in its place."""
         mind.chain, mind.instead, mind.behind = chain, [None] * len(chain), []
-        if chain and (trail := _ready(mind)) is not None:
+        if not chain:
+            mind.told = []
+            return
+        if (trail := _ready(mind)) is not None:
             mind.instead, mind.behind = trail.compare(MAX_DRAFTS - len(chain), [token for token, _ in chain])
         mind.told = [
             model_cell("eagle3", i, sure, None if guess is None else guess.token == token)
@@ -353,8 +430,17 @@ class Speculator:
         if delta.tokens:
             mind.chain = ()
 
+    @staticmethod
+    def _rouse(mind: _Mind) -> None:
+        """Tells the trail of the latest tokens, from which nothing is learned."""
+        if mind.trail is not None:
+            mind.trail.skip(mind.lag)
+        mind.lag.clear()
+
     def _catch_up(self, rid: int, mind: _Mind) -> None:
         """Tells the trail of the latest tokens, and learns from what it had foretold."""
+        if len(mind.lag) > LAG:
+            self._rouse(mind)
         if mind.trail is not None:
             for token in mind.lag:
                 if (guess := mind.trail.foretold()) is not None:
@@ -364,7 +450,8 @@ class Speculator:
 
     def _judge(self, delta: Delta, mind: _Mind) -> None:
         self.verified += 1
-        for position, (source, _, _) in enumerate(mind.planned[: delta.drafted]):
+        planned, mind.planned = mind.told if mind.planned is None else mind.planned, None
+        for position, (source, _, _) in enumerate(planned[: delta.drafted]):
             self.drafted[source, position] += 1
             self.accepted[source, position] += position < delta.accepted
 

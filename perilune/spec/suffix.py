@@ -169,6 +169,16 @@ class Trail:
         self._index(token)
         self._look()
 
+    def skip(self, tokens: Sequence[int]) -> None:
+        """As `append` of each, in a fraction of the time: matches are looked for anew behind the last."""
+        if self._ahead:
+            self._ahead[:0] = reversed(tokens)
+            return
+        for token in tokens:
+            self._index(token)
+        self._pointers.clear()
+        self._look()
+
     def guesses(self, most: int, after: Sequence[int] = ()) -> list[Guess]:
         """How the text may go on after `after`, as far as it is foretold, `most` tokens at most."""
         return self.compare(most, after)[1]

@@ -192,11 +192,12 @@ def test_graphs_and_calls_accept_the_same_drafts() -> None:
         ids = torch.tensor([[1] * (each - len(guess)) + guess for guess in guesses])
         last_tokens, out = torch.full((len(drafts) + 1,), 7), torch.zeros(len(drafts), each + 2, dtype=torch.float64)
         following, last = torch.zeros(ids.numel(), dtype=torch.int64), torch.zeros(len(drafts), dtype=torch.int64)
-        slots = torch.randperm(len(drafts))
-        verdict(drawn.flatten(), ids.flatten(), front, stop, slots, last_tokens, out, following, last)
+        slots, shifts = torch.randperm(len(drafts)), torch.full_like(last_tokens, -7)
+        verdict(drawn.flatten(), ids.flatten(), front, stop, slots, last_tokens, shifts, out, following, last)
         assert out[:, each].tolist() == want.lengths.tolist() and out[:, each + 1].bool().equal(want.spoilt)
         ends = drawn.flatten()[last].clamp_min(0)
         assert last_tokens[slots].equal(ends) and int(last_tokens[-1]) == 7
+        assert shifts[slots].equal(want.lengths - 1 + want.spoilt.long()) and int(shifts[-1]) == -7
         assert (last - each * torch.arange(len(drafts)) - front + 1 - want.spoilt.long()).equal(want.lengths)
 
 

@@ -14,7 +14,7 @@ from perilune.core.plan import LEFT_OUT
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model.hub import resolve_model
-from perilune.spec.costs import Costs, Curve
+from perilune.spec.costs import Costs, Curve, How
 from perilune.spec.speculator import Speculator
 
 FLAT = Costs(Curve((1, 2, 9, 64), (1.0, 1.1, 1.3, 4.0)), Curve((1,), (0.0,)), Curve((1, 8), (0.05, 0.08)))
@@ -43,6 +43,15 @@ def modelled(costs: Costs, fixed: int | None = None) -> Speculator:
     return Speculator(suffix=True, longest=8, fixed=fixed, costs=None if fixed else costs, shared=True)
 
 
+TRAILING = Costs(  # of one H200 and the bundled model, in milliseconds
+    Curve((1, 2, 3, 4, 6, 9, 16, 32, 64), (0.38, 0.39, 0.40, 0.41, 0.41, 0.47, 0.53, 0.63, 0.73)),
+    Curve((1,), (0.0,)),
+    Curve((1, 8), (0.05, 0.06)),
+    Curve((1, 2, 4, 8, 16), (0.25, 0.27, 0.28, 0.30, 0.37)),
+    Curve((1, 2, 3, 4, 6, 9, 16, 32, 64), (0.30, 0.32, 0.33, 0.33, 0.35, 0.40, 0.43, 0.49, 0.56)),
+)
+
+
 class TestClock:
     def test_the_seconds_of_a_short_answer(self) -> None:
         told = [Told("one", (1, 2, 3), (4, 5, 6, 7, 8), 5, tuple(((5 + i, 0.9), (6 + i, 0.9)) for i in range(5)))]
@@ -54,7 +63,7 @@ class TestClock:
         assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
         step3 = FLAT.base(3)
         assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)
-        assert clock.step([1], [3], LEFT_OUT, False) == 1.0
+        assert clock.step([1], [3], LEFT_OUT, How.AHEAD) == 1.0
 
     def test_chains_end_where_no_request_has_hope(self) -> None:
         clock = Clock(FLAT, floor=0.4)
@@ -85,18 +94,46 @@ class TestPlay:
             fixed = [play(told, users, clock, modelled(FLAT, n)).seconds for n in (1, 2, 3, 4, 6, 8)]
             assert play(told, users, clock, modelled(FLAT)).seconds < 1.03 * min(fixed)
 
+    @pytest.mark.parametrize("users", [1, 4])
+    @pytest.mark.parametrize("matches", [False, True])
+    def test_where_nothing_waits_it_is_as_good_and_never_beats_hindsight(self, users: int, matches: bool) -> None:
+        for sure in (0.5, 0.8, 0.95):
+            told, clock = made(40, 60, sure), Clock(TRAILING)
+            landed = Costs(TRAILING.base, TRAILING.reach, TRAILING.chain, TRAILING.ahead)
+
+            def policy(costs: Costs, fixed: int | None = None, matches: bool = matches) -> Speculator:
+                return Speculator(suffix=matches, longest=8, fixed=fixed, costs=None if fixed else costs, shared=False)
+
+            fixed = [play(told, users, clock, policy(TRAILING, n, False)) for n in (1, 2, 3, 5, 8)]
+            assert all(f.tokens == 40 * 60 and f.accepted for f in fixed)
+            found = play(told, users, clock, policy(TRAILING))
+            assert found.seconds < 1.08 * min(f.seconds for f in fixed) and found.tokens == 40 * 60
+            assert found.seconds < play(told, users, Clock(landed), policy(landed)).seconds
+            assert users > 1 or oracle(told, clock) < min(found.seconds, *(f.seconds for f in fixed))
+
+    @pytest.mark.parametrize("users", [1, 4, 16])
+    def test_where_nothing_waits_it_does_not_lose_for_long_either(self, users: int) -> None:
+        told, clock = made(60 * users, 100, 0.05), Clock(TRAILING)
+        speculator = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
+        plain = play(told, users, clock, None).seconds
+        play(told[: 20 * users], users, clock, speculator)
+        for mind in list(speculator._minds):
+            speculator.drop(mind)
+        assert play(told, users, clock, speculator).seconds < 1.02 * plain
+
     @pytest.mark.parametrize("users", [1, 4, 16])
     @pytest.mark.parametrize("what", ["a text nobody foretells", "dear", "a table that is wrong", "waiting"])
     def test_it_does_not_lose_for_long(self, what: str, users: int) -> None:
         """Over a long time within 2 % of no speculation: with hopeless drafts, with steps that pay for every token and
         a table that knows, with steps that do and a table that does not, and where waiting is as dear as a step."""
-        told = made(60 * users, 100, 0.1 if what == "a text nobody foretells" else 0.6)
+        count = min(60 * users, 480)
+        told = made(count, 100, 0.1 if what == "a text nobody foretells" else 0.6)
         true = FLAT if what in ("a text nobody foretells", "waiting") else DEAR
         wait = FLAT.base(users) if what == "waiting" else 0.02 * true.base(users)
         clock = Clock(true, wait=wait, follow=0.08 * true.base(users))
         speculator = modelled(DEAR if what == "dear" else FLAT)
         plain = play(told, users, clock, None).seconds
-        play(told[: 20 * users], users, clock, speculator)  # it learns
+        play(told[: count // 3], users, clock, speculator)  # it learns
         for mind in list(speculator._minds):
             speculator.drop(mind)
         assert play(told, users, clock, speculator).seconds < 1.02 * plain

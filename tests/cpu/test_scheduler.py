@@ -5,9 +5,11 @@ computed, its block table is walked and must yield exactly the request's true to
 reusing a block wrongly shows. The next token is a function of all previous ones, so outputs show it too.
 """
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -46,11 +48,22 @@ def alone(prompt, params, limit):
 
 
 class FakeRunner:
-    """Executes plans in order; `errors` maps a request to the output index at which it fails."""
+    """Executes plans in order; `errors` maps a request to the output index at which it fails. `chain` drafts behind
+    the output tokens that a request has, for works planned behind others."""
 
-    def __init__(self, block_size: int, slots: int, errors: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        slots: int,
+        errors: dict[int, int] | None = None,
+        chain: Callable[[int, int], list[int]] = lambda rid, draw: [],
+    ) -> None:
         self.block_size = block_size
         self.errors = errors or {}
+        self.chain = chain
+        self.given: dict[int, int] = {}  # prompt tokens
+        self.drafted: dict[int, int] = {}  # drafts of each in the last step that it was in
+        self.spoilt: set[int] = set()  # whose last step drew nothing to go on from
         self.kv: dict[tuple[int, int], int] = {}
         self.last: list[tuple[int, int, int] | None] = [None] * slots  # (rid, step, token)
         self.truth: dict[int, list[int]] = {}
@@ -58,10 +71,38 @@ class FakeRunner:
 
     def submit(self, rid: int, prompt: tuple[int, ...]) -> None:
         self.truth[rid] = list(prompt)
+        self.given[rid] = len(prompt)
 
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.step + 1
         self.step = plan.step
+        void = [w for w in plan.work if w.behind and w.rid in self.spoilt]
+        for work in void:  # it may write whatever it likes to what it was given
+            self.kv.update(
+                ((work.blocks[p // self.block_size], p % self.block_size), -1)
+                for p in range(len(self.truth[work.rid]) - 1, work.end)
+            )
+        self.spoilt.clear()
+        plan = replace(plan, work=tuple(self._resolved(w) for w in plan.work if w not in void))
+        result = self._run(plan) if plan.work else StepResult(plan.step, ())
+        self.drafted = {w.rid: w.drafts for w in plan.work}
+        return StepResult(plan.step, (*result.outputs, *(Output(w.rid, (0,)) for w in void)))
+
+    def _resolved(self, work: Work) -> Work:
+        if not work.behind:
+            return work
+        assert set(work.tokens) == {PENDING} and work.count == work.drafts + 1
+        row = self.last[work.slot]
+        assert row is not None and row[:2] == (work.rid, self.step - 1), "the row holds somebody else's token"
+        start = len(self.truth[work.rid]) - 1
+        shift = start - work.start
+        assert 0 <= shift <= self.drafted[work.rid], "the step before brought more than was reserved for"
+        drafts = (self.chain(work.rid, work.draw + shift) + [0] * MAX_DRAFTS)[: work.drafts]
+        return replace(
+            work, start=start, draw=work.draw + shift, left=work.left - shift, tokens=(row[2], *drafts), behind=False
+        )
+
+    def _run(self, plan: StepPlan) -> StepResult:
         assert len({w.slot for w in plan.work}) == len({w.rid for w in plan.work}) == len(plan.work) > 0
         written = [self._write(work) for work in plan.work]
         for work, blocks in zip(plan.work, written):  # no ordering within a step: nobody reads what another writes
@@ -81,7 +122,7 @@ class FakeRunner:
         truth, tokens = self.truth[work.rid], self._tokens(work)
         assert tokens[: work.count - work.drafts] == truth[work.start : work.end - work.drafts]
         assert 0 <= work.drafts < work.count and (work.sample or not work.drafts)
-        assert len(work.blocks) == -(-work.end // self.block_size)
+        assert len(work.blocks) >= -(-work.end // self.block_size)
         assert len(set(work.blocks)) == len(work.blocks)
         state = self._state(work, work.start)
         for position, token in enumerate(tokens, work.start):
@@ -112,6 +153,7 @@ class FakeRunner:
             if self.errors.get(work.rid) == draw:
                 if work.drafts:
                     truth += drawn
+                    self.spoilt.add(work.rid)
                     return Output(work.rid, tuple(drawn), self._logprobs(work, drawn), scores, again=True)
                 truth.append(0)
                 self.last[work.slot] = (work.rid, self.step, 0)
@@ -143,7 +185,8 @@ class Rig:
     """A scheduler, a runner, and the loop between them; `check_integrity` after every call.
 
     `drafter` guesses what follows a request's text, given its prompt and how many output tokens it has. Where it may,
-    a step lands before the next one is planned: always, or as chance (`rng`) has it; with drafts it must.
+    a step lands before the next one is planned: always, or as chance (`rng`) has it; with drafts it must, unless the
+    next one can be planned behind it: tried as chance (`trails`) has it.
     """
 
     def __init__(
@@ -153,6 +196,7 @@ class Rig:
         errors=None,
         drafter: Callable[[tuple[int, ...], int], list[int]] | None = None,
         rng: random.Random | None = None,
+        trails: random.Random | None = None,
         **limits,
     ) -> None:
         self.limits = {
@@ -163,7 +207,9 @@ class Rig:
             "max_model_len": 64,
         } | limits
         self.scheduler = Scheduler(**self.limits)
-        self.runner = FakeRunner(self.limits["block_size"], self.limits["max_num_seqs"], errors)
+        chain = lambda rid, draw: drafter(self.prompts[rid], draw) if drafter else []  # noqa: E731
+        self.runner = FakeRunner(self.limits["block_size"], self.limits["max_num_seqs"], errors, chain)
+        self.trails = trails
         self.overlapped = overlapped
         self.drafter, self.rng = drafter, rng
         self.flying: StepResult | None = None
@@ -189,14 +235,18 @@ class Rig:
 
     def tick(self, between=lambda: None) -> StepPlan | None:
         """Plans and runs one step; commits its predecessor (overlapped) or itself."""
-        if self.flying is not None and self.drafter is not None:
+        plan = None
+        if self.flying is not None and self.trails is not None and self.trails.random() < 0.8:
+            plan = self.scheduler.plan_behind(self.trails.choice([0, 1, 3, 8]))
+        behind = plan is not None
+        if self.flying is not None and self.drafter is not None and not behind:
             drafted = any(w.drafts for w in self.plans[-1].work)
             if drafted or self.rng is None or self.rng.random() < 0.7:
                 self._commit(self.flying)
                 self.flying = None
-        plan = self.scheduler.plan()
+        plan = plan or self.scheduler.plan()
         self.scheduler.check_integrity()
-        if plan is not None and self.drafter is not None:
+        if plan is not None and self.drafter is not None and not behind:
             guesses = {w.rid: self.drafter(self.prompts[w.rid], w.draw) for w in plan.work}
             plan = self.scheduler.add_drafts(plan, guesses)
             self.scheduler.check_integrity()
@@ -732,11 +782,18 @@ def hostile(rng):
     return drafter
 
 
-def play(trace, overlapped, drafts=None):
+def play(trace, overlapped, drafts=None, trails=None):
     """Plays a trace to the end; `overlapped` is a bool, or a random generator that switches now and then; `drafts` a
-    random generator for hostile ones."""
+    random generator for hostile ones, `trails` one that has steps planned behind them."""
     drafter = None if drafts is None else hostile(drafts)
-    rig = Rig(overlapped=overlapped is not False, errors=trace.errors, drafter=drafter, rng=drafts, **trace.limits)
+    rig = Rig(
+        overlapped=overlapped is not False,
+        errors=trace.errors,
+        drafter=drafter,
+        rng=drafts,
+        trails=trails,
+        **trace.limits,
+    )
     tick, left = 0, dict(enumerate(trace.requests))
 
     def cancel(between):
@@ -788,12 +845,14 @@ def test_any_trace_gives_everybody_the_tokens_it_gets_alone(rng, seed):
     for overlapped in (False, True, random.Random(seed)):
         for drafts in (None, random.Random(seed)):
             judge(trace, play(trace, overlapped, drafts))
+        judge(trace, play(trace, overlapped, random.Random(seed), random.Random(seed)))
 
 
 def test_seeded_traces_reach_what_they_are_for():
     """The same with well-mixed numbers, and proof that the rare events do occur in such traces."""
     seen = {"preempted": 0, "preempted again": 0, "hit": 0, "pending": 0, "in vain": 0}
     drafts = {"accepted": 0, "rejected": 0, "preempted in flight": 0, "cut short": 0, "stopped among": 0, "spoilt": 0}
+    behind = Counter(dict.fromkeys(["accepted", "long", "two in a row", "preempted", "stopped", "spoilt"], 0))
     for seed in range(150):
         trace = make_trace(random.Random(seed))
         judge(trace, play(trace, random.Random(-seed)))
@@ -816,8 +875,34 @@ def test_seeded_traces_reach_what_they_are_for():
         drafts["stopped among"] += any(d.finish_reason == "stop" and d.accepted == len(d.tokens) for d in deltas)
         drafts["spoilt"] += any(d.drafted and d.accepted == len(d.tokens) and not d.finish_reason for d in deltas)
         drafts["preempted in flight"] += rig.scheduler.stats().preemptions > 0 and any(d.drafted for d in deltas)
+
+        rig = play(trace, True, random.Random(seed), random.Random(seed + 2000))
+        judge(trace, rig)
+        works = [(p, w) for p in rig.plans for w in p.work]
+        deltas = [d for a in rig.answers.values() for d in a.deltas]
+        behind["accepted"] += any(d.accepted for d in deltas)
+        behind["long"] += sum(w.behind for _, w in works) > 10
+        behind["two in a row"] += any(
+            v.behind and w.behind and v.drafts and w.drafts and v.rid == w.rid and p.step + 1 == q.step
+            for (p, v), (q, w) in itertools.product(works, works)
+            if len(works) < 200
+        )
+        behind["preempted"] += rig.scheduler.stats().preemptions > 0 and any(w.behind for _, w in works)
+        behind["stopped"] += any(d.finish_reason == "stop" and d.drafted for d in deltas)
+        behind["spoilt"] += any(d.drafted and d.accepted == len(d.tokens) and not d.finish_reason for d in deltas)
     assert all(n >= 10 for n in seen.values()), seen
     assert all(n >= 5 for n in drafts.values()), drafts
+    assert all(n >= 5 for n in behind.values()), behind
+
+
+class Always(random.Random):
+    """Whatever is left to chance is done, with as many drafts as there may be."""
+
+    def random(self):
+        return 0.0
+
+    def choice(self, options):
+        return options[-1]
 
 
 def perfect(prompt, draw):
@@ -881,3 +966,53 @@ def test_a_request_with_drafts_in_flight_waits_for_them():
     rig.tick(), rig.tick()
     assert rig.plans[-1].work[0].drafts == MAX_DRAFTS
     assert rig.scheduler.plan() is None
+
+
+def test_steps_behind_drafts_bring_their_number_and_one_more():
+    rig = Rig(drafter=perfect, trails=Always(), num_blocks=40, max_model_len=150)
+    rig.submit(1, prompt_of(5), max_tokens=50, logprobs=0)
+    rig.finish()
+    rig.expect(1)
+    # Planned behind each other as long as the answer may go on after all of them; then it sits out until they landed.
+    assert [len(d.tokens) for d in rig.answers[1].deltas] == [1] + [MAX_DRAFTS + 1] * 5 + [4]
+    assert [w.behind for w in rig.works(1)] == [False] + [True] * 6
+    assert rig.scheduler.stats().blocks_cached == (5 + 50 - 1) // 4
+
+
+def test_nothing_is_planned_behind_where_somebody_waits():
+    rig = Rig(drafter=perfect, trails=Always(), max_num_seqs=2, num_blocks=40, max_model_len=100)
+    rig.submit(1, prompt_of(5), max_tokens=60)
+    rig.tick(), rig.tick()
+    assert rig.plans[-1].work[0].behind
+    rig.submit(2, prompt_of(6, seed=2), max_tokens=60)
+    rig.tick()  # which lands what is in flight, and admits the newcomer
+    assert [(w.rid, w.behind) for w in rig.plans[-1].work] == [(1, False), (2, False)]
+    rig.submit(3, prompt_of(4, seed=3), max_tokens=4)  # for whom there is no place
+    rig.tick()
+    assert [(w.rid, w.behind) for w in rig.plans[-1].work] == [(1, True), (2, True)]
+    rig.finish()
+    for rid in (1, 2, 3):
+        rig.expect(rid)
+
+
+def test_drafts_behind_others_take_only_what_is_left_over():
+    rig = Rig(drafter=perfect, trails=Always(), num_blocks=5, max_model_len=20)
+    for rid in (1, 2):
+        rig.submit(rid, prompt_of(4, seed=rid), max_tokens=12)
+    rig.tick(), rig.tick()
+    assert [(w.behind, w.drafts) for w in rig.plans[-1].work] == [(True, 0)] * 2  # with 8 each it would take 8 blocks
+    assert rig.scheduler.stats().preemptions == 0
+    rig.finish()
+    rig.expect(1), rig.expect(2)
+
+
+def test_who_may_have_ended_sits_out_and_comes_back():
+    wrong = lambda prompt, draw: [(t + 1) % VOCAB for t in perfect(prompt, draw)]  # noqa: E731
+    rig = Rig(drafter=wrong, trails=Always(), num_blocks=40, max_model_len=100)
+    rig.submit(1, prompt_of(5), max_tokens=60)
+    rig.submit(2, prompt_of(6, seed=2), max_tokens=8)
+    rig.finish()
+    rig.expect(1), rig.expect(2)
+    kinds = [[w.behind for w in p.work if w.rid == 2] for p in rig.plans]
+    assert [False] in kinds[2:] and [] in kinds[: kinds.index([False], 2)], kinds
+    assert all(w.behind for w in rig.works(1)[1:])

@@ -74,6 +74,9 @@ class Scripted:
     def wanted(self, running: StepPlan) -> bool:
         return self.rng is None or self.rng.random() < 0.7
 
+    def behind(self, running: StepPlan) -> int | None:
+        return None
+
     def chain(self, plan: StepPlan) -> int:
         return 0
 
@@ -506,7 +509,10 @@ def nano_engine(path: Path) -> Iterator[Engine]:
 
 
 class TestBundledModel:
-    def test_the_trace_is_answered_alike_by_every_source(self, path: Path, nano_engine: Engine) -> None:
+    def test_the_trace_is_answered_alike_by_every_source(
+        self, path: Path, nano_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(drafts_bench, "MOST_TOKENS", 64)
         asked = trace(path, 4, 600)
         assert asked == trace(path, 4, 600) and [a.kind for a in asked] == list(KINDS)
         nano_engine.use_drafts("off", None, shared=True)
@@ -541,7 +547,8 @@ class TestBundledModel:
         assert all(w.tokens == (PENDING,) for p in decoding for w in p.work) and len(decoding) > 50
         assert not any(w.drafts for p in plans for w in p.work)
 
-    def test_the_bench_compares_what_it_times(self, path: Path) -> None:
+    def test_the_bench_compares_what_it_times(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(drafts_bench, "MOST_TOKENS", 32)
         row = drafts_bench.measure(
             path, dict(device="cpu", threads=1, draft="suffix", max_model_len=1024), 2, [1], 1, lambda line: None
         )

@@ -14,6 +14,7 @@ from perilune.engine.graphs import MAX_ROWS, DecodeGraphs
 from perilune.model.hub import resolve_model
 from tests import oracle
 from tests.cpu.test_speculation import PARAMS, PROMPTS, Recorder, Scripted, alike, drafter  # noqa: F401
+from tests.cpu.test_trailing import Trailing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CONFIG: dict[str, Any] = dict(device="cuda", dtype="float32", max_model_len=256, max_num_seqs=8, kv_blocks=300)
@@ -102,6 +103,25 @@ def test_chains_behind_graphs_are_those_behind_steps(tiny: Path, plain: LLM, dra
     assert chains[0].keys() == chains[1].keys() and len(chains[0]) > 30
     same = sum(chains[0][text] == chains[1][text] for text in chains[0])
     assert same >= 0.95 * len(chains[0])
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+def test_steps_behind_drafts_say_the_same(tiny: Path, drafter: Path, hostile: bool) -> None:  # noqa: F811
+    """Planned before their predecessors have landed, on chains written by hand."""
+    kinds = [PARAMS[kind][1] if kind != "greedy" else PARAMS[kind][0] for kind in ("greedy", "hot", "filters")]
+    free = [replace(kinds[i % 3], max_tokens=30 + 4 * i) for i in range(len(PROMPTS))]
+    with LLM(tiny, **CONFIG, draft="eagle3", draft_tokens=4, drafter=str(drafter), prefix_cache=False) as llm:
+        engine = llm._engine
+        assert engine is not None
+        engine.speculator = None
+        expected = llm.generate(PROMPTS, free)
+        for seed in range(3):
+            trailing = Trailing([c.token_ids for c in expected], random.Random(seed) if hostile else None)
+            trailing.attach(engine)
+            alike(llm.generate(PROMPTS, free), expected)
+            engine.scheduler.check_integrity()
+            assert trailing.behind_steps > 5 and trailing.accepted > 30
+        captured(llm)
 
 
 def test_the_bundled_model_in_bfloat16_says_nearly_the_same() -> None:

@@ -1,0 +1,94 @@
+"""The largest logit's id per row, ties to the lower id, and its probability: a step of a draft model's chain.
+
+logits [S, V] float32 -> ids [S] int64, in 0 .. V - 1; probability [S] float32: 1 / sum(exp(logit - largest)). A row
+with nan or +inf, or of -inf alone, gives id 0 and probability 0. "cuda" is one launch in place of five. It lets nobody
+start before it has ended: between two steps of a chain something has to, because `mla_decode` does not wait for the
+latents that lie before its queries.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile
+from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, exact, rounded
+from perilune.ops.greedy import greedy, spoil
+from perilune.ops.registry import Op
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    rows: int
+    V: int
+    coarse: bool = False  # few distinct logits: ties
+
+
+CASES = [
+    *(Case(rows, K2.vocab, big=True) for rows in (1, 16, 256)),
+    *(Case(rows, 32_000, big=True) for rows in (1, 4)),
+    *(Case(rows, NANO.vocab) for rows in (1, 16)),
+    Case(16, K2.vocab, coarse=True, big=True),
+    Case(0, 16),
+    Case(4, 1),
+    Case(64, 37, coarse=True),
+    Case(3, 20_001, coarse=True),
+]
+TOL = {"ids": exact(), "probability": rounded()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    logits = g.integers(-1, 2, c.rows, c.V).float() if c.coarse else g.randn(c.rows, c.V, scale=3.0)
+    spoil(logits, g)
+    return {"logits": logits}
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.sample(c.rows, c.V)
+
+
+def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids, probability = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+    for i, row in enumerate(logits):
+        largest = row.max()  # nan if any is
+        if bool(largest.isfinite()):
+            ids[i] = (row == largest).nonzero()[0]
+            probability[i] = 1 / (row - largest).double().exp().sum()
+    return ids.to(logits.device), probability.to(logits.device)
+
+
+op = Op("surest", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("surest.cu", "surest", "pppllp")
+
+
+@op.impl("cuda", when=lambda a, device: compile.on_hopper("surest.cu", device, (a.logits.shape[0] > 0, "a row")))
+def cuda(logits: Tensor) -> tuple[Tensor, Tensor]:
+    (S, V), logits = logits.shape, logits.contiguous()
+    ids = torch.empty(S, dtype=torch.int64, device=logits.device)
+    probability = torch.empty(S, dtype=FLOAT32, device=logits.device)
+    failed = _kernel()(
+        logits.data_ptr(), ids.data_ptr(), probability.data_ptr(), S, V, torch.cuda.current_stream().cuda_stream
+    )  # fmt: skip
+    assert not failed, f"CUDA error {failed}: {logits.shape=}"
+    return ids, probability
+
+
+@op.impl("composed")
+def composed(logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = greedy(logits)
+    kept = ids.clamp_min(0)
+    probability = logits.softmax(-1).gather(1, kept[:, None]).squeeze(1)
+    return kept, torch.where(ids < 0, 0, probability)
+
+
+def surest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    assert logits.dtype == FLOAT32 and logits.dim() == 2 and logits.shape[1] > 0, f"{logits.dtype=} {logits.shape=}"
+    found: tuple[Tensor, Tensor] = op(logits)
+    return found
