@@ -12,8 +12,9 @@ multiplying, and both are launched while the step itself runs.
 A step's numbers travel in one copy to the graph's inputs (engine/inputs.py), what it brings in one copy back. Where the
 next step goes on stays on the device too, by slot: the last token, how many drafts stood, the chain behind them. So a
 step may be queued behind one whose tokens nobody has seen; a small kernel before its graph (ops/resume) moves it to
-where that one ended. All
-graphs share one memory pool. When what they hold outgrows MAX_BYTES all go, and traffic brings back those it needs.
+where that one ended.
+
+All graphs share one memory pool. When what they hold outgrows MAX_BYTES all go, and traffic brings back those it needs.
 """
 
 import contextlib

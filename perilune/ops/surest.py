@@ -7,7 +7,6 @@ latents that lie before its queries.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,35 +14,13 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops import compile
-from perilune.ops.case import FLOAT32, K2, NANO, Make, Sized, exact, rounded
-from perilune.ops.greedy import greedy, spoil
+from perilune.ops.case import FLOAT32, exact, rounded
+from perilune.ops.greedy import CASES as GREEDY
+from perilune.ops.greedy import Case, greedy, inputs
 from perilune.ops.registry import Op
 
-
-@dataclass(frozen=True)
-class Case(Sized):
-    rows: int
-    V: int
-    coarse: bool = False  # few distinct logits: ties
-
-
-CASES = [
-    *(Case(rows, K2.vocab, big=True) for rows in (1, 16, 256)),
-    *(Case(rows, 32_000, big=True) for rows in (1, 4)),
-    *(Case(rows, NANO.vocab) for rows in (1, 16)),
-    Case(16, K2.vocab, coarse=True, big=True),
-    Case(0, 16),
-    Case(4, 1),
-    Case(64, 37, coarse=True),
-    Case(3, 20_001, coarse=True),
-]
+CASES = [*GREEDY, *(Case(rows, 32_000, big=True) for rows in (1, 4))]
 TOL = {"ids": exact(), "probability": rounded()}
-
-
-def inputs(c: Case, g: Make) -> dict[str, Any]:
-    logits = g.integers(-1, 2, c.rows, c.V).float() if c.coarse else g.randn(c.rows, c.V, scale=3.0)
-    spoil(logits, g)
-    return {"logits": logits}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:

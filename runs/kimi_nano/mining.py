@@ -44,10 +44,10 @@ def run(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[list[
     from runs.kimi_nano import mining_jobs as jobs
 
     context = multiprocessing.get_context("spawn")
-    start = (context.Value("i", 0), args.cards)
+    start = (take_card, (context.Value("i", 0), args.cards)) if args.cards > 1 else (None, ())
     settings = [_setting(args, name) for name in args.settings]
     minings = [Mining(share, guard=args.guard) for share in args.share]
-    with ProcessPoolExecutor(args.processes, context, take_card, start) as pool:
+    with ProcessPoolExecutor(args.processes, context, *start) as pool:
 
         def collect(setting: Setting) -> list[Future[None]]:
             # The largest first, so that none is left when the others have ended.

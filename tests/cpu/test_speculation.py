@@ -106,6 +106,21 @@ def speculate(llm: LLM, truths: Sequence[Sequence[int]], rng: random.Random | No
     return scripted
 
 
+def outcomes(engine: Engine, requests: list[Submit]) -> list[tuple[list[int], str | None]]:
+    """What the requests, numbered from 0, get and how they end; closes the engine."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    ends: list[str | None] = [None] * len(requests)
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        for delta in engine.step():
+            tokens[delta.rid] += delta.tokens
+            ends[delta.rid] = delta.finish_reason
+        engine.scheduler.check_integrity()
+    engine.close()
+    return list(zip(tokens, ends))
+
+
 def alike(got: Sequence[Completion], expected: Sequence[Completion]) -> None:
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert [c.finish_reason for c in got] == [c.finish_reason for c in expected]
@@ -219,17 +234,7 @@ class TestIdentity:
         def outcome(draft: Scripted | None) -> list[tuple[list[int], str | None]]:
             engine = Engine(path, build(EngineConfig, {**CONFIG, "draft": "off"}))
             engine.speculator = draft  # type: ignore[assignment]
-            tokens: list[list[int]] = [[] for _ in PROMPTS]
-            ends: list[str | None] = [None] * len(PROMPTS)
-            for i, (prompt, p) in enumerate(zip(PROMPTS, params)):
-                engine.submit(Submit(i, tuple(prompt), p))
-            while engine.busy:
-                for delta in engine.step():
-                    tokens[delta.rid] += delta.tokens
-                    ends[delta.rid] = delta.finish_reason
-            engine.scheduler.check_integrity()
-            engine.close()
-            return list(zip(tokens, ends))
+            return outcomes(engine, [Submit(i, tuple(t), p) for i, (t, p) in enumerate(zip(PROMPTS, params))])
 
         expected = outcome(None)
         assert sum(end == "error" for _, end in expected) > 2

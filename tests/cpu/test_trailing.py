@@ -27,7 +27,7 @@ from perilune.spec.costs import Costs, Curve
 from tests import oracle
 from tests.cpu.test_engine import POISON, poison
 from tests.cpu.test_graphs import ungraphed
-from tests.cpu.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter  # noqa: F401
+from tests.cpu.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter, outcomes  # noqa: F401
 
 
 class Trailing(Scripted):
@@ -149,17 +149,7 @@ def test_what_fails_behind_drafts_fails_where_it_would(
         if trailing is not None:
             ungraphed(engine)
             trailing.attach(engine)
-        tokens: list[list[int]] = [[] for _ in requests]
-        ends: list[str | None] = [None] * len(requests)
-        for request in requests:
-            engine.submit(request)
-        while engine.busy:
-            for delta in engine.step():
-                tokens[delta.rid] += delta.tokens
-                ends[delta.rid] = delta.finish_reason
-            engine.scheduler.check_integrity()
-        engine.close()
-        return list(zip(tokens, ends))
+        return outcomes(engine, requests)
 
     expected = outcome(None)
     assert sum(end == "error" for _, end in expected) > 2
