@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from perilune.bench import ledger
-from perilune.bench.endpoint import READ_SECONDS, Endpoint, is_url
+from perilune.bench.endpoint import READ_SECONDS, Endpoint, EndpointError, is_url
 from perilune.core.errors import ConfigError, EngineError
 
 T = TypeVar("T")
 STOP_SECONDS = 10.0
+DEATH_SECONDS = 2.0
 KEPT_LINES = 20
 MAX_LINE = 1 << 20  # bytes of the server's log read at once
 _ADDRESS = re.compile(r"curl (https?://\S+?)/v1/")  # the line that `perilune serve` prints when it is ready
@@ -52,7 +53,7 @@ async def open_target(
 async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]:
     """The address of a server of `model` in a process of its own, which ends with the block.
 
-    Raises EngineError with the server's own last words if it cannot start.
+    Raises EngineError with the server's own last words if it cannot start or dies while it is used.
     """
     command = [sys.executable, "-m", "perilune.cli.main", "serve", model, "--port", "0", *options]
     process = await asyncio.create_subprocess_exec(
@@ -64,9 +65,19 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
     )
     assert process.stderr is not None
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    reader = asyncio.create_task(_read(process.stderr, ready))
+    last: deque[str] = deque(maxlen=KEPT_LINES)
+    reader = asyncio.create_task(_read(process.stderr, ready, last))
     try:
         yield await ready
+    except EndpointError as e:
+        if e.status is not None:
+            raise
+        # A connection breaks a moment before its server's exit can be seen.
+        with contextlib.suppress(TimeoutError):
+            code = await asyncio.wait_for(process.wait(), DEATH_SECONDS)
+            await reader
+            raise EngineError(f"the private server ended with exit code {code}: {_words(last)}") from e
+        raise
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -78,9 +89,8 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
         await reader
 
 
-async def _read(lines: asyncio.StreamReader, ready: asyncio.Future[str]) -> None:
+async def _read(lines: asyncio.StreamReader, ready: asyncio.Future[str], last: deque[str]) -> None:
     """Reads the server's log to its end, so that it never blocks on a full pipe, and finds the address in it."""
-    last: deque[str] = deque(maxlen=KEPT_LINES)
     async for raw in lines:
         line = raw.decode(errors="replace").strip()
         if (found := _ADDRESS.match(line)) and not ready.done():
@@ -88,10 +98,13 @@ async def _read(lines: asyncio.StreamReader, ready: asyncio.Future[str]) -> None
         if line:
             last.append(line)
     if not ready.done():
-        words = next(
-            (line for line in reversed(last) if line.startswith("error: ")), last[-1] if last else "no message"
-        )
-        ready.set_exception(EngineError(words.removeprefix("error: ")))
+        ready.set_exception(EngineError(_words(last)))
+
+
+def _words(last: Sequence[str]) -> str:
+    """What a server's log says of its end."""
+    errors = (line.removeprefix("error: ") for line in reversed(last) if line.startswith("error: "))
+    return next(errors, last[-1] if last else "no message")
 
 
 def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:

@@ -284,6 +284,25 @@ def test_a_private_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "ended").exists()
 
 
+def test_a_private_server_that_dies_at_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "fake.sh"
+    script.write_text(
+        "#!/bin/sh\necho 'curl http://127.0.0.1:7/v1/chat/completions -d x' >&2\n"
+        "echo 'error: out of memory' >&2\necho 'and more' >&2\nexit 3\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+    async def work(status: int | None) -> None:
+        async with serving("m"):
+            raise EndpointError("the connection broke", status=status)
+
+    with pytest.raises(EngineError, match=r"^the private server ended with exit code 3: out of memory$"):
+        asyncio.run(work(None))
+    with pytest.raises(EndpointError, match=r"^the connection broke$"):  # an answer, whatever it says, is no death
+        asyncio.run(work(429))
+
+
 def test_a_row_about_a_server_elsewhere_does_not_claim_this_hardware() -> None:
     row = origin("https://host/v1")
     assert row["server"] == "endpoint" and row["cpu"] is None and row["torch"] is None and row["date"]
