@@ -35,8 +35,8 @@ from perilune.text.grammar import warm_up
 from perilune.text.tokenizer import Tokenizer
 
 GRACE_SECONDS = 1  # for answers in flight to say that the server stops
-# Longer than clients keep idle connections (httpx and the SDKs: 5 s, browsers a minute), so that they end them: a request
-# on its way into a connection that the server is just closing would be lost.
+# Longer than clients keep idle connections (httpx and the SDKs: 5 s, browsers a minute), so that they end them: a
+# request on its way into a connection that the server is just closing would be lost.
 KEEP_ALIVE_SECONDS = 75
 QUESTION = "What is 347 + 589?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
