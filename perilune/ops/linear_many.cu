@@ -46,15 +46,6 @@ PERILUNE_PRODUCT(32, 2, 16, 17)
 PERILUNE_PRODUCT(64, 4, 32, 33)
 PERILUNE_PRODUCT(128, 8, 64, 65)
 
-// Of weights, which nobody reads again in this step.
-__device__ __forceinline__ void tensor_load_once(void* shared, const CUtensorMap* map, int x, int y,
-                                                 uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(x), "r"(y), "r"(0), "r"(shared_address(barrier)), "l"(ONCE)
-      : "memory");
-}
 // To the same place, and with the same barrier, in every CTA of `mask`.
 __device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, uint64_t* barrier,
                                                int mask) {
@@ -174,10 +165,10 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
         barrier_expect(barrier, stage_bytes);
         if (a.gated) {
           for (int i = 0; i < a.rows / 16; i++) {
-            tensor_load_once(to + i * 16 * ROW, &w, p.k, p.row / 2 + i * 8, barrier);
+            tensor_load_once(to + i * 16 * ROW, &w, p.k, p.row / 2 + i * 8, 0, barrier);
           }
         } else {
-          tensor_load_once(to, &w, p.k, p.row, barrier);
+          tensor_load_once(to, &w, p.k, p.row, 0, barrier);
         }
       };
       const bool brings = member * box < N;
@@ -200,7 +191,8 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
       int phase = 0;
 #pragma unroll 1
       for (int n = ahead; n < total; n++) {
-        barrier_wait(empty + next.stage, phase);
+        if (BYTES == 1) barrier_wait_to_refill(empty + next.stage, phase);
+        else barrier_wait(empty + next.stage, phase);
         bring_w(next);
         bring_x(next);
         advance(next);

@@ -1,8 +1,8 @@
-// The MoE block for a few tokens: a stream of expert weights at the rate of the memory. Contract in moe_int4.py.
+// Routed experts for some hundred tokens: a stream of their weights at the rate of the memory. Contract in moe_int4.py.
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
 // of the tensor core's A, whose columns of B are up to 8 tokens. (gate_up: 8 gate rows and their 8 up rows, so that one
-// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k of INT4 or 64 k of bf16; the last slot of a
+// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k; the last slot of a
 // row may be half full. KS warps split the k of a tile and their sums meet in shared memory; RT tiles make a unit.
 // Every warp keeps its own ring of slots filled by asynchronous copies, across units.
 //
@@ -12,8 +12,8 @@
 // there). The activations of the latter are held divided by 16, all of them times 2^80: exact for magnitudes from 2^-73
 // to 2^47. The sums of a group start at -8 times the sum of its activations, which takes the offset of q out.
 //
-// Work: the routed pairs are grouped by expert into segments of a few pairs, every CTA takes a contiguous range of
-// (segment, unit), and units of the shared expert so that bytes balance. Each CTA counts the ids itself.
+// Work: the routed pairs are grouped by expert into segments of a few pairs, and every CTA takes a contiguous range of
+// (segment, unit). Each CTA counts the ids itself.
 #include "hopper.cuh"
 
 using namespace hopper;
@@ -35,21 +35,19 @@ constexpr float RESULT = 0x1p53f;  // 1 / (RAISED * UNIT)
 
 struct Matrix {
   const uint8_t* data;
-  const uint8_t* scale;  // bf16, 8 bytes for a piece; null for bf16 weights
+  const uint8_t* scale;  // bf16, 8 bytes for a piece
   int64_t expert;        // rows of an expert
   int64_t second;        // rows between a tile's row 0 and its row 8
   int pieces;            // of a row
-  int tiles;             // of an expert; 0 if there is no such matrix
+  int tiles;             // of an expert
 };
 
 struct Args {
-  Matrix routed, shared;
-  const bf16* in;         // gate_up: x [T, K]; down: h [T k, K]
-  const bf16* in_shared;  // [T, 32 shared.pieces]
-  const int* ids;         // [T, k]
-  const float* weights;   // [T, k]; down only
-  void* out;              // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
-  bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
+  Matrix routed;
+  const bf16* in;        // gate_up: x [T, K]; down: h [T k, K]
+  const int* ids;        // [T, k]
+  const float* weights;  // [T, k]; down only
+  void* out;             // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
   int T, k, E, K, P;
   int columns;        // pairs of a segment
   int scale_buffers;  // chunks of a warp, in turn
@@ -121,7 +119,7 @@ struct Kernel {
     }
 
     const int per_expert = divide_up(a.routed.tiles, RT), all = total * per_expert;
-    const Range units = routed_units(a, all);
+    const Range units = own_units(all);
     const int first = units.first / per_expert;
     const int last = units.first < units.end ? (units.end - 1) / per_expert : first - 1;
     for (int e = begin; e < end; e++) {
@@ -152,20 +150,10 @@ struct Kernel {
     __syncthreads();
   }
 
-  // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
-  static __device__ Range routed_units(const Args& a, int all) {
-    const int64_t G = gridDim.x, c = blockIdx.x, shared = divide_up(a.shared.tiles, RT);
-    const int64_t wide = a.shared.pieces * 8, narrow = a.routed.pieces * 9;  // scales counted
-    const int64_t bytes = shared * wide + all * narrow;
-    // The equal part must hold a CTA's shared units, and may not be mostly theirs: MAX_SEGMENTS counts on it.
-    if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
-      return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
-    }
-    auto bound = [&](int64_t n) {
-      int64_t left = n * bytes / G - wide * (n * shared / G);
-      return static_cast<int>(min(max((left + narrow / 2) / narrow, int64_t(0)), int64_t(all)));
-    };
-    return {bound(c), bound(c + 1)};
+  // An equal part of all.
+  static __device__ Range own_units(int all) {
+    const int64_t G = gridDim.x, c = blockIdx.x;
+    return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
   }
 
   // The activations of a segment's columns, in the order in which the nibbles of a word come, and what the sums of
@@ -223,14 +211,10 @@ struct Kernel {
     // Slots of a row are dealt to KS warps.
     auto share = [&](const Matrix& m, int n) { return n * divide_up(m.pieces, 2) / KS; };
     const int first_routed = share(a.routed, ks), slots_routed = share(a.routed, ks + 1) - first_routed;
-    const int first_shared = share(a.shared, ks), slots_shared = share(a.shared, ks + 1) - first_shared;
-    const int shared_all = divide_up(a.shared.tiles, RT), per_expert = divide_up(a.routed.tiles, RT);
-    const Range shared_units{static_cast<int>(static_cast<int64_t>(blockIdx.x) * shared_all / gridDim.x),
-                             static_cast<int>(static_cast<int64_t>(blockIdx.x + 1) * shared_all / gridDim.x)};
-    const int own_shared = shared_units.end - shared_units.first;
+    const int per_expert = divide_up(a.routed.tiles, RT);
 
     // The copying side of the ring.
-    int next_unit = 0, known = own_shared, left = 0, segment_of = 0, unit_of = 0;
+    int units_left = 0, left = 0, segment_of = 0, unit_of = 0;
     int into = 0, scales_into = 0;  // bytes into the warp's rings
     int slot_of = 0, filled = 0;        // the next slot within the unit; pieces of a row before it
     // Lanes copy rows line, line + 4, + 8, + 12 of a tile, 16 bytes each. Chunks of a row change places so that neither
@@ -239,28 +223,23 @@ struct Kernel {
     auto swizzle = [](int row) { return row % 2 * 4 + row % 8 / 2; };
     const int place = line * LINE, even = (chunk ^ swizzle(line)) * 16, odd = (chunk ^ swizzle(line + 4)) * 16;
     const uint8_t *upper = nullptr, *lower = nullptr, *scale_upper = nullptr;
-    int four = 0, width = 0;  // bytes of four rows; pieces of one
+    const int width = a.routed.pieces, four = width * (4 * LINE / 2);  // pieces of a row; bytes of four
     auto open = [&] {
-      const bool is_shared = next_unit < own_shared;
-      const Matrix& m = is_shared ? a.shared : a.routed;
-      const int tile = (is_shared ? shared_units.first + next_unit : unit_of) * RT + rt;
-      const int expert = is_shared ? 0 : p.segments[segment_of].expert;
-      const int slots = is_shared ? slots_shared : slots_routed, first = is_shared ? first_shared : first_routed;
-      next_unit++;
-      if (!is_shared && ++unit_of == per_expert) {
+      const Matrix& m = a.routed;
+      const int tile = unit_of * RT + rt, expert = p.segments[segment_of].expert;
+      units_left--;
+      if (++unit_of == per_expert) {
         unit_of = 0;
         segment_of++;
       }
-      if (tile >= m.tiles || slots == 0) return;
-      left = slots;
-      width = m.pieces;
-      filled = first * 2;
-      four = m.pieces * (4 * LINE / 2);
-      const int64_t bytes = static_cast<int64_t>(m.pieces) * (LINE / 2), row = expert * m.expert + tile * ROWS;
-      upper = m.data + (row + line) * bytes + first * LINE + chunk * 16;
+      if (tile >= m.tiles || slots_routed == 0) return;
+      left = slots_routed;
+      filled = first_routed * 2;
+      const int64_t bytes = static_cast<int64_t>(width) * (LINE / 2), row = expert * m.expert + tile * ROWS;
+      upper = m.data + (row + line) * bytes + first_routed * LINE + chunk * 16;
       lower = upper + m.second * bytes;
       slot_of = 0;
-      scale_upper = is_shared ? nullptr : m.scale + ((row + line) * m.pieces + first * 2 + chunk) * 8;
+      scale_upper = m.scale + ((row + line) * width + first_routed * 2 + chunk) * 8;
     };
     // 8 bytes for every piece of a row.
     auto copy_scales = [&] {
@@ -276,12 +255,12 @@ struct Kernel {
       scales_into = scales_into + SCALES == scale_ring ? 0 : scales_into + SCALES;
     };
     auto ready = [&] {
-      while (left == 0 && next_unit < known) open();
+      while (left == 0 && units_left > 0) open();
       return left > 0;
     };
     auto issue = [&] {
       if (ready()) {
-        if (slot_of++ % CHUNK == 0 && scale_upper != nullptr) copy_scales();
+        if (slot_of++ % CHUNK == 0) copy_scales();
         if (chunk < 4 || filled + 1 < width) {
           uint8_t* to = ring + place + into;
           copy16(to + even, upper);
@@ -298,23 +277,15 @@ struct Kernel {
       into = into + SLOT == N * SLOT ? 0 : into + SLOT;
     };
 
-    int issued = 0;
-    while (issued < N - 1 && ready()) {
-      issue();
-      issued++;
-    }
     for (int e = tid; e < a.E; e += THREADS) counts[e] = 0;
     let_successor_start();
     __syncthreads();
     wait_for_predecessor();
     plan(a, p, counts);
     const Range units = p.units;
-    known += units.end - units.first;
+    units_left = units.end - units.first;
     unit_of = units.first % per_expert;
-    while (issued < N - 1) {
-      issue();
-      issued++;
-    }
+    for (int n = 0; n < N - 1; n++) issue();
 
     // The consuming side.
     int from = 0;
@@ -352,70 +323,6 @@ struct Kernel {
         result(column, row, v, up);
       }
     };
-
-    const int pieces_place = g * LINE + ((t ^ swizzle(g)) * 16);
-    for (int u = shared_units.first; u < shared_units.end; u++) {
-      float acc[2][2][4] = {};
-      const bool many = a.T > COLUMNS;
-      const int count = u * RT + rt < a.shared.tiles ? slots_shared : 0, last = a.shared.pieces - first_shared * 2;
-      const bf16* x = a.in_shared + first_shared * 64 + t * 8;
-      const bf16* rows[2] = {x + static_cast<int64_t>(min(g, a.T - 1)) * a.shared.pieces * 32,
-                             x + static_cast<int64_t>(min(g + 8, a.T - 1)) * a.shared.pieces * 32};
-      uint4 now[2][2] = {}, next[2][2] = {};  // [columns 0-7, 8-15][piece of a slot]
-      auto fetch = [&](int n) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            if ((c == 0 || many) && n < count && n * 2 + h < last) {
-              next[c][h] = *reinterpret_cast<const uint4*>(rows[c] + n * 64 + h * 32);
-            }
-          }
-        }
-      };
-      fetch(0);
-      for (int n = 0; n < count; n++) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-#pragma unroll
-          for (int h = 0; h < 2; h++) now[c][h] = next[c][h];
-        }
-        fetch(n + 1);
-        const uint8_t* slot = ring + arrive();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          if (h == 1 && n * 2 + 1 >= last) break;
-          const uint8_t* at = slot + (pieces_place ^ (h * 64));
-          const uint4 top = *reinterpret_cast<const uint4*>(at);
-          const uint4 bottom = *reinterpret_cast<const uint4*>(at + SLOT / 2);
-          const uint32_t one[4] = {top.x, bottom.x, top.y, bottom.y}, two[4] = {top.z, bottom.z, top.w, bottom.w};
-          mma(acc[0][0], one, now[0][h].x, now[0][h].y, bf16());
-          mma(acc[0][1], two, now[0][h].z, now[0][h].w, bf16());
-          if (many) {
-            mma(acc[1][0], one, now[1][h].x, now[1][h].y, bf16());
-            mma(acc[1][1], two, now[1][h].z, now[1][h].w, bf16());
-          }
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (half == 1 && !many) break;
-        float total[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) total[n] = acc[half][0][n] + acc[half][1][n];
-        finish(total, min(a.T - half * COLUMNS, COLUMNS), [&](int column, int row, float v, float up) {
-          const int token = half * COLUMNS + column, at = u * RT + rt;
-          if (at >= a.shared.tiles) return;
-          if (GATE_UP) {
-            a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * ROWS + at * ROWS + row] =
-                __float2bfloat16(v / (1 + __expf(-v)) * up);
-          } else {
-            static_cast<float*>(a.out)[(static_cast<int64_t>(token) * a.P + a.P - 1) * a.shared.tiles * ROWS +
-                                       at * ROWS + row] = v;
-          }
-        });
-      }
-    }
 
     const uint32_t matrices =
         shared_address(ring) + (lane % 8 + lane / 8 % 2 * 8) * LINE + (lane / 16 ^ swizzle(lane)) * 16;
@@ -531,47 +438,31 @@ Matrix matrix(const void* data, const void* scale, int64_t expert, int64_t secon
 
 }  // namespace
 
-// h [T k, I] and h_shared [T, S] from x [T, D]; S = 0: no shared expert. Returns -1 for sizes it cannot take.
-API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* shared,
-                         void* h, void* h_shared, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S,
-                         int64_t sms, void* stream) {
-  Args a{matrix(packed, scale, 2 * I, I, D / 128, I / 8),
-         matrix(shared, nullptr, 0, S, D / 32, S / 8),
-         static_cast<const bf16*>(x),
-         static_cast<const bf16*>(x),
-         static_cast<const int*>(ids),
-         nullptr,
-         h,
-         static_cast<bf16*>(h_shared),
-         static_cast<int>(T),
-         static_cast<int>(k),
-         static_cast<int>(E),
-         static_cast<int>(D),
-         0,
-         static_cast<int>(T <= 4 ? T : T <= 96 ? 4 : COLUMNS),
-         0};
-  if (T <= 2) return start<true, 8, 4, 4>(a, sms, stream);
+// h [T k, I] from x [T, D]. Returns -1 for sizes it cannot take.
+API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, const void* scale, void* h, int64_t T,
+                         int64_t k, int64_t E, int64_t D, int64_t I, int64_t sms, void* stream) {
+  Args a = {};
+  a.routed = matrix(packed, scale, 2 * I, I, D / 128, I / 8);
+  a.in = static_cast<const bf16*>(x);
+  a.ids = static_cast<const int*>(ids);
+  a.out = h;
+  a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
+  a.columns = static_cast<int>(T < COLUMNS ? T : COLUMNS);
   return start<true, 16, 4, 3>(a, sms, stream);
 }
 
-// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
-API int moe_int4_down(const void* h, const void* h_shared, const void* ids, const void* weights, const void* packed,
-                      const void* scale, const void* shared, void* y, int64_t T, int64_t k, int64_t E, int64_t D,
-                      int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
-  Args a{matrix(packed, scale, D, 8, I / 128, D / 16),
-         matrix(shared, nullptr, 0, 8, S / 32, S ? D / 16 : 0),
-         static_cast<const bf16*>(h),
-         static_cast<const bf16*>(h_shared),
-         static_cast<const int*>(ids),
-         static_cast<const float*>(weights),
-         y,
-         nullptr,
-         static_cast<int>(T),
-         static_cast<int>(k),
-         static_cast<int>(E),
-         static_cast<int>(I),
-         static_cast<int>(P),
-         static_cast<int>(T < COLUMNS ? T : COLUMNS),
-         0};
+// y [T, P, D] from h; rows of y beyond k are left alone.
+API int moe_int4_down(const void* h, const void* ids, const void* weights, const void* packed, const void* scale,
+                      void* y, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t P, int64_t sms,
+                      void* stream) {
+  Args a = {};
+  a.routed = matrix(packed, scale, D, 8, I / 128, D / 16);
+  a.in = static_cast<const bf16*>(h);
+  a.ids = static_cast<const int*>(ids);
+  a.weights = static_cast<const float*>(weights);
+  a.out = y;
+  a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I);
+  a.P = static_cast<int>(P);
+  a.columns = static_cast<int>(T < COLUMNS ? T : COLUMNS);
   return start<false, 8, 2, 4>(a, sms, stream);
 }

@@ -11,13 +11,15 @@ implementation's choice, else 1.
 "cuda" (bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two launches: h =
 silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the routing weight
 applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised weights, x and h are
-exact, sums are fp32. moe_int4_lone.cu is for one token, moe_int4_few.cu for 2 to 8 and for compact scales, moe_int4.cu
-for more. A token's rows do not depend on the batch within 2 to 8 and within 9 to 256 tokens, the shared expert's within
-9 to 16 (bf16; there it rides in the same launches, as up to 8 in any form) and not above, where it is calls of its own.
-Between these, sums run in another order. moe_int4_few.cu reads an expert once for every 4 of its tokens; moe_int4.cu
-gate_up the same (7 above 96 tokens, for K2's sizes), down once for every 8. An id that is no expert is passed over and
-its row left unwritten. x must be older than ids: gate_up may read it while the kernel that writes ids still runs
-(router.py's does not let it start before). Launches of one stream share counters; another stream has its own.
+exact, sums are fp32. moe_int4_lone.cu is for one token, moe_int4_few.cu for 2 to 128 and for compact scales,
+moe_int4.cu for more. A token's rows do not depend on the batch within 2 to 128 and within 129 to 256 tokens (2 to 256
+with compact scales), the shared expert's within 2 to 16, where it rides in the same launches, and not above, where it
+is calls of its own. Between these, sums run in another order. moe_int4_few.cu reads an expert once for every 4 of its
+tokens, moe_int4.cu for every 8 (gate_up 7, for K2's sizes), which is why it wins above. An id that is no expert is
+passed over and its row left unwritten. From 2 tokens on x must be older than ids: gate_up may read it while the kernel
+that writes ids still runs (router.py's does not let it start before). For a lone token it starts before x is there if
+the router announces these ids (`router.announced`), and waits for its predecessor if not. Launches of one stream share
+counters; another stream has its own.
 "cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops import compile, linear_many, moe_int4_prefill, threads
+from perilune.ops import compile, linear_many, moe_int4_prefill, router, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.experts import Case as Routed
 from perilune.ops.experts import routing
@@ -50,8 +52,8 @@ LONE, FEW, MANY = "moe_int4_lone.cu", "moe_int4_few.cu", "moe_int4.cu"
 MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of a lone token
-MAX_FEW = 8  # tokens of FEW and LONE; with compact scales their shared expert's only
-MAX_SHARED = 16  # tokens whose shared expert rides in MANY's launches
+MAX_FEW = 128  # tokens of FEW; with compact scales it takes all
+MAX_SHARED = 16  # tokens whose shared expert rides in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
 
 
@@ -189,19 +191,19 @@ def _add_shared(
 @functools.cache
 def _gate_up(source: str) -> Any:
     if source == LONE:
-        return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 10 + "l" * 6 + "p")
+        return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 11 + "l" * 7 + "p")
     if source == FEW:
         return compile.function(FEW, "moe_int4_few_gate_up", "p" * 10 + "l" * 7 + "p")
-    return compile.function(MANY, "moe_int4_gate_up", "p" * 7 + "l" * 7 + "p")
+    return compile.function(MANY, "moe_int4_gate_up", "p" * 5 + "l" * 6 + "p")
 
 
 @functools.cache
 def _down(source: str) -> Any:
     if source == LONE:
-        return compile.function(LONE, "moe_int4_lone_down", "p" * 11 + "l" * 7 + "p")
+        return compile.function(LONE, "moe_int4_lone_down", "p" * 12 + "l" * 8 + "p")
     if source == FEW:
         return compile.function(FEW, "moe_int4_few_down", "p" * 11 + "l" * 8 + "p")
-    return compile.function(MANY, "moe_int4_down", "p" * 8 + "l" * 8 + "p")
+    return compile.function(MANY, "moe_int4_down", "p" * 6 + "l" * 7 + "p")
 
 
 @functools.cache
@@ -254,8 +256,7 @@ def cuda(
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     many = T > MAX_FEW and gate_up_row is None
-    most = MAX_SHARED if many and shared_down_scale is None else MAX_FEW
-    rides = shared_down.shape[1] if shared_down is not None and T <= most and shared_down.shape[1] <= I else 0
+    rides = shared_down.shape[1] if shared_down is not None and T <= MAX_SHARED and shared_down.shape[1] <= I else 0
     P = k if shared_down is None else k + 1
     h = torch.empty(T * (k * I + rides), dtype=BFLOAT16, device=x.device)
     y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
@@ -267,18 +268,21 @@ def cuda(
     upper, lower = at(shared_gate_up, rides), at(shared_down, rides)
     upper_scale, lower_scale = at(shared_gate_up_scale, rides), at(shared_down_scale, rides)
     source = LONE if T == 1 and k <= MAX_CHOICES else MANY if many else FEW
-    sizes, processors = (k, E, D, I, rides) if source == LONE else (T, k, E, D, I, rides), _processors(x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    taken = () if many else (_counters(x.device, stream).data_ptr(),)
-    extra = (upper,) if many else (at(gate_up_row), upper, upper_scale)
+    processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
+    sizes = (k, E, D, I, rides) if source == LONE else (T, k, E, D, I) if many else (T, k, E, D, I, rides)
+    shared_rows = () if many else (h_shared,)
+    taken: tuple[int, ...] = () if many else (_counters(x.device, stream).data_ptr(),)
+    if source == LONE:
+        taken += (router.board(x.device, stream).data_ptr(), router.announced(ids, stream))
+    extra = () if many else (at(gate_up_row), upper, upper_scale)
     failed = _gate_up(source)(
         x.data_ptr(), ids.data_ptr(), gate_up_packed.data_ptr(), gate_up_scale.data_ptr(), *extra, h.data_ptr(),
-        h_shared, *taken, *sizes, processors, stream,
+        *shared_rows, *taken, *sizes, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up_packed.shape=} {rides=}"
-    extra = (lower,) if many else (at(down_row), lower, lower_scale)
+    extra = () if many else (at(down_row), lower, lower_scale)
     failed = _down(source)(
-        h.data_ptr(), h_shared, ids.data_ptr(), weights.data_ptr(), down_packed.data_ptr(), down_scale.data_ptr(),
+        h.data_ptr(), *shared_rows, ids.data_ptr(), weights.data_ptr(), down_packed.data_ptr(), down_scale.data_ptr(),
         *extra, y.data_ptr(), *taken, *sizes, P, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down_packed.shape=} {rides=}"

@@ -1,4 +1,4 @@
-// The MoE block for 2 to 16 tokens, with compact scales for up to 256: a stream of expert weights at the rate of the
+// The MoE block for 2 to 128 tokens, with compact scales for up to 256: a stream of expert weights at the rate of the
 // memory. Contract in moe_int4.py.
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
@@ -57,27 +57,27 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
     Place into{0, 1};
     auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item) {
       uint64_t* barrier = &c.full[into.at];
-      barrier_wait(&c.empty[into.at], into.phase);
+      barrier_wait_to_refill(&c.empty[into.at], into.phase);
       c.item[into.at] = item;
       const bool scaled = m.scale != nullptr;
       const int whole = 8 * a.scale_row;
       barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? 2 * whole : 16 * a.scale_pitch));
       uint8_t* slot = memory(into.at * SLOT);
       uint8_t* scales = memory(a.scales + into.at * SCALES);
-      const int x = chunk * (128 / m.chunk);
+      const int x = m.chunk == 128 ? chunk : chunk * 2;
 #pragma unroll
       for (int box = 0; box < BOXES; box++) {
         const int first = row + box * m.second;
-        tensor_load(slot + box * (SLOT / 2), &map, 0, first, x, barrier);
+        tensor_load_once(slot + box * (SLOT / 2), &map, 0, first, x, barrier);
         if (scaled && !a.whole_scales) {
           uint8_t* to = scales + box * 8 * a.scale_pitch;
-          tensor_load(to, &maps.scales, chunk * Base::SCALE_UNIT & ~15, first, 0, barrier);
+          tensor_load_once(to, &maps.scales, chunk * Base::SCALE_UNIT & ~15, first, 0, barrier);
         }
       }
       if (scaled && a.whole_scales) {
         const int64_t second = GATE_UP ? m.second : 8;
-        bulk_load(scales, m.scale + static_cast<int64_t>(row) * a.scale_row, whole, barrier);
-        bulk_load(scales + whole, m.scale + (row + second) * a.scale_row, whole, barrier);
+        bulk_load_once(scales, m.scale + static_cast<int64_t>(row) * a.scale_row, whole, barrier);
+        bulk_load_once(scales + whole, m.scale + (row + second) * a.scale_row, whole, barrier);
       }
       into.advance(1, a.slots);
     };
@@ -338,7 +338,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
     if (warp < WARPS) {
       consume(a);
     } else if (warp == WARPS) {
-      if (threadIdx.x % 32 == 0) produce(a, maps);
+      if (elected()) produce(a, maps);  // a single lane in the compiler's eyes too: else copies are loops over lanes
     } else {
       finish(a);
     }

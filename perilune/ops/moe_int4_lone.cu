@@ -10,9 +10,15 @@
 // per row, applied to their fp32 result: exact. The shared expert's weights,
 // bf16 or e4m3, meet activations in the same order.
 //
-// Work: gate_up multiplies the shared expert while the router still chooses, every CTA an equal part; CTAs start and
-// run unevenly, so that units of the chosen experts are taken from a counter, by whoever is free. down knows the choice
-// before h is there, and every CTA takes a contiguous range of (choice, unit) besides units of the shared expert.
+// Work: gate_up asks for the shared expert's weights before x is there, and multiplies them while the router still
+// chooses, every CTA an equal part; between two slots it looks whether the choice is announced (announce.cuh). CTAs
+// start and run unevenly, so that units of the chosen experts are taken from a counter, by whoever has a free slot.
+// down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units of
+// the shared expert.
+//
+// The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, nobody else's trip to
+// memory, the router's least of all, comes back before them.
+#include "announce.cuh"
 #include "moe_int4_values.cuh"
 
 using namespace hopper;
@@ -20,8 +26,8 @@ using namespace moe;
 
 namespace {
 
-constexpr int MAX_SLOTS = 12;
-constexpr int MAX_CHOICES = 32;
+constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4;
+constexpr int MAX_CHOICES = announce::MAX_CHOICES;
 
 struct Matrix {
   const uint8_t* data;
@@ -42,7 +48,10 @@ struct Args {
   void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
   bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
   int k, E, K, P;
+  uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
   int64_t routed_rows, shared_rows;
+  uint32_t* board;    // announce.cuh; down makes it zero again
+  uint32_t launch;    // of the router that announces; 0: gate_up waits for its predecessor
   uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
   int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
   int slots;          // of the ring
@@ -102,6 +111,9 @@ struct Kernel {
 
   // ---- which units this CTA works on: by one warp ----
 
+  // Of all (choice, unit). Dividing by a variable would cost the copying warp more than asking for a slot.
+  static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
+
   // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
   static __device__ Range routed_units(const Args& a, int all) {
     const int64_t G = gridDim.x, c = blockIdx.x, shared = a.shared.tiles / RT;
@@ -118,17 +130,32 @@ struct Kernel {
     return {bound(c), bound(c + 1)};
   }
 
+  // Of choice `lane` of the token; -1 where there is none.
+  struct Asked {
+    int expert;
+    float weight;  // down only
+  };
+  static __device__ __forceinline__ Asked ask(const Args& a) {
+    const int lane = threadIdx.x % 32;
+    Asked v{-1, 1};
+    if (lane < a.k) {
+      v.expert = __ldcg(a.ids + lane);
+      if (!GATE_UP) v.weight = __ldcg(a.weights + lane);
+    }
+    return v;
+  }
+
   // The token's choices, each an expert of its own; an id that is no expert is passed over.
-  static __device__ void plan(const Args& a) {
+  static __device__ void plan(const Args& a, Asked v) {
     Plan& p = plan_of();
     const int lane = threadIdx.x % 32, per_expert = a.routed.tiles / RT;
-    const int e = lane < a.k ? __ldcg(a.ids + lane) : -1;
-    const bool valid = static_cast<unsigned>(e) < static_cast<unsigned>(a.E);
+    const bool valid = static_cast<unsigned>(v.expert) < static_cast<unsigned>(a.E);
     const unsigned found = __ballot_sync(~0u, valid);
     const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
-    if (valid) p.chosen[s] = Chosen{e, lane, GATE_UP ? 1.0f : __ldcg(a.weights + lane)};
+    if (valid) p.chosen[s] = Chosen{v.expert, lane, v.weight};
     if (lane == 0) p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
     __syncwarp();
+    if (lane == 0) barrier_arrive(&barriers().planned);
   }
 
   // ---- the copying warp ----
@@ -138,63 +165,74 @@ struct Kernel {
     int into = 0, phase = 1, buffer = 0;
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
+    bool planned = false;
+    int ahead = 0;  // gate_up: a unit taken before it is needed
+    auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
+    auto plan_if_told = [&](uint32_t word) {
+      if (!__all_sync(~0u, lane >= a.k || announce::told(word, a.launch))) return;
+      plan(a, {lane < a.k ? announce::choice_of(word) : -1, 1});
+      ahead = take();
+      planned = true;
+    };
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
       const int slots = divide_up(w.row, PIECE);
       const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
       const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
       for (int n = 0; n < slots; n++) {
+        const bool looks = GATE_UP && a.launch && !planned;
+        const uint32_t word = looks ? announce::glance_choice(a.board, a.k) : 0;
         uint64_t* barrier = &barriers().full[into];
-        barrier_wait(&barriers().empty[into], phase);
-        if (lane == 0) {
+        barrier_wait_to_refill(&barriers().empty[into], phase);
+        if (elected()) {
           const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
           const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
           if (GATE_UP && n == 0) barriers().taken[into] = taken;
           barrier_expect(barrier, SLOT + scales + factors);
           uint8_t* slot = memory(into * SLOT);
           const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
-          tensor_load(slot, &map, 0, row, chunk, barrier);
-          if (GATE_UP) tensor_load(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
+          tensor_load_once(slot, &map, 0, row, chunk, barrier);
+          if (GATE_UP) tensor_load_once(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
           uint8_t* to = memory(a.held) + buffer * a.block;
           if (scales) {
-            bulk_load(to, w.scale + first * a.scale_row, scales / 2, barrier);
-            bulk_load(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
+            bulk_load_once(to, w.scale + first * a.scale_row, scales / 2, barrier);
+            bulk_load_once(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
           }
           if (factors) {
             const int each = factors / UNIT_ROWS;
-            bulk_load(to + a.scales, w.factor + first * each, factors / 2, barrier);
-            bulk_load(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
+            bulk_load_once(to + a.scales, w.factor + first * each, factors / 2, barrier);
+            bulk_load_once(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
           }
         }
         __syncwarp();
         if (++into == a.slots) into = 0, phase ^= 1;
+        if (looks) plan_if_told(word);
       }
       if (++buffer == a.scale_buffers) buffer = 0;
     };
-    auto decide = [&] {
-      if (GATE_UP) {
-        wait_for_predecessor();
-        let_successor_start();  // not before: whoever starts after this kernel may take the ids as written
-      }
-      plan(a);
-      if (lane == 0) barrier_arrive(&barriers().planned);
-    };
     // down has its ids before its activations, gate_up those of the shared expert before its ids.
+    Asked asked{};
     if (!GATE_UP) {
       let_successor_start();
-      decide();
+      asked = ask(a);
+      if (shared_units.first == shared_units.end) plan(a, asked);
     }
     for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
-    if (GATE_UP) decide();
+    if (!GATE_UP && shared_units.first < shared_units.end) plan(a, asked);
+    if (GATE_UP && !a.launch) {
+      wait_for_predecessor();
+      plan(a, ask(a));
+      ahead = take();
+    }
+    while (GATE_UP && a.launch && !planned) plan_if_told(announce::glance_choice(a.board, a.k));
     const Plan& p = plan_of();
     const int per_expert = a.routed.tiles / RT;
     if constexpr (GATE_UP) {
-      auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
-      int ahead = take();
-      for (;;) {
+      for (;; ahead = take()) {
         const int u = __shfl_sync(~0u, ahead, 0);
         if (u >= p.units.end) break;
-        ahead = take();
-        copy(a.routed, maps.routed, p.chosen[u / per_expert].expert, u % per_expert, u);
+        const int s = choice_of(a, u);
+        copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, u);
+        barrier_wait(&barriers().empty[into], phase);  // and no unit before its slot is free
       }
       barrier_wait(&barriers().empty[into], phase);
       if (lane == 0) {
@@ -203,7 +241,8 @@ struct Kernel {
       }
     } else {
       for (int u = p.units.first; u < p.units.end; u++) {
-        copy(a.routed, maps.routed, p.chosen[u / per_expert].expert, u % per_expert, 0);
+        const int s = choice_of(a, u);
+        copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, 0);
       }
     }
   }
@@ -373,12 +412,19 @@ struct Kernel {
 
     bool waited = false;
     auto wait = [&] {
-      if (!waited) wait_for_predecessor();
+      if (waited) return;
+      wait_for_predecessor();
+      if (GATE_UP) let_successor_start();  // not before: who starts after this kernel may take the ids as written
       waited = true;
     };
-    if (!GATE_UP) {
+    if (GATE_UP && a.launch) {
+      announce::wait_for_x(a.board, a.launch);
+    } else {
       wait();
-      if (blockIdx.x == 0 && tid == 0) *a.counter = 0;
+    }
+    if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
+      if (lane == 0) *a.counter = 0;
+      if (a.launch) announce::wipe(a.board);
     }
     Window window{0, 0};
     for (int u = shared_units.first; u < shared_units.end; u++) {
@@ -415,8 +461,8 @@ struct Kernel {
         u = barriers().taken[from];
         if (u < 0) break;
       }
-      const int unit = u % per_expert;
-      const Chosen chosen = p.chosen[u / per_expert];
+      const int s = choice_of(a, u), unit = u - s * per_expert;
+      const Chosen chosen = p.chosen[s];
       // x is there since the shared expert, or the first of the routed ones.
       if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
         if (staged >= 0 || window.end > 0) meet_all();  // every warp is done with the activations before
@@ -545,9 +591,11 @@ int start(Args a, int sms, void* stream) {
     a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
     return K::arrange(a) <= MOST;
   };
-  int slots = MAX_SLOTS;
+  int slots = GATE_UP ? GATE_UP_SLOTS : MAX_SLOTS;
   while (slots > 2 && !fits(slots)) slots--;
-  if (!fits(slots) || a.k > MAX_CHOICES) return -1;
+  if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
+  const int64_t per_expert = a.routed.tiles / RT;
+  a.reciprocal = static_cast<uint32_t>(((int64_t(1) << 32) + per_expert - 1) / per_expert);
   Maps maps = {};
   if (!describe<K>(&maps.routed, a.routed, a.routed_rows, a.chunk) ||
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
@@ -566,11 +614,12 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
 }  // namespace
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
-// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. Returns -1 for sizes it cannot
-// take.
+// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. board: of announce.cuh;
+// launch: the router's whose choice is announced there, or 0. Returns -1 for sizes it cannot take.
 API int moe_int4_lone_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
-                              int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
+                              void* board, int64_t launch, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S,
+                              int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
   a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
@@ -581,6 +630,7 @@ API int moe_int4_lone_gate_up(const void* x, const void* ids, const void* packed
   a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
   a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
   a.counter = static_cast<uint32_t*>(counter);
+  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
   return row == nullptr ? start<true, false, 7, 1, 2>(a, static_cast<int>(sms), stream)
                         : start<true, true, 7, 1, 2>(a, static_cast<int>(sms), stream);
 }
@@ -588,8 +638,8 @@ API int moe_int4_lone_gate_up(const void* x, const void* ids, const void* packed
 // y [P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
 API int moe_int4_lone_down(const void* h, const void* h_shared, const void* ids, const void* weights,
                            const void* packed, const void* scale, const void* row, const void* shared,
-                           const void* shared_scale, void* y, void* counter, int64_t k, int64_t E, int64_t D, int64_t I,
-                           int64_t S, int64_t P, int64_t sms, void* stream) {
+                           const void* shared_scale, void* y, void* counter, void* board, int64_t launch, int64_t k,
+                           int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
   a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
@@ -601,6 +651,7 @@ API int moe_int4_lone_down(const void* h, const void* h_shared, const void* ids,
   a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
+  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
   return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
                         : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
 }

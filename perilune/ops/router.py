@@ -5,11 +5,15 @@ best choices stay; ids = the top_k largest choices, in descending order, ties to
 weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
 x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
 -> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 16
-rows; the kernel that follows may start when x is there (see moe_int4.py). "cuda_many" (router_many.cu) chooses from the
-logits that a product gives in fp32.
+rows. A lone row is announced (announce.cuh): the kernel that follows may start before x is there, and learns of x and
+of the choice from a board; `announced` says by which number. With more rows, it may start when x is there (see
+moe_int4.py). Launches of one stream share a board and scratch; another stream has its own. "cuda_many" (router_many.cu)
+chooses from the logits that a product gives in fp32.
 """
 
 import functools
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,8 @@ from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exa
 from perilune.ops.registry import Op
 
 MAX_ROWS = 16  # of the CUDA kernel
+MOST_EXPERTS = 512
+MOST_CHUNKS = 14  # of 32 values of a row: what a warp holds
 
 
 @dataclass(frozen=True)
@@ -144,23 +150,41 @@ def cpp(
 
 
 def _parts(D: int) -> int:
-    """Processors that share a tile of the gate: two if each still has whole loads for every warp."""
-    return 2 if D % 512 == 0 else 1
+    """Processors that share a tile of the gate: two if each still has whole loads for every warp; 0 if none will do."""
+    wanted = (2, 1, 4, 8) if D % 512 == 0 else (1, 2, 4, 8)
+    fitting = (n for n in wanted if D % (32 * n) == 0 and D // n <= 32 * MOST_CHUNKS * _workers(D // n))
+    return next(fitting, 0)
 
 
 def _workers(width: int) -> int:
-    return next(n for n in (8, 4, 2, 1) if width % (32 * n) == 0)
+    return next((n for n in (8, 4, 2) if width % (32 * n) == 0), 1)
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """The kernel leaves them at zero."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def board(device: torch.device, stream: int) -> Tensor:
+    """Where the router announces: announce.cuh."""
+    return torch.zeros(64, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _sums(device: torch.device, stream: int) -> Tensor:
+    """Sums on their way between processors. The kernel leaves zeros."""
+    return torch.zeros(8 * MAX_ROWS * MOST_EXPERTS, dtype=torch.int32, device=device)
+
+
+_numbers = itertools.count()
+_latest: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by stream
+
+
+def announced(ids: Tensor, stream: int) -> int:
+    """The number under which the latest launch of the stream announces these ids; 0 if it is another's or does not."""
+    found = _latest.get(stream)
+    return found[1] if found is not None and found[0]() is ids else 0
 
 
 @functools.cache
 def _launch() -> Any:
-    return compile.function("router.cu", "router", "p" * 7 + "l" * 7 + "fp")
+    return compile.function("router.cu", "router", "p" * 7 + "l" * 8 + "fp")
 
 
 @op.impl(
@@ -169,15 +193,11 @@ def _launch() -> Any:
         "router.cu",
         device,
         (a.x.dtype == BFLOAT16, "bfloat16"),
-        (
-            0 < a.x.shape[0] <= MAX_ROWS
-            and a.x.shape[0] * (a.x.shape[1] // _parts(a.x.shape[1]) + 32) * 2 <= 128 << 10,
-            f"up to {MAX_ROWS} rows that fit shared memory",
-        ),
+        (0 < a.x.shape[0] <= MAX_ROWS, f"up to {MAX_ROWS} rows"),
         (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
         (
-            a.x.shape[1] % 32 == 0 and a.gate.shape[0] % 8 == 0 and a.gate.shape[0] <= 512,
-            "widths in 32s, experts in 8s",
+            _parts(a.x.shape[1]) > 0 and a.gate.shape[0] % 8 == 0 and a.gate.shape[0] <= MOST_EXPERTS,
+            "a width in 32s up to 28,672 and experts in 8s up to 512",
         ),
         (a.n_group == a.topk_group and a.top_k <= 32, "no groups"),
     ),
@@ -186,18 +206,20 @@ def cuda(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
     x, (T, D), E = x.contiguous(), x.shape, gate.shape[0]
-    parts = _parts(D)
+    parts, stream = _parts(D), torch.cuda.current_stream(x.device).cuda_stream
     ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, top_k, device=x.device)
-    scores = torch.empty(parts, T, E, device=x.device)
+    number = next(_numbers) % ((1 << 22) - 1) + 1 if T == 1 else 0
+    _latest[stream] = weakref.ref(ids), number
     failed = _launch()(
         x.data_ptr(),
         gate.data_ptr(),
         bias.data_ptr(),
-        scores.data_ptr(),
-        _counters(x.device).data_ptr(),
+        _sums(x.device, stream).data_ptr(),
+        board(x.device, stream).data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
+        number,
         T,
         D,
         E,
@@ -206,7 +228,7 @@ def cuda(
         parts,
         _workers(D // parts),
         scale,
-        torch.cuda.current_stream().cuda_stream,
+        stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
     return ids, weights

@@ -40,6 +40,14 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int phase) {
       : "memory");
 }
 
+// Waits until what lies in shared memory may be overwritten by bulk copies of this thread. Ordinary loads and ldmatrix
+// are another proxy than these: without the fence, whenever a ring is full, slots are overwritten under those who still
+// read them, barrier or not. What wgmma reads needs none.
+__device__ __forceinline__ void barrier_wait_to_refill(uint64_t* barrier, int phase) {
+  barrier_wait(barrier, phase);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- bulk copies, clusters ----
 // Addresses that a whole warp computes alike, asked for by one elected lane, cost a few instructions a copy. Addresses
 // of the lanes' own compile to a loop over the lanes, which took half of a short kernel.
