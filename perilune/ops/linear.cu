@@ -3,10 +3,10 @@
 //
 // A tile is 8 rows of w: the tensor core's A, as it lies in memory, with tokens as B (stream.cuh). KS of a CTA's 16
 // warps split the k of a tile and meet in shared memory. Each warp has a ring of stages that bulk copies fill, across
-// tiles, and starts them before it waits for the kernel that makes x. Not plain loads: those need lines of the
-// first-level cache while they are in flight, and after a kernel that took nearly all of it as shared memory
-// (attention, experts) the same kernel took half as long again. Nor tensor maps: their rows of 128 bytes reach 4.1 TB/s
-// where copies of 256 reach 4.5.
+// tiles, from before the kernel that makes x has finished: half of the warps ask, while the others wait for x and
+// prepare it. Not plain loads: those need lines of the first-level cache while they are in flight, and after a kernel
+// that took nearly all of it as shared memory (attention, experts) the same kernel took half as long again. Nor tensor
+// maps: their rows of 128 bytes reach 4.1 TB/s where copies of 256 reach 4.5.
 //
 // Some rows of x, or very wide ones, are split by k between two CTAs of a cluster: the first hands its sums to the
 // second, which adds its own in the same order. Such rows are copied as they lie, the first half of every warp's part
@@ -16,8 +16,6 @@
 using namespace stream;
 
 namespace {
-
-constexpr int WARPS = 16;
 
 struct Args {
   Rows in;
@@ -29,7 +27,7 @@ struct Args {
 };
 
 template <int ROW>
-constexpr int MOST_STAGES = ROW > 256 ? 2 : ROW == 256 ? 4 : 8;
+constexpr int MOST_STAGES = ROW > 256 ? 2 : ROW == 256 ? 5 : 8;
 
 // Whether the weights of a norm are fetched before the wait.
 __host__ __device__ constexpr bool kept(const Rows& in) { return in.norm != nullptr && in.i <= 2048; }
@@ -50,6 +48,8 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   using Value = typename W::Value;
   constexpr int SHARING = KS / CTAS, GROUPS = WARPS / SHARING;  // warps of a CTA that share a tile; tiles at once
   constexpr bool SPLIT = CTAS > 1;
+  // Warps that prepare x: e4m3's takes longer than asking, and is the work of all.
+  constexpr int FIRST = W::BYTES == 1 ? 0 : ASKING, PREPARING = WARPS - FIRST;
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * a.stages * S::BYTES);
   const int rank = SPLIT ? cluster_rank() : 0, clusters = gridDim.x / CTAS;
@@ -69,27 +69,35 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   const int k0 = part * chunks * W::CHUNK;  // in this CTA's part
   int tile = blockIdx.x / CTAS + group * clusters;  // evenly over processors
 
-  // What is to be loaded next: piece `ahead` of tile `ahead_tile`.
-  uint8_t* ring = memory + warp * a.stages * S::BYTES;
-  int ahead = 0, ahead_tile = tile, stage_in = 0;
-  const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * row_bytes + (rank * in.i + k0) * W::BYTES;
-  auto load = [&]() {
-    if (ahead_tile >= tiles) return;
-    uint64_t* barrier = &barriers[warp][stage_in];
-    if (elected()) {
+  // What is to be loaded next into a warp's ring: piece `ahead` of a tile.
+  struct Next {
+    const uint8_t* from;
+    int tile, ahead, stage;
+  };
+  const auto first = [&](int warp) {
+    const int tile = blockIdx.x / CTAS + warp / SHARING * clusters;
+    const int k = rank * in.i + warp % SHARING * chunks * W::CHUNK;
+    return Next{a.w + static_cast<int64_t>(tile) * TILE * row_bytes + k * W::BYTES, tile, 0, 0};
+  };
+  const auto load = [&](Next& next, int warp, bool ask = true) {
+    if (next.tile >= tiles) return;
+    if (ask && elected()) {
+      uint8_t* to = memory + (warp * a.stages + next.stage) * S::BYTES;
+      uint64_t* barrier = &barriers[warp][next.stage];
       barrier_expect(barrier, TILE * ROW);
 #pragma unroll
       for (int row = 0; row < TILE; row++) {
-        bulk_load_once(ring + stage_in * S::BYTES + S::place(row), from + row * row_bytes, ROW, barrier);
+        bulk_load_once(to + S::place(row), next.from + row * row_bytes, ROW, barrier);
       }
     }
-    from += ROW;
-    stage_in = stage_in + 1 == a.stages ? 0 : stage_in + 1;
-    if (++ahead == loads) {
-      ahead = 0, ahead_tile += step;
-      from += step * TILE * row_bytes - loads * ROW;
+    next.from += ROW;
+    next.stage = next.stage + 1 == a.stages ? 0 : next.stage + 1;
+    if (++next.ahead == loads) {
+      next.ahead = 0, next.tile += step;
+      next.from += step * TILE * row_bytes - loads * ROW;
     }
   };
+  Next next = first(warp);
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
   if (SPLIT && threadIdx.x < 2 * GROUPS) {
     barrier_init(&handed_full[0][0] + threadIdx.x, 1);
@@ -97,40 +105,41 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     if (threadIdx.x < 2) barrier_init(&x_full[threadIdx.x], WARPS);
   }
   barriers_visible();
-  __syncwarp();
+  __syncthreads();  // the barriers are there
   if (SPLIT) cluster_arrive();
-  // Asked for before the weights: what comes after them arrives after them, some microseconds later.
-  if (norm != nullptr) {
-#pragma unroll 1
-    for (int k = threadIdx.x * 8; k < a.in.i; k += WARPS * 256) copy16(norm + k, a.in.norm + k);
-    copies_commit();
-  }
   // The scale of the row of w whose results this lane writes comes with the tile, not after its sum.
   float scale = 1;
   auto load_scale = [&]() {
     if (W::BYTES == 1 && tile < tiles) scale = a.scale[tile * TILE + lane % TILE];
   };
   load_scale();
+  // What is asked for after the weights arrives after them, some microseconds later: norms are asked for before.
+  if (warp >= FIRST && norm != nullptr) {
 #pragma unroll 1
-  for (int s = 0; s < a.stages; s++) load();
-  let_successor_start();
-  wait_for_predecessor();
-  if (norm != nullptr) {
-    copies_wait<0>();
-    __syncthreads();  // a row's segments meet weights that others have copied
+    for (int k = (threadIdx.x - FIRST * 32) * 8; k < a.in.i; k += PREPARING * 256) copy16(norm + k, a.in.norm + k);
+    copies_commit();
   }
+  // Asking takes as long as memory takes to answer: some microseconds.
+  Next other = first(warp + ASKING);
+#pragma unroll 1
+  for (int s = 0; s < a.stages; s++) {
+    load(next, warp, warp < ASKING || FIRST == 0);
+    if (warp < ASKING && FIRST > 0) load(other, warp + ASKING);
+  }
+  wait_for_predecessor();
+  let_successor_start();
   constexpr int READS = SPLIT ? TOKENS / 8 : X::KINDS;
   const Value* x[READS];
   const int soon = (loads + 1) / 2;  // pieces of every warp's part of x that come first
   if constexpr (SPLIT) {
-    __syncthreads();  // the barriers are there
+    const int row = (warp + ASKING) % WARPS;
     if (elected()) {  // a warp copies a row
       for (int half = 0; half < 2; half++) {
         const int begin = half ? soon : 0, bytes = (half ? loads - soon : soon) * ROW;
-        barrier_expect(&x_full[half], warp < in.T ? SHARING * bytes : 0);
-        for (int p = 0; p < SHARING && warp < in.T && bytes > 0; p++) {
+        barrier_expect(&x_full[half], row < in.T ? SHARING * bytes : 0);
+        for (int p = 0; p < SHARING && row < in.T && bytes > 0; p++) {
           const int k = p * chunks * W::CHUNK + begin * (ROW / W::BYTES);
-          bulk_load(xs + warp * pitch + k, in.x + warp * in.x_stride + k, bytes, &x_full[half]);
+          bulk_load(xs + row * pitch + k, in.x + row * in.x_stride + k, bytes, &x_full[half]);
         }
       }
     }
@@ -138,12 +147,18 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
 #pragma unroll
     for (int n = 0; n < READS; n++) x[n] = xs + min(n * 8 + g, in.T - 1) * pitch + t * 8;
   } else {
-    stage<W>(in, xs, norm != nullptr ? norm : a.in.norm, lowered);
-    __syncthreads();
+    if (warp >= FIRST) {
+      if (norm != nullptr) {
+        copies_wait<0>();
+        prepared<FIRST>();  // a row's segments meet weights that others have copied
+      }
+      stage<W, FIRST>(in, xs, norm != nullptr ? norm : a.in.norm, lowered);
+    }
+    hand_over<FIRST>(warp);
 #pragma unroll
     for (int n = 0; n < READS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
   }
-  const uint8_t* mine = ring + S::place(g) + 16 * t;
+  const uint8_t* mine = memory + warp * a.stages * S::BYTES + S::place(g) + 16 * t;
   const int passes = (tiles + step - 1) / step;
   int stage_out = 0, phase = 0;
   for (int pass = 0; pass < passes; pass++) {
@@ -161,7 +176,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
         }
         if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
         __syncwarp();  // everyone has read the stage that the next load overwrites
-        load();
+        load(next, warp);
       }
     }
     // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
@@ -213,7 +228,10 @@ int start(Args a, int sms, void* stream) {
   const int pitch = CTAS > 1 ? a.in.i / CTAS + RAW_PAD : pitch_of(a.in.i);
   const int rows = (a.in.T * pitch + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
   const int units = (a.o / TILE + GROUPS - 1) / GROUPS;
-  a.stages = min(MOST_STAGES<ROW>, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
+  // With one tile for each, what is loaded before x is there is all that counts; else what is beside the ring is better
+  // left to the kernels that follow: the router's CTAs wait there.
+  const int most = ROW == 256 && units * CTAS > sms ? 4 : MOST_STAGES<ROW>;
+  a.stages = min(most, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
   // One CTA to a processor: a second would fit beside a small one, and where a predecessor that ends unevenly lets the
   // hardware put two on one processor and none on another, work that is dealt out evenly takes twice as long.
   const int claimed = max(rows + a.stages * ROUND, 116 * 1024);

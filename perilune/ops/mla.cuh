@@ -8,6 +8,20 @@ using namespace hopper;
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, NOPE = 128, VALUE = 128;
 
+// Four 8 x 8 matrices, of whose rows each lane points at one.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(uint32_t (&a)[4], const void* row) {
+  if (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared_address(row)));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared_address(row)));
+  }
+}
+
 // K rows of a weight [K, out], COLUMNS of its columns, in shared memory: y[column] = sum over k of w[k][column] x[k].
 // The order of k inside 32 is such that lane t of a quad holds x[8 t .. 8 t + 7] as one 16-byte load: fragment(2 i)
 // goes with words 0 and 1 of it, fragment(2 i + 1) with words 2 and 3. 16-byte pieces of a row are swapped by `spread`,
@@ -34,10 +48,7 @@ struct HeadWeights {
     int lane = threadIdx.x % 32, j = lane % 8;
     int k = step / 2 * 32 + j / 2 * 8 + step % 2 * 4 + lane / 16 * 2 + j % 2;
     int piece = column / 8 + lane / 8 % 2;
-    uint32_t from = shared_address(shared + (k * PIECES + (piece ^ spread(k))) * 16);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(from));
+    load_matrices<true>(a, shared + (k * PIECES + (piece ^ spread(k))) * 16);
   }
 };
 

@@ -6,7 +6,7 @@
 // producer and the three warps beside it widen them while the warpgroups work on the tile before.
 #pragma once
 #include "e4m3.cuh"
-#include "mla_work.cuh"
+#include "mla_attend_short.cuh"
 #include "tensor_map.cuh"
 
 namespace mla {
@@ -59,16 +59,6 @@ __device__ __forceinline__ void announce() {
   asm volatile("bar.arrive %0, 256;" ::"n"(id) : "memory");
 }
 
-// Four 8 x 8 matrices of a 128-byte swizzled [rows][64] chunk: rows from `row` and row + 8, columns likewise.
-__device__ __forceinline__ void store_matrices(char* chunk, int row, int column, uint32_t a, uint32_t b, uint32_t c,
-                                               uint32_t d) {
-  int lane = threadIdx.x % 32, r = row + lane % 16, piece = column / 8 + lane / 16;
-  uint32_t to = shared_address(chunk) + r * 128 + ((piece ^ (r & 7)) * 16);
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 // Latents that came as e4m3 to bf16, in place: their bytes lie in the second half of the tile's memory, so what a chunk
 // becomes covers bytes of chunks before it, or of the last two. By the warpgroup that brings them.
 __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
@@ -99,7 +89,7 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
 }
 
 // The producer warp. Latents of earlier steps, and the tables, are not written by the stream's last kernels: the first
-// tiles of them are asked for before the wait.
+// tile of them is asked for before the wait, the second after the query, which would arrive behind it.
 template <bool PACKED>
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const Maps* maps, const int* table,
                                       int block, int H, char* shared, Control* control) {
@@ -111,7 +101,7 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
   };
   auto bring_queries = [&] {
     wait_for_predecessor();
-    if (lane == 0) {
+    if (lane == 0 && work.quarter < 0) {
       barrier_expect(&control->query, TILE_BYTES);
       tensor_load(shared, q, 0, work.first_token * H + work.row, 0, &control->query);
     }
@@ -125,7 +115,7 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
 #pragma unroll 1
   for (int first = 0; first < groups; first += PER_TILE) {
     int tile = first / PER_TILE, stage = tile % STAGES, here = min(PER_TILE, groups - first);
-    if (!waited && (tile >= STAGES || work.start + (first + PER_TILE) * GROUP > old)) {
+    if (!waited && (tile > 0 || work.start + (first + PER_TILE) * GROUP > old)) {
       bring_queries();
       waited = true;
     }
@@ -227,9 +217,9 @@ __device__ void write_out(float (&o)[128], int half, const Control* control, cha
 
 template <bool PACKED>
 __global__ void __launch_bounds__(ATTEND_THREADS, 1)
-    attend(const __grid_constant__ CUtensorMap q, const __grid_constant__ Maps maps, const int* tables,
-           const int* query_start, const int* context, bf16* partials, float* weights, int B, int M, int H, int block,
-           int least, float scale) {
+    attend(const __grid_constant__ CUtensorMap q, const __grid_constant__ Maps maps, const bf16* rows,
+           const int* tables, const int* query_start, const int* context, bf16* partials, float* weights, int B, int M,
+           int H, int block, int least, float scale) {
   extern __shared__ __align__(1024) char shared[];
   Control* control = reinterpret_cast<Control*>(shared + TILE_BYTES * (1 + STAGES) + CHUNK_BYTES);
   char* probabilities = shared + TILE_BYTES * (1 + STAGES);
@@ -266,15 +256,32 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           widen_latents(shared + TILE_BYTES * (1 + tile % STAGES), &control->ready[tile % STAGES]);
         }
       }
-      wait_for_predecessor();
+      if (control->work.rows || blockIdx.x == 0) wait_for_predecessor();
     }
   } else {
     registers_take<224>();
     int half = __shfl_sync(EVERYONE, warp / 4, 0), row = warp % 4 * 16 + lane / 4;
     asm volatile("bar.sync 0;" ::: "memory");
     const Work work = control->work;
+    // Who has nothing to do makes room; that all predecessors have finished when this kernel has is up to the others.
+    if (work.rows == 0 && blockIdx.x > 0) return;
     wait_for_predecessor();
     if (work.rows == 0) return;
+    bf16* partial = partials + static_cast<int64_t>(work.slot) * PARTIAL;
+    if (work.quarter >= 0) {
+      const int skipped = work.quarter * QUARTER;
+      const auto arrived = [&] {
+        barrier_wait(&control->full[0], 0);
+        if (PACKED) barrier_wait(&control->ready[0], 0);
+      };
+      const auto unseen = [&](int r) {
+        return min(work.end, work.context - work.count + quotient(work.row + skipped + r, H) + 1);
+      };
+      attend_quarter(rows + (static_cast<int64_t>(work.first_token) * H + work.row + skipped) * WIDTH,
+                     min(QUARTER, work.rows - skipped), shared + TILE_BYTES, shared, work.start, work.end, scale,
+                     partial + skipped * 64, weights + skipped * gridDim.x + work.slot, gridDim.x, arrived, unseen);
+      return;
+    }
     int tiles = ceil_div(work.end - work.start, KEYS);
     // Row r sees the positions before unseen(r).
     auto unseen = [&](int r) { return min(work.end, work.context - work.count + quotient(work.row + r, H) + 1); };
@@ -352,8 +359,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           if (lane % 4 == 0) {
             control->inverse[row] = sum_low > 0 ? __frcp_rn(sum_low) : 0;
             control->inverse[row + 8] = sum_high > 0 ? __frcp_rn(sum_high) : 0;
-            weights[row * gridDim.x + blockIdx.x] = top_low + __log2f(sum_low);
-            weights[(row + 8) * gridDim.x + blockIdx.x] = top_high + __log2f(sum_high);
+            weights[row * gridDim.x + work.slot] = top_low + __log2f(sum_low);
+            weights[(row + 8) * gridDim.x + work.slot] = top_high + __log2f(sum_high);
           }
         }
       } else if (at + KEYS > work.end) {
@@ -374,7 +381,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
       if (half && tile < tiles - 1) announce<2>();
       if (lane == 0) barrier_arrive(&control->empty[stage]);
     }
-    write_out(o, half, control, shared, partials + static_cast<int64_t>(blockIdx.x) * PARTIAL, work.rows);
+    write_out(o, half, control, shared, partial, work.rows);
   }
 }
 

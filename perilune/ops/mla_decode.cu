@@ -62,9 +62,10 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
     return -1;
   }
   int failed = launch(packed ? attend<true> : attend<false>, dim3(ctas), dim3(ATTEND_THREADS), ATTEND_BYTES, stream, 1,
-                      queries, latents, static_cast<const int*>(tables), static_cast<const int*>(query_start),
-                      static_cast<const int*>(context), static_cast<bf16*>(partials), static_cast<float*>(weights), B,
-                      M, H, block, least, scale * 1.4426950408889634f);
+                      queries, latents, static_cast<const bf16*>(q), static_cast<const int*>(tables),
+                      static_cast<const int*>(query_start), static_cast<const int*>(context),
+                      static_cast<bf16*>(partials), static_cast<float*>(weights), B, M, H, block, least,
+                      scale * 1.4426950408889634f);
   if (failed) return failed;
   auto start = H >= 48 ? start_combine<2> : H >= 24 ? start_combine<4> : start_combine<8>;
   return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);

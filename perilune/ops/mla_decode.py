@@ -11,7 +11,8 @@ Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cu
 outputs of the ranges it splits a long context into.
 
 "cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
-context is split depends on the contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
+context is split, and whether four processors share a tile of heads because all contexts are short, depends on the
+contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
 It reads tables, query_start, context and the latents before a request's queries without waiting for the kernels just
 before it: whatever writes these must have finished before `mla_query` begins, as it has if they come from an ordinary
 kernel, a copy, or an earlier step. Measured on an H200 with 64 heads, us: 9.0 at 1k, 15 at 10k, 42 at 100k tokens; from
@@ -65,8 +66,13 @@ CASES = [
             (16, 4, 4096),
             (64, 8, 600),
             (200, 1, 300),
+            *((1, 1, c) for c in (63, 65, 2000)),  # up to about 2,100 positions in all, four processors share a tile
+            *((2, n, c) for n, c in ((1, 500), (1, 1100), (4, 60))),
+            (3, 5, 150),
+            (1, 8, 100),
         )
     ),
+    *(Case((n,), (c,), h, packed=n == 1, big=True) for h in (20, 7) for n, c in ((1, 700), (3, 100), (1, 15))),
     *(Case((1,) * 16, LENGTHS, heads, block_size=size, big=True) for heads in (64, 16, 4) for size in (16, 32, 64)),
     *(Case((1, 2, 3, 4, 5, 6, 7, 8) * 2, tuple(c + 8 for c in LENGTHS), h, big=True) for h in (64, 32, 16, 4)),
     *(Case((n,), (c,), 16, block_size=64, big=True) for n in (1, 4) for c in (1024, 10240, 102400)),

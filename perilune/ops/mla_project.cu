@@ -11,10 +11,11 @@ using namespace mla;
 using stream::Bf16;
 using stream::E4m3;
 using stream::TILE;
+using stream::ASKING, stream::WARPS;
 
 namespace {
 
-constexpr int MOST = 8, WARPS = 16, THREADS = WARPS * 32;
+constexpr int MOST = 8, THREADS = WARPS * 32;
 constexpr int KS = 4, GROUPS = WARPS / KS;                 // warps that share a tile; tiles at once
 constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2;  // of a CTA
 constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE, EACH = TILES / GROUPS;
@@ -57,37 +58,49 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   auto row_of = [&](int n) {
     return head * (NOPE + ROPE) + (n < NOPE_ROWS ? rank * NOPE_ROWS + n : NOPE + rank * ROPE_ROWS + n - NOPE_ROWS);
   };
-  uint8_t* ring = memory + warp * a.stages * Stage::BYTES;
-  int ahead = 0, ahead_tile = group, stage_in = 0;
-  auto load = [&] {
-    if (ahead_tile >= TILES) return;
-    uint64_t* barrier = &barriers[warp][stage_in];
-    if (elected()) {
-      const uint8_t* from = a.w + static_cast<int64_t>(row_of(ahead_tile * TILE)) * row_bytes + (begin + ahead) * 64;
+  // What is to be loaded next into a warp's ring: from chunk `ahead` of a tile.
+  struct Next {
+    int tile, ahead, stage;
+  };
+  const auto load = [&](Next& next, int warp, bool ask = true) {
+    if (next.tile >= TILES) return;
+    if (ask && elected()) {
+      const int chunk = warp % KS * chunks + next.ahead;
+      const uint8_t* from = a.w + static_cast<int64_t>(row_of(next.tile * TILE)) * row_bytes + chunk * 64;
+      uint8_t* to = memory + (warp * a.stages + next.stage) * Stage::BYTES;
+      uint64_t* barrier = &barriers[warp][next.stage];
       barrier_expect(barrier, TILE * 64 * Stage::CHUNKS);
 #pragma unroll
       for (int row = 0; row < TILE; row++) {
-        uint8_t* to = ring + stage_in * Stage::BYTES + Stage::place(row);
-        bulk_load_once(to, from + row * row_bytes, 64 * Stage::CHUNKS, barrier);
+        bulk_load_once(to + Stage::place(row), from + row * row_bytes, 64 * Stage::CHUNKS, barrier);
       }
     }
-    stage_in = stage_in + 1 == a.stages ? 0 : stage_in + 1;
-    if ((ahead += Stage::CHUNKS) == chunks) ahead = 0, ahead_tile += GROUPS;
+    next.stage = next.stage + 1 == a.stages ? 0 : next.stage + 1;
+    if ((next.ahead += Stage::CHUNKS) == chunks) next.ahead = 0, next.tile += GROUPS;
   };
+  Next next{group, 0, 0};
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
-  if (threadIdx.x == 0) barrier_init(&w_uk_full, WARPS);
+  if (threadIdx.x == 0) barrier_init(&w_uk_full, ASKING);
   barriers_visible();
-  __syncwarp();
-  // Asked for before the weights: what comes after them arrives after them, some microseconds later.
-  for (int k = threadIdx.x * 8; k < a.in.i; k += THREADS * 8) copy16(norm + k, a.in.norm + k);
-  copies_commit();
-  const float scale = W::BYTES == 1 && threadIdx.x < ROWS ? a.scale[row_of(threadIdx.x)] : 1;
+  // What is asked for after the weights arrives after them, some microseconds later: the norm is asked for before.
+  const int preparing = threadIdx.x - ASKING * 32;  // of the warps that prepare x
+  if (preparing >= 0) {
+    for (int k = preparing * 8; k < a.in.i; k += (WARPS - ASKING) * 256) copy16(norm + k, a.in.norm + k);
+    copies_commit();
+  }
+  const bool scaled = W::BYTES == 1 && preparing >= 0 && preparing < ROWS;
+  const float scale = scaled ? a.scale[row_of(preparing)] : 1;
   cluster_arrive();
   __syncthreads();
+  if (preparing >= 0) {
+    for (int s = 0; s < a.stages; s++) load(next, warp, false);
+  } else {
+    Next other{(warp + ASKING) / KS, 0, 0};
 #pragma unroll 1
-  for (int s = 0; s < a.stages; s++) load();
-  if (elected()) {
-    constexpr int EACH_WARP = NOPE / WARPS;
+    for (int s = 0; s < a.stages; s++) load(next, warp), load(other, warp + ASKING);
+  }
+  if (preparing < 0 && elected()) {
+    constexpr int EACH_WARP = NOPE / ASKING;
     barrier_expect(&w_uk_full, EACH_WARP * COLUMNS * 2);
     const bf16* from = a.w_uk + (static_cast<int64_t>(head) * NOPE + warp * EACH_WARP) * LATENT + rank * COLUMNS;
 #pragma unroll
@@ -96,16 +109,18 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
     }
   }
   wait_for_predecessor();
-  copies_wait<0>();
-  if (W::BYTES == 1 && threadIdx.x < ROWS) scales[threadIdx.x] = scale;
-  __syncthreads();  // the norm's weights are there
-  stream::stage<W>(a.in, xs, norm, lowered);
-  __syncthreads();
+  if (preparing >= 0) {
+    copies_wait<0>();
+    if (scaled) scales[preparing] = scale;
+    stream::prepared<ASKING>();  // the norm's weights are there
+    stream::stage<W, ASKING>(a.in, xs, norm, lowered);
+  }
+  stream::hand_over<ASKING>(warp);
 
   const Value* x[X::KINDS];
 #pragma unroll
   for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
-  const uint8_t* mine = ring + Stage::place(g) + 16 * t;
+  const uint8_t* mine = memory + warp * a.stages * Stage::BYTES + Stage::place(g) + 16 * t;
   int stage_out = 0, phase = 0;
   for (int n = 0; n < EACH; n++) {
     X acc;
@@ -115,7 +130,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
       stream::multiply<W, Stage::CHUNKS>(acc, mine + stage_out * Stage::BYTES, x, (begin + c) * W::CHUNK);
       if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
       __syncwarp();  // everyone has read the stage that the next load overwrites
-      load();
+      load(next, warp);
     }
     acc.store(sums[part][group + n * GROUPS]);
   }
@@ -154,12 +169,8 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
 #pragma unroll
     for (int step = 0; step < NOPE / 16; step++) {
       const int k = step * 16 + lane / 16 * 8 + lane % 8;
-      const uint32_t from = shared_address(w_uk + k * PITCH + (column + lane / 8 % 2 * 8) * 2);
       uint32_t weights[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(weights[0]), "=r"(weights[1]), "=r"(weights[2]), "=r"(weights[3])
-                   : "r"(from)
-                   : "memory");
+      load_matrices<true>(weights, w_uk + k * PITCH + (column + lane / 8 % 2 * 8) * 2);
       const uint32_t* q = reinterpret_cast<const uint32_t*>(nope + g * STRIDE + step * 16 + 2 * t);
       mma(d[step % 2], weights, q[0], q[4], bf16());
     }

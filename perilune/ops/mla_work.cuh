@@ -5,17 +5,19 @@
 namespace mla {
 
 constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of one
+constexpr int QUARTER = ROWS / 4;    // rows of a CTA where four share a tile
 constexpr int GROUP = 16;            // latents that lie together in the cache
 constexpr int MAX_RANGES = 256;
-constexpr int PARTIAL = ROWS * LATENT;  // elements of one CTA's output: [LATENT / 64][ROWS][64], swizzled as in memory
+constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's outputs: [LATENT / 64][ROWS][64], swizzled as in memory
 constexpr uint32_t EVERYONE = ~0u;
 
-// What a CTA does: rows row .. row + rows - 1 of request b against positions start .. end - 1.
+// What a CTA does: rows row .. row + rows - 1 of request b against positions start .. end - 1; all of them, or one
+// quarter, which then is not below 0. The outputs are those of range `slot`.
 struct Work {
-  int b, row, rows, start, end, count, context, first_token;
+  int b, row, rows, start, end, count, context, first_token, slot, quarter;
 };
 
-// Where a token's ranges are: CTA first + row / ROWS * ranges + i, with row = index * H + head.
+// Where a token's ranges are: range first + row / ROWS * ranges + i, with row = index * H + head.
 struct Found {
   int first, ranges, index, unused;
 };
@@ -38,12 +40,13 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 __device__ __forceinline__ int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
 
-// One warp. Every tile with a context gets at least one of the CTAs, the others go where contexts are long. Returns
-// this CTA's work, or writes down where the ranges of `tokens` tokens from `first_token` on are.
+// One warp. Every tile with a context gets at least one of the CTAs, the others go where contexts are long; where all
+// are so short that three quarters would idle, four share a range. Returns this CTA's work, or writes down where the
+// ranges of `tokens` tokens from `first_token` on are.
 template <bool record>
 __device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
                                            int least, Found* found, int first_token, int tokens) {
-  int lane = threadIdx.x % 32, mine = blockIdx.x;
+  int lane = threadIdx.x % 32, mine = blockIdx.x, quarter = -1;
   int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n tiles
   auto read = [&](int b) {
     bool real = b < B;
@@ -79,6 +82,11 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
       ranges = quotient_up(known, size);
     }
     int until = n * ranges;
+    if (!record && B <= 32 && !__any_sync(EVERYONE, size > KEYS) &&
+        static_cast<int>(__reduce_add_sync(EVERYONE, until)) * 4 <= ctas) {
+      quarter = mine % 4;
+      mine /= 4;
+    }
     if (B > 1) {
 #pragma unroll
       for (int i = 1; i < 32; i <<= 1) {
@@ -101,8 +109,10 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
         count = of(count), known = of(known), start = of(start);
         int tile = quotient(mine - first, ranges);
         int range = mine - first - tile * ranges;
-        return {base + from, tile * ROWS, min(ROWS, count * H - tile * ROWS), range * size,
-                min((range + 1) * size, known), count, known, start};
+        int rows = min(ROWS, count * H - tile * ROWS);
+        if (quarter * QUARTER >= rows) return {};
+        return {base + from, tile * ROWS, rows, range * size, min((range + 1) * size, known), count, known, start, mine,
+                quarter};
       }
     }
     before += __shfl_sync(EVERYONE, until, 31);

@@ -17,6 +17,8 @@ constexpr int TILE = 8;        // rows of w
 constexpr int SEGMENT = 256;   // values of a row of x that a warp prepares at a time
 constexpr int SEGMENTS = 320;  // of all rows, at most
 constexpr int BLOCK = 64;      // values of x that lie together: what two chunks (bf16) or one (e4m3) meet
+constexpr int WARPS = 16;      // of a CTA
+constexpr int ASKING = 8;      // of them: who ask for weights while the others prepare x
 constexpr int PAD = 8;         // elements between staged rows, so that the 16-byte reads of two rows meet no bank twice
 
 // CHUNK: k of one load.
@@ -58,18 +60,37 @@ __host__ __device__ constexpr int pitch_of(int i) { return (i + BLOCK - 1) / BLO
 __device__ __forceinline__ uint32_t raise_exponent(uint32_t largest) { return min(268u - (largest >> 23), 253u); }
 __device__ __forceinline__ float power_of_two(uint32_t exponent) { return __uint_as_float(exponent << 23); }
 
+// A barrier of the warps that prepare x, which are those from FIRST on.
+template <int FIRST>
+__device__ __forceinline__ void prepared() {
+  named_sync(15, (WARPS - FIRST) * 32);
+}
+
+// What they have prepared is there for all. Who has prepared need not wait for who is still asking.
+template <int FIRST>
+__device__ __forceinline__ void hand_over(int warp) {
+  if (warp >= FIRST) prepared<FIRST>();
+  if (FIRST == 0) return;
+  if (warp >= FIRST) {
+    asm volatile("bar.arrive 14, %0;" ::"n"(WARPS * 32) : "memory");
+  } else {
+    named_sync(14, WARPS * 32);
+  }
+}
+
 // x to shared memory, normalised if asked; `norm` are the norm's weights, best in shared memory. In a block of 64, lane
 // t of four finds at 32 t bytes the even pairs of its k, and the odd ones 16 bytes on. A row's sums are those of its
 // segments in order: the same whoever else is in the batch. lowered[row]: what sums of e4m3 weights are multiplied by.
-// This is what every CTA does between its predecessor's end and its first product: segments are read four at a time,
-// and go through shared memory only if a row's sums must be known before they can be written.
-template <typename W>
+// This is what every CTA does between its predecessor's end and its first product, by its warps from FIRST on: segments
+// are read four at a time, and go through shared memory only if a row's sums must be known before they can be written.
+template <typename W, int FIRST>
 __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, const bf16* norm, float* lowered) {
   constexpr bool RAISED = W::BYTES == 1;
   constexpr int AT_ONCE = 4, LANE = 16 / W::BYTES;  // k of a lane's piece of w
   __shared__ float squares[SEGMENTS];
   __shared__ uint32_t largest[RAISED ? SEGMENTS : 1];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  constexpr int PREPARING = WARPS - FIRST;
+  const int warp = threadIdx.x / 32 - FIRST, lane = threadIdx.x % 32;
   const int pitch = pitch_of(a.i), segments = (a.i + SEGMENT - 1) / SEGMENT;
   const bool normed = norm != nullptr, twice = RAISED || normed;
   const auto raw = [&](int row, int k) { return reinterpret_cast<uint4*>(xs + row * pitch + k); };
@@ -93,7 +114,7 @@ __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, cons
       const int k = segment * SEGMENT + lane * 8;
       v[n] = make_uint4(0, 0, 0, 0);
       if (row < a.T && k < a.i) v[n] = __ldcg(reinterpret_cast<const uint4*>(a.x + row * a.x_stride + k));
-      segment += warps;
+      segment += PREPARING;
       settle();
     }
 #pragma unroll
@@ -133,13 +154,13 @@ __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, cons
     }
   }
   if (!twice) return;
-  __syncthreads();
+  prepared<FIRST>();
 
   row = 0, segment = warp;
   int known = -1;
   float scale = 1, raise = 1;
 #pragma unroll 1
-  for (settle(); row < a.T; segment += warps, settle()) {
+  for (settle(); row < a.T; segment += PREPARING, settle()) {
     if (row != known) {
       known = row;
       if (normed) {
