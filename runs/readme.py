@@ -21,7 +21,7 @@ FILES = [
     ("ops/mla_absorbed.py", "one op, one file: contract, cases, reference, implementations"),
     ("ops/experts.cpp", "the routed experts on CPU, straight from packed INT4"),
     ("ops/linear.cu", "a stream of weights at the memory's rate: the shortest CUDA kernel to read"),
-    ("ops/moe_int4.cu", "the MoE block of a decode step on INT4 experts"),
+    ("ops/moe_int4_few.cu", "the MoE block of a decode step on INT4 experts"),
     ("kv/prefix.py", "prefix tree over KV blocks"),
     ("model/load.py", "checkpoints: checked, parallel, bounded memory"),
     ("formats/int4.py", "INT4 pack-quantized"),

@@ -1,4 +1,6 @@
 // What the router tells the experts' kernel while it still runs, for one token: that x is there, and its choices.
+// Whoever has been told either may use what the kernels before the router left, ahead of its own
+// wait_for_predecessor(): they have ended.
 //
 // Words of a board in global memory, one board to a stream. A word carries the number of the launch that wrote it,
 // which no other launch has, so that what others left means nothing; and where a graph launches the same again, the

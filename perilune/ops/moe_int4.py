@@ -12,14 +12,14 @@ implementation's choice, else 1.
 silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the routing weight
 applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised weights, x and h are
 exact, sums are fp32. moe_int4_lone.cu is for one token, moe_int4_few.cu for 2 to 128 and for compact scales,
-moe_int4.cu for more. A token's rows do not depend on the batch within 2 to 128 and within 129 to 256 tokens (2 to 256
-with compact scales), the shared expert's within 2 to 16, where it rides in the same launches, and not above, where it
-is calls of its own. Between these, sums run in another order. moe_int4_few.cu reads an expert once for every 4 of its
-tokens, moe_int4.cu for every 8 (gate_up 7, for K2's sizes), which is why it wins above. An id that is no expert is
-passed over and its row left unwritten. From 2 tokens on x must be older than ids: gate_up may read it while the kernel
-that writes ids still runs (router.py's does not let it start before). For a lone token it starts before x is there if
-the router announces these ids (`router.announced`), and waits for its predecessor if not. Launches of one stream share
-counters; another stream has its own.
+moe_int4_many.cu for more. A token's rows do not depend on the batch within 2 to 128 and within 129 to 256 tokens (2 to
+256 with compact scales), the shared expert's within 2 to 16, where it rides in the same launches, and not above, where
+it is calls of its own. Between these, sums run in another order. moe_int4_few.cu reads an expert once for every 4 of
+its tokens, moe_int4_many.cu for every 8 (gate_up 7, for K2's sizes), which is why it wins above. An id that is no
+expert is passed over and its row left unwritten. From 2 tokens on x must be older than ids: gate_up may read it while
+the kernel that writes ids still runs (router.py's does not let it start before). For a lone token it starts before x is
+there if the router announces these ids (`router.announced`), and waits for its predecessor if not. Launches of one
+stream share counters; another stream has its own.
 "cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
@@ -48,7 +48,7 @@ from perilune.ops.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.registry import Op
 from perilune.ops.swiglu import swiglu
 
-LONE, FEW, MANY = "moe_int4_lone.cu", "moe_int4_few.cu", "moe_int4.cu"
+LONE, FEW, MANY = "moe_int4_lone.cu", "moe_int4_few.cu", "moe_int4_many.cu"
 MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of a lone token
@@ -194,7 +194,7 @@ def _gate_up(source: str) -> Any:
         return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 11 + "l" * 7 + "p")
     if source == FEW:
         return compile.function(FEW, "moe_int4_few_gate_up", "p" * 10 + "l" * 7 + "p")
-    return compile.function(MANY, "moe_int4_gate_up", "p" * 5 + "l" * 6 + "p")
+    return compile.function(MANY, "moe_int4_many_gate_up", "p" * 5 + "l" * 6 + "p")
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def _down(source: str) -> Any:
         return compile.function(LONE, "moe_int4_lone_down", "p" * 12 + "l" * 8 + "p")
     if source == FEW:
         return compile.function(FEW, "moe_int4_few_down", "p" * 11 + "l" * 8 + "p")
-    return compile.function(MANY, "moe_int4_down", "p" * 6 + "l" * 7 + "p")
+    return compile.function(MANY, "moe_int4_many_down", "p" * 6 + "l" * 7 + "p")
 
 
 @functools.cache

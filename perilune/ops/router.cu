@@ -124,7 +124,6 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
   constexpr int ROWS = MANY ? 16 : 8;
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float sums[WARPS][ROWS * TILE], biases[EACH * 32];
-  __shared__ routing::Candidates candidates[WARPS];
   __shared__ uint64_t barriers[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
@@ -159,7 +158,7 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
 #pragma unroll
       for (int n = 0; n < EACH; n++) bias[n] = biases[n * 32 + lane];
       add_up<EACH>(a, token, lane, score);
-      routing::choose(a.choice, score, bias, token, lane, candidates[warp], [&](int k, int id) {
+      routing::choose(a.choice, score, bias, token, lane, [&](int k, int id) {
         if (a.launch) announce::tell_choice(a.board, a.launch, k, id);
       });
     }

@@ -12,9 +12,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int token = blockIdx.x * WARPS + threadIdx.x / 32;
   wait_for_predecessor();
   let_successor_start();
-  __shared__ routing::Candidates held[WARPS];
-  if (token >= T) return;
-  routing::pick(c, logits + static_cast<int64_t>(token) * c.E, token, threadIdx.x % 32, held[threadIdx.x / 32]);
+  if (token < T) routing::pick(c, logits + static_cast<int64_t>(token) * c.E, token, threadIdx.x % 32);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ import torch
 from perilune.ops import compile, moe_int4
 from perilune.ops.case import Make
 
-LONE, FEW, MANY = (tuple(f"moe_int4_{s}{half}" for half in ("gate_up", "down")) for s in ("lone_", "few_", ""))
+LONE, FEW, MANY = (tuple(f"moe_int4_{s}{half}" for half in ("gate_up", "down")) for s in ("lone_", "few_", "many_"))
 APART = ("apart",)  # the shared expert's own launches
 
 

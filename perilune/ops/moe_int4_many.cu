@@ -2,9 +2,9 @@
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
 // of the tensor core's A, whose columns of B are up to 8 tokens. (gate_up: 8 gate rows and their 8 up rows, so that one
-// thread finds both.) A slot is 128 bytes of each of a tile's rows: 256 k; the last slot of a
-// row may be half full. KS warps split the k of a tile and their sums meet in shared memory; RT tiles make a unit.
-// Every warp keeps its own ring of slots filled by asynchronous copies, across units.
+// thread finds both.) A slot is 128 bytes of each of a tile's rows, 256 k; the last slot of a row may be half full. KS
+// warps split the k of a tile and their sums meet in shared memory; RT tiles make a unit. Every warp keeps its own ring
+// of slots filled by asynchronous copies, across units.
 //
 // INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
 // per row, applied to their fp32 result: exact. A nibble needs no conversion: masked out of its word it is, read as
@@ -82,7 +82,7 @@ struct Kernel {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int RT = WARPS / KS;
   static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
-  
+
   // What a CTA knows of the routing.
   struct Plan {
     Segment segments[MAX_SEGMENTS];
@@ -216,7 +216,7 @@ struct Kernel {
     // The copying side of the ring.
     int units_left = 0, left = 0, segment_of = 0, unit_of = 0;
     int into = 0, scales_into = 0;  // bytes into the warp's rings
-    int slot_of = 0, filled = 0;        // the next slot within the unit; pieces of a row before it
+    int slot_of = 0, filled = 0;    // the next slot within the unit; pieces of a row before it
     // Lanes copy rows line, line + 4, + 8, + 12 of a tile, 16 bytes each. Chunks of a row change places so that neither
     // the eight rows of a matrix nor two rows of 64 bytes meet a bank twice.
     const int line = lane / 8, chunk = lane % 8;
@@ -403,7 +403,8 @@ struct Kernel {
 };
 
 template <bool GATE_UP, int WARPS, int KS, int N>
-__global__ __launch_bounds__(WARPS * 32, WARPS == 8 ? 2 : 1) void moe_int4_kernel(const __grid_constant__ Args a) {
+__global__ __launch_bounds__(WARPS * 32, WARPS == 8 ? 2 : 1) void moe_int4_many_kernel(
+    const __grid_constant__ Args a) {
   Kernel<GATE_UP, WARPS, KS, N>::run(a);
 }
 
@@ -428,7 +429,7 @@ int start(Args a, int sms, void* stream) {
   while (!fits() && a.columns > 1) a.columns--;
   const int segments = min(pairs, a.E + pairs / a.columns);
   if (!fits() || a.E > MAX_EXPERTS || 2 * segments / ctas + 3 > MAX_SEGMENTS) return -1;
-  return launch(moe_int4_kernel<GATE_UP, WARPS, KS, N>, dim3(ctas), dim3(WARPS * 32), shared, stream, 1, a);
+  return launch(moe_int4_many_kernel<GATE_UP, WARPS, KS, N>, dim3(ctas), dim3(WARPS * 32), shared, stream, 1, a);
 }
 
 Matrix matrix(const void* data, const void* scale, int64_t expert, int64_t second, int64_t pieces, int64_t tiles) {
@@ -439,8 +440,8 @@ Matrix matrix(const void* data, const void* scale, int64_t expert, int64_t secon
 }  // namespace
 
 // h [T k, I] from x [T, D]. Returns -1 for sizes it cannot take.
-API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, const void* scale, void* h, int64_t T,
-                         int64_t k, int64_t E, int64_t D, int64_t I, int64_t sms, void* stream) {
+API int moe_int4_many_gate_up(const void* x, const void* ids, const void* packed, const void* scale, void* h, int64_t T,
+                              int64_t k, int64_t E, int64_t D, int64_t I, int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, 2 * I, I, D / 128, I / 8);
   a.in = static_cast<const bf16*>(x);
@@ -452,9 +453,9 @@ API int moe_int4_gate_up(const void* x, const void* ids, const void* packed, con
 }
 
 // y [T, P, D] from h; rows of y beyond k are left alone.
-API int moe_int4_down(const void* h, const void* ids, const void* weights, const void* packed, const void* scale,
-                      void* y, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t P, int64_t sms,
-                      void* stream) {
+API int moe_int4_many_down(const void* h, const void* ids, const void* weights, const void* packed, const void* scale,
+                           void* y, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t P, int64_t sms,
+                           void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, D, 8, I / 128, D / 16);
   a.in = static_cast<const bf16*>(h);
