@@ -260,7 +260,8 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
             shared=True,
         )
         floor = 0.0 if engine.on_gpu else speculator.hope
-        return replay.play(told, most, replay.Clock(costs, floor=floor), speculator).seconds
+        clock = replay.Clock(costs if speculator.longest else costs.alone(), floor=floor)
+        return replay.play(told, most, clock, speculator).seconds
 
     best = {n: min(seconds(n, s, k) for s in FIXED if s == "suffix" or modelled for k in FIXED[s]) for n in users}
     chosen = {n: seconds(n, *adaptive) for n in users}

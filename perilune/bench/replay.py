@@ -46,11 +46,14 @@ class Clock:
     floor: float = 0.0
 
     def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: How) -> float:
-        curve = (self.costs.ahead, self.costs.base, self.costs.followed)[how] or self.costs.base
+        curve = self.costs.base if how in (How.WAITED, How.BARE) else self.costs.ahead or self.costs.base
+        if how == How.FOLLOWED:
+            curve = self.costs.followed or self.costs.base
         seconds = curve(sum(counts)) + sum(self.costs.reach(n) * c for n, c in zip(counts, contexts))
-        seconds += (how == How.WAITED) * self.wait
+        seconds += (how in (How.WAITED, How.BARE)) * self.wait - (how == How.BARE) * self.costs.follow(sum(counts))
         if chain == LEFT_OUT:
             return seconds
+        seconds += (how == How.AHEAD) * self.costs.follow(sum(counts))
         return seconds + (how != How.FOLLOWED) * self.follow + chain * self.costs.chain(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
@@ -114,8 +117,7 @@ def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingP
 
 def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
     """`users` requests at a time, in the order of Engine.step."""
-    modelled = speculator is not None and speculator.longest > 0
-    tally, known, waiting = Tally(), dict[int, int](), list(range(len(told)))[::-1]
+    tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(told)))[::-1], 0
     running: tuple[StepPlan, How] | None = None
     while waiting or known or running is not None:
         while waiting and len(known) < users:
@@ -124,25 +126,33 @@ def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator 
             if speculator is not None:
                 speculator.open(rid, told[rid].prompt)
         behind = drafts = None
-        if running is not None and speculator is not None and clock.costs.followed is not None:
-            drafts = speculator.behind(running[0])
+        asked = None if speculator is None or speculator.resting else speculator
+        if running is not None and asked is not None and clock.costs.followed is not None:
+            drafts = asked.behind(running[0])
         if running is not None and drafts is not None:
-            behind = _behind(told, known, running[0], drafts, tally.steps)
-        first = behind is None and running is not None and speculator is not None and _waits(speculator, running[0])
+            behind = _behind(told, known, running[0], drafts, number)
+        first = behind is None and running is not None and asked is not None and _waits(asked, running[0])
         if running is not None and first:
             _land(told, known, *running, clock, speculator, tally)
-        following = behind or _launch(told, known, None if first else running, tally.steps, speculator)
-        if following is not None and speculator is not None:
-            following = StepPlan(following.step, following.work, speculator.chain(following))
-            speculator.tidy()
+        following = behind or _launch(told, known, None if first else running, number, asked)
+        if following is not None and asked is not None:
+            following = StepPlan(following.step, following.work, asked.chain(following))
+            asked.tidy()
+        elif following is not None:
+            following = StepPlan(following.step, following.work, LEFT_OUT)
         if running is not None and not first:
             _land(told, known, *running, clock, speculator, tally)
-        if following is not None:
-            followed = clock.costs.followed is not None and modelled and following.chain != LEFT_OUT
-            running = following, How.WAITED if first else How.FOLLOWED if followed else How.AHEAD
-        else:
-            running = None
+        number += 1
+        running = None if following is None else (following, _how(following, first, clock, speculator))
     return tally
+
+
+def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | None) -> How:
+    modelled = speculator is not None and speculator.longest > 0
+    follows = modelled and plan.chain != LEFT_OUT
+    if waited:
+        return How.BARE if modelled and not follows else How.WAITED
+    return How.FOLLOWED if follows and clock.costs.followed is not None else How.AHEAD
 
 
 def _behind(
@@ -258,9 +268,11 @@ def _land(
     seconds = clock.step(counts, [w.end for w in plan.work], length, how)
     tally.seconds += seconds
     tally.steps += 1
-    if speculator is not None:
+    if speculator is not None and speculator.resting:
+        speculator.rest(len(plan.work), deltas)
+    elif speculator is not None:
         speculator.observe(deltas, outputs)
-        speculator.timed(plan, seconds, how == How.WAITED)
+        speculator.timed(plan, seconds, how in (How.WAITED, How.BARE))
 
 
 def oracle(told: Sequence[Told], clock: Clock) -> float:

@@ -23,7 +23,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Delta, EngineInfo, EngineStats, Submit
-from perilune.core.plan import PENDING, StepPlan
+from perilune.core.plan import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.client import room
 from perilune.engine.costs import measure_costs
 from perilune.engine.grammar import Grammars, Session
@@ -164,34 +164,42 @@ class Engine:
             self._landed_at = None
         return deltas
 
+    @property
+    def _asked(self) -> Speculator | None:
+        """Who has a say in the step at hand, if anybody: where drafting does not pay, steps are those of an engine
+        without."""
+        return None if self.speculator is None or self.speculator.resting else self.speculator
+
     def _behind(self, running: StepPlan) -> StepPlan | None:
         """The step after the one that is running, if it can go on from there without the host's having seen it."""
-        if self.speculator is None or self._rejected is not None:  # whose log has what was drafted
+        speculator = self._asked
+        if speculator is None or self._rejected is not None:  # whose log has what was drafted
             return None
-        if not self.runner.trails or (drafts := self.speculator.behind(running)) is None:
+        if not self.runner.trails or (drafts := speculator.behind(running)) is None:
             return None
         return self.scheduler.plan_behind(drafts) if self.runner.free(running) else None
 
     def _lands_first(self, running: StepPlan) -> bool:
         """Whether to wait for the step that is running before the next one is planned."""
-        if self.speculator is None:
+        if (speculator := self._asked) is None:
             return False
         # Those with drafts could not be planned now: the batch would fall apart into two that take turns.
-        return any(w.drafts for w in running.work) or self.speculator.wanted(running)
+        return any(w.drafts for w in running.work) or speculator.wanted(running)
 
     def _launch(self, behind: StepPlan | None) -> "tuple[StepPlan, Future[Readout]] | None":
-        plan = behind or self.scheduler.plan()
+        speculator = self._asked
+        plan = behind or self.scheduler.plan(LEFT_OUT if speculator is None else 0)
         if plan is None:
             return None
-        if self.speculator is not None:
+        if speculator is not None:
             begin = time.perf_counter()
-            if behind is None and (drafts := self.speculator.propose(plan)):
+            if behind is None and (drafts := speculator.propose(plan)):
                 plan = self.scheduler.add_drafts(plan, drafts)
-            plan = dataclasses.replace(plan, chain=self.speculator.chain(plan), hope=self.speculator.hope)
+            plan = dataclasses.replace(plan, chain=speculator.chain(plan), hope=speculator.hope)
             self.drafting_seconds += time.perf_counter() - begin
         queued = self.runner.launch(plan)
-        if self.speculator is not None:
-            self.speculator.tidy()
+        if speculator is not None:
+            speculator.tidy()
         if self._rejected is not None:
             self._rejected.tidy()
         return plan, queued
@@ -201,10 +209,12 @@ class Engine:
         now, before = time.perf_counter(), self._landed_at
         self._landed_at = now
         landed = self.scheduler.commit(result)
-        if self.speculator is not None:
-            self.speculator.observe(landed, result.outputs)
+        if (speculator := self._asked) is not None:
+            speculator.observe(landed, result.outputs)
             if before is not None:
-                self.speculator.timed(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
+                speculator.timed(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
+        elif self.speculator is not None:
+            self.speculator.rest(len(plan.work), landed)
         if self._rejected is not None:
             self._rejected.observe(plan, landed)
         for delta in landed:

@@ -131,7 +131,7 @@ class Runner:
                 length = min(plan.chain, self.drafter.longest)
                 if start is not None and length:
                     chains = self._drafts(self.drafter, start, length, plan.hope)
-            if self.trails and batch.sampled:
+            if self.trails and batch.sampled and (accepted is not None or plan.chain != LEFT_OUT):
                 self._settled(drawn, accepted, chains, batch.slots)
             return Readout(
                 plan.step,

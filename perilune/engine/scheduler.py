@@ -151,10 +151,10 @@ class Scheduler:
             self._end(request)
         return deltas
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
 
-        At most one step may be in flight.
+        At most one step may be in flight. `chain` is passed on.
         """
         assert len(self._flying) <= 1, "commit a step before planning a third"
         budget = self._max_step_tokens
@@ -196,7 +196,7 @@ class Scheduler:
         step = self._planned_steps
         self._planned_steps += 1
         self._flying.append((step, flights))
-        return StepPlan(step, tuple(f.work for f in flights))
+        return StepPlan(step, tuple(f.work for f in flights), chain)
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan just made, which must not run before this, with guesses of what its works sample, by rid.

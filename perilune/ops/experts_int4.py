@@ -6,7 +6,8 @@ y [T, D] as x. D and I are multiples of 32.
 
 "cpp" (experts.cpp) reads the packed weights as they are, once per call for all tokens of an expert. Dequantised values
 are exact, everything is fp32 and the experts are added in ascending order: the same bits as experts.py's "cpp" on
-dequantised float32 weights, whatever the batch. "torch" dequantises each expert that was hit, in bfloat16 rounding it.
+dequantised float32 weights, whatever the batch. "gathered" dequantises the experts of each token, "torch" each expert
+that was hit; in bfloat16 both round it.
 """
 
 import functools
@@ -18,7 +19,7 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.ops import compile, threads
 from perilune.ops.case import BFLOAT16, FLOAT32, K2, NANO, Make
-from perilune.ops.experts import TOL, Case, each, routing
+from perilune.ops.experts import TOL, Case, each, few_on_gpu, gathered_sum, routing
 from perilune.ops.experts import reference as dense_reference
 from perilune.ops.int4 import GROUP, dequantize
 from perilune.ops.registry import Op
@@ -109,6 +110,21 @@ def cpp(
     )
     assert not failed, f"an id is no expert: {ids.min()=} {ids.max()=} {E=}"
     return y if x.dtype == FLOAT32 else y.to(x.dtype)
+
+
+@op.impl("gathered", when=lambda a, device: few_on_gpu(a.x, a.gate_up_scale, device))
+def gathered(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+) -> Tensor:
+    """Which experts are hit does not matter to the host, as a CUDA graph needs it."""
+    gate_up = dequantize(gate_up_packed[ids], gate_up_scale[ids], x.dtype)
+    return gathered_sum(x, weights, gate_up, dequantize(down_packed[ids], down_scale[ids], x.dtype))
 
 
 @op.impl("torch")

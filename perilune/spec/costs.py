@@ -38,12 +38,15 @@ MOST = 0.7  # natural logarithm of the error of a step that still counts: the re
 
 
 class How(enum.IntEnum):
-    """How a step was planned: before its predecessor had landed; after it; or before it, where drafts are no reason to
-    wait, and with a draft model that follows."""
+    """How a step was planned: before its predecessor had landed, and nobody thought of drafts; after it; before it,
+    where drafts are no reason to wait, and with a draft model that follows; after it, the draft model left out; before
+    it, because drafts did not promise enough."""
 
     AHEAD = 0
     WAITED = 1
     FOLLOWED = 2
+    BARE = 3
+    LOOKED = 4
 
 
 class Timer(Protocol):
@@ -84,13 +87,24 @@ class Costs:
     """Seconds. `base` by tokens of the step at no context, `reach` by tokens of a request, per token of its context,
     `chain` for a draft model's next token, by requests; `ahead` of steps that decode a token of each, queued before the
     one before has landed and without a draft model, by requests: as `base` if None; `followed` as `base`, of steps
-    queued before the one before has landed that a draft model follows: None where drafts have to be waited for."""
+    queued before the one before has landed that a draft model follows: None where drafts have to be waited for;
+    `follow` by tokens of the step, what of `base` is the draft model's."""
 
     base: Curve
     reach: Curve
     chain: Curve = Curve((1,), (0.0,))
     ahead: Curve | None = None
     followed: Curve | None = None
+    follow: Curve = Curve((1,), (0.0,))
+
+    @property
+    def bare(self) -> Curve:
+        """As `base`, the draft model left out."""
+        return Curve(self.base.xs, tuple(y - self.follow(x) for x, y in zip(self.base.xs, self.base.ys)))
+
+    def alone(self) -> "Costs":
+        """Of an engine without the draft model."""
+        return Costs(self.bare, self.reach, ahead=self.ahead)
 
     def step(self, counts: Sequence[int], contexts: Sequence[int]) -> float:
         """Of requests that advance by `counts` tokens each, behind `contexts`."""
@@ -103,7 +117,8 @@ class Costs:
         reach = ", ".join(f"{n}: {1e9 * s:.0f}" for n, s in zip(self.reach.xs, self.reach.ys))
         followed = "" if self.followed is None else f"queued ahead and followed {points(self.followed)}; "
         return (
-            f"ms by tokens of a step {points(self.base)}; {followed}queued ahead, by requests "
+            f"ms by tokens of a step {points(self.base)}, a draft model's part {points(self.follow)}; "
+            f"{followed}queued ahead, by requests "
             f"{points(self.ahead or self.base)}; us per 1000 tokens of context, by tokens of its request {reach}; "
             f"ms for a draft model's token, by requests {points(self.chain)}"
         )
@@ -128,8 +143,9 @@ class Pace:
     def __init__(self, costs: Costs) -> None:
         self.table = costs
         self.trails = costs.followed is not None
-        self._curves = (costs.ahead or costs.base, costs.base, costs.followed or costs.base)  # by How
-        firsts = (1.0, WAITING, 1.0)
+        ahead = costs.ahead or costs.base
+        self._curves = (ahead, costs.base, costs.followed or costs.base, costs.bare, ahead)  # by How
+        firsts = (1.0, WAITING, 1.0, WAITING, 1.0)
         self._factors = [[first] * len(curve.xs) for first, curve in zip(firsts, self._curves)]
         self._all = 1.0  # the factor of every point
         self._now = [self._drawn(how) for how in How]
@@ -139,6 +155,14 @@ class Pace:
 
     def base(self, tokens: float) -> float:
         return self._all * self._now[How.WAITED](tokens)
+
+    @property
+    def bare(self) -> "Bare":
+        return Bare(self)
+
+    def without(self, tokens: float) -> float:
+        """As `base`, the draft model left out."""
+        return self._all * self._now[How.BARE](tokens)
 
     def reach(self, tokens: float) -> float:
         return self.table.reach(tokens)
@@ -192,6 +216,23 @@ class Pace:
         return Curve(curve.xs, tuple(accumulate(ys, max)))  # more is never cheaper
 
 
+class Bare:
+    """A Pace with the draft model left out."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def base(self, tokens: float) -> float:
+        return self._pace.without(tokens)
+
+    def reach(self, tokens: float) -> float:
+        return self._pace.reach(tokens)
+
+    def overhead(self, requests: int) -> float:
+        """As a Pace's."""
+        return max(self.base(requests) - self._pace.plain(requests, 0), 0.0)
+
+
 def measure(
     time: Timer, *, most_requests: int, most_tokens: int, longest: int, chains: bool, trails: bool = False
 ) -> Costs:
@@ -212,10 +253,16 @@ def measure(
     slopes = [0.0] * len(reaches)
     if long >= 4 * short:
         slopes = [max(typical([n], long) - base(n), 0.0) / (long - short) for n in reaches]
-    chain = Curve((1,), (0.0,))
+    chain = follow = Curve((1,), (0.0,))
     if chains:
+        ends = [(shapes[i], ys[i]) for i in sorted({0, len(shapes) - 1})]
+        parts = (max(y - typical(counts, short, LEFT_OUT), 0.0) for counts, y in ends)
+        follow = Curve(tuple(sum(counts) for counts, _ in ends), tuple(accumulate(parts, max)))
         requests = [n for n in REQUESTS if n <= most_requests]
-        spent = [typical([1] * n, short, CHAIN) - typical([1] * n, short) for n in requests]
+        spent = []
+        for n in requests:  # in turns: the difference is what matters
+            pairs = [(time([1] * n, short, CHAIN), time([1] * n, short)) for _ in range(2 * REPEATS)]
+            spent.append(min(one for one, _ in pairs[1:]) - min(other for _, other in pairs[1:]))
         least = CHEAPEST * base(1)
         chain = Curve(tuple(requests), tuple(accumulate((max(s / CHAIN, least) for s in spent), max)))
     plain = [n for n in PLAIN if n <= min(most_requests, most_tokens)]
@@ -224,4 +271,4 @@ def measure(
     followed = None
     if trails:
         followed = Curve(base.xs, tuple(accumulate((typical(counts, short, 0, AHEAD) for counts in shapes), max)))
-    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain, ahead, followed)
+    return Costs(base, Curve(tuple(reaches), tuple(slopes)), chain, ahead, followed, follow)

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from perilune.spec.costs import Costs, Pace
+from perilune.spec.costs import Bare, Costs, Pace
 
 MEMORY = 400.0  # observations a cell remembers
 PRIOR = 4.0  # observations the first guess of a cell is worth
@@ -80,6 +80,11 @@ class Acceptance:
         self._positions: list[_Rate] = []  # of a draft model's chain
         self._own: dict[int, dict[str, _Rate]] = {}  # by rid and source: right over expected to be right
         self._tokens: dict[int, _Rate] = {}  # likewise, of suffix drafts
+
+    @property
+    def chains(self) -> float:
+        """Chains that something was learned from."""
+        return self._positions[0].total if self._positions else 0.0
 
     def probability(self, rid: int, cell: Cell, token: int) -> float:
         """That a draft is right if those before it are."""
@@ -159,7 +164,9 @@ class Chance:
     taken: int = field(default=0)
 
 
-def choose(chances: Sequence[Chance], costs: Costs | Pace, budget: int, price: float, overhead: float = 0.0) -> float:
+def choose(
+    chances: Sequence[Chance], costs: Costs | Pace | Bare, budget: int, price: float, overhead: float = 0.0
+) -> float:
     """Sets `taken` of each, `budget` at most in all; returns by how many tokens that is better than no drafts.
 
     `price` is what a second is worth in tokens; `overhead` seconds are lost by drafting at all.

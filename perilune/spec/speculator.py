@@ -11,12 +11,13 @@ the way of anything; then what a step verifies is known here one step late.
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from perilune.core.messages import Delta, EngineStats
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
-from perilune.spec.costs import Costs, How, Pace
-from perilune.spec.earnings import Earnings
+from perilune.spec.costs import Bare, Costs, How, Pace
+from perilune.spec.earnings import SOON, Earnings, Way
+from perilune.spec.mind import Lesson, Mind, cells
 from perilune.spec.policy import (
     Acceptance,
     Cell,
@@ -24,9 +25,7 @@ from perilune.spec.policy import (
     Worth,
     best_chain,
     choose,
-    model_cell,
     net_worth,
-    suffix_cell,
 )
 from perilune.spec.suffix import Guess, Store, Trail
 
@@ -37,24 +36,13 @@ HOPE = 0.4  # of a chain's confidence: below it the rest is not worth drafting, 
 EFFORT = 60e-6  # seconds that a request's matches take in Python, per step, about
 HURRY = 0.03  # the share of a step above which that is put off where there is a chain to draft from
 SPARE = 0.1  # the share of a step that this may take where planning is not in the way; above it, it is left to chains
+HEEDED = 4  # requests of a step whose chains are learned from and appraised, where steps are planned behind others
 SAMPLED = 8  # steps without a draft model of which one is accounted for, where steps are planned behind others
-LAG = 32  # tokens that matches may be behind and still be learned from
+IN_FLIGHT = 3  # steps at most
+REST = 48  # steps at a time for which nothing is asked, where nothing is drafted
+KNOWN = 8.0  # chains of a draft model after which something is known of it
+PROMISING = 1.05  # times what plain steps bring must it promise by the table then, to begin with it
 WORTH_SEEN, WORTH_MEMORY = 6.0, 32.0  # chains that what others were worth counts for with a new request; remembered
-
-
-@dataclass(slots=True)
-class _Mind:
-    """What is known of a request."""
-
-    trail: Trail | None  # its text, if matches are looked for
-    known: int  # its tokens
-    lag: list[int] = field(default_factory=list)  # the last of them, which the trail has not seen yet
-    chain: tuple[tuple[int, float], ...] = ()  # of the draft model, behind the known tokens
-    told: list[Cell] = field(default_factory=list)  # what its drafts are told apart by
-    instead: list[Guess | None] = field(default_factory=list)  # what matches foretell in the place of each
-    behind: list[Guess] = field(default_factory=list)  # what they foretell behind it
-    planned: tuple[Cell, ...] | None = None  # the drafts in flight; None: the chain, as far as the step took it
-    worth: Worth | None = None  # of its chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +51,7 @@ class _Timing:
 
     plan: StepPlan
     seconds: float
+    way: Way
     how: How
     brought: int
     chained: int
@@ -86,40 +75,76 @@ class Speculator:
         self._suffix = suffix
         self.longest = longest
         self._fixed = fixed
-        self._pace = None if costs is None else Pace(costs if longest else dataclasses.replace(costs, followed=None))
-        self._earnings = None if self._pace is None else Earnings(self._pace)
+        self._pace = None if costs is None else Pace(costs if longest else costs.alone())
+        self._earnings = None if self._pace is None else Earnings(self._pace, self._ways)
         self._store = Store() if shared and suffix else None
-        self._minds: dict[int, _Mind] = {}
+        self._minds: dict[int, Mind] = {}
         self._acceptance = Acceptance()
         self._finished: list[Trail] = []
         # What is learned when there is time for it.
         self._timings: list[_Timing] = []
-        self._lessons: list[tuple[int, Cell, int, bool]] = []  # as Acceptance.learn
+        self._lessons: list[Lesson] = []
         self._gone: list[int] = []
         self._worth: Worth | None = None  # of all requests' chains
         self._remembered = False  # there are chains of the step before
-        self._unseen = 0  # steps without the draft model since the last one that was accounted for
+        self._unseen = 0  # plain steps since the last one that was accounted for
+        self._planned: dict[int, Way] = {}  # which way steps in flight were planned, by number
+        self._latest = Way.ALL  # which way the last one was
         self._left_out = False  # the draft model of the step planned last, because drafting would lose
         self._asleep = False  # there is no time for matches where there is a chain, nor where nothing is drafted
         self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
         self._probing = False  # the chain last asked for was to see how it would do
         self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
+        # Steps for which nothing is asked: see `rest`.
+        self.resting, self._quiet, self._size, self._woken = 0, 0, 0, False
+        self._unheard: list[Sequence[Delta]] = []
         self.hope = HOPE if fixed is None else 0.0  # see StepPlan
+        self._turn = 0  # whose turn it is to be heeded
+        self._chains: Counter[tuple[int, int]] = Counter()  # works that verified so many of a chain: how many stood
         self.verified = 0  # works that had drafts
         self.drafted: Counter[tuple[str, int]] = Counter()  # by source and position
         self.accepted: Counter[tuple[str, int]] = Counter()
 
     def open(self, rid: int, prompt: Sequence[int]) -> None:
-        self._minds[rid] = _Mind(Trail(prompt, self._store) if self._suffix else None, len(prompt))
+        if self.resting and self.longest and self._quiet <= SOON:
+            self._wake()
+        self._minds[rid] = Mind(Trail(prompt, self._store) if self._suffix else None, len(prompt))
 
     def drop(self, rid: int) -> None:
         """The request has ended; unknown ids are ignored."""
+        if self._unheard and rid in self._minds:
+            self._hear()
         mind = self._minds.pop(rid, None)
         if mind is not None:
-            self._rouse(mind)
+            mind.rouse()
             self._gone.append(rid)
             if self._store is not None and mind.trail is not None:
                 self._finished.append(mind.trail)
+
+    def rest(self, requests: int, deltas: Sequence[Delta]) -> None:
+        """Instead of everything else, of a step that landed while `resting` is not 0: there will be no drafts until it
+        is. The steps in between are those of an engine without drafts, and what they bring is taken in when they are
+        over, or the number of requests has changed."""
+        self._unheard.append(deltas)
+        self._planned.clear()
+        self._unseen += 1
+        self.resting -= 1
+        if requests > self._size or 2 * requests <= self._size:
+            self.resting = 0
+        if not self.resting:
+            self._wake()
+
+    def _wake(self) -> None:
+        self.resting, self._woken = 0, True
+        self._hear()
+
+    def _hear(self) -> None:
+        for deltas in self._unheard if self._suffix else ():
+            for delta in deltas:
+                if (mind := self._minds.get(delta.rid)) is not None:
+                    mind.lag += delta.tokens
+                    mind.known += len(delta.tokens)
+        self._unheard.clear()
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
         """What a step brought."""
@@ -127,6 +152,7 @@ class Speculator:
         self._chained = max((len(o.chain) for o in outputs), default=0)
         chained = {o.rid for o in outputs if o.chain}
         n = len(deltas)
+        self._turn += 1
         self._asleep = (self._chained > 0 or self._left_out) and self._dozes(n)
         hurry = self._pace is not None and n * EFFORT > HURRY * self._pace.base(n)
         for delta in deltas:
@@ -135,18 +161,20 @@ class Speculator:
                 continue
             if delta.drafted:
                 self._judge(delta, mind)
-            if mind.chain:
-                self._learn(delta, mind)
+            if mind.chain and (self._suffix or self._fixed is None) and self._heeded(delta.rid, n):
+                self._lessons += mind.lessons(delta.rid, delta.tokens)
+            if delta.tokens:
+                mind.chain = ()
             if mind.trail is not None:
                 mind.lag += delta.tokens
             if mind.lag and not (self._asleep or (hurry and delta.rid in chained)):
-                self._catch_up(delta.rid, mind)
+                self._lessons += mind.catch_up(delta.rid)
             mind.known += len(delta.tokens)
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
         for output in outputs if self.longest and (self._chained or self._remembered) else ():
             if (mind := self._minds.get(output.rid)) is not None and output.tokens:
-                self._compare(mind, output.chain)
+                mind.compare(output.chain)
         self._remembered = self._chained > 0
 
     def _dozes(self, n: int) -> bool:
@@ -156,15 +184,25 @@ class Speculator:
     def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
         """The step last observed took so long from when its predecessor had landed, for whose tokens its planning
         `waited`, or not."""
-        if self._pace is not None and not any(w.count > MAX_DRAFTS + 1 for w in plan.work):
-            followed = self._pace.trails and plan.chain != LEFT_OUT
-            how = How.WAITED if waited else How.FOLLOWED if followed else How.AHEAD
-            if self._pace.trails and how == How.AHEAD:  # one of some: the others shall cost nothing
-                self._unseen += 1
-                if self._unseen < SAMPLED:
-                    return
-            steps, self._unseen = self._unseen if how == How.AHEAD else 1, 0
-            self._timings.append(_Timing(plan, seconds, how, self._brought, self._chained, max(steps, 1)))
+        if self._pace is None:
+            return
+        way = self._planned.pop(plan.step, Way.PLAIN)
+        if any(w.count > MAX_DRAFTS + 1 for w in plan.work):
+            return
+        follows = self.longest > 0 and plan.chain != LEFT_OUT
+        if waited:
+            how = How.BARE if self.longest and not follows else How.WAITED
+        elif follows and self._pace.trails:
+            how = How.FOLLOWED
+        else:
+            how = How.AHEAD if way == Way.PLAIN else How.LOOKED
+        steps = 1
+        if way == Way.PLAIN:  # one of some: the others shall cost nothing
+            self._unseen += 1
+            if self._pace.trails and self._unseen < SAMPLED and not self._woken:
+                return
+            steps, self._unseen, self._woken = self._unseen, 0, False
+        self._timings.append(_Timing(plan, seconds, way, how, self._brought, self._chained, steps))
 
     def _account(self, t: _Timing) -> None:
         """Makes of a step what it has to teach."""
@@ -173,7 +211,7 @@ class Speculator:
         self._pace.saw(counts, contexts, t.chained, t.how, t.seconds)
         # By the table as it is now, not by the clock: what came in between is nobody's fault.
         seconds = self._pace.step(counts, contexts, t.chained, t.how)
-        self._earnings.earned(len(counts), _mean(contexts), t.brought, seconds, t.steps)
+        self._earnings.earned(len(counts), _mean(contexts), t.way, t.brought, seconds, t.steps)
         if t.plan.chain > 0:
             self._appraise(t.plan)
 
@@ -184,7 +222,7 @@ class Speculator:
         total = 0.0
         for work in plan.work:
             mind = self._minds.get(work.rid)
-            if mind is None or not mind.chain:
+            if mind is None or not mind.chain or not self._heeded(work.rid, len(plan.work)):
                 continue
             survival = self._acceptance.survival(work.rid, mind.told, [token for token, _ in mind.chain])
             drafted = len(survival)
@@ -201,6 +239,23 @@ class Speculator:
             total += max(worth)
         if self._probing and total > 0:
             self._patience = 1  # it may have become easier: look again
+
+    def _ways(self, requests: int, context: int) -> list[Way]:
+        """As earnings.Ways."""
+        assert self._pace is not None
+        if not self.longest:
+            dear = requests * EFFORT > SPARE * self._pace.plain(requests, 0)
+            return [Way.PLAIN, Way.MATCHES] if dear else [Way.MATCHES, Way.PLAIN]
+        matched = self._suffix and not self._dozes(requests)
+        found = [Way.ALL, Way.MATCHES] if matched else [Way.ALL]
+        if self._acceptance.chains < KNOWN:
+            return [*found, Way.PLAIN]
+        alive, best, plain = 1.0, 0.0, self._pace.plain(requests, 0)
+        for length, survival in enumerate(self._acceptance.typical(-1, self.longest), 1):
+            alive += survival
+            step = self._pace.drafting((1 + length) * requests) + length * self._pace.chain(requests)
+            best = max(best, alive * plain / step)
+        return [*found, Way.PLAIN] if best >= PROMISING else [*found[1:], Way.PLAIN, Way.ALL]
 
     def _rates(self, requests: int, context: int) -> tuple[list[float], float]:
         """In tokens, a request's share: of verifying 1, 2, ... drafts of each; of a draft model's next token."""
@@ -219,7 +274,7 @@ class Speculator:
         if running.chain <= 0 and (self._asleep or not self._suffix):
             return False
         n, context = len(running.work), _mean([w.end for w in running.work])
-        if not self._earnings.drafting(n, context):
+        if self._earnings.way(n, context) == Way.PLAIN:
             return False
         if running.chain > 0:
             return True
@@ -230,14 +285,20 @@ class Speculator:
             chances.append(chance)
             if mind is None or not work.sample:
                 continue
-            if (trail := _ready(mind)) is not None and trail.foretold() is not None:
+            if (trail := mind.ready) is not None and trail.foretold() is not None:
                 guesses = trail.guesses(MAX_DRAFTS + 1)
                 chance.ready, *rest = self._acceptance.survival(work.rid, cells(guesses), [g.token for g in guesses])
                 chance.survival = [s / chance.ready for s in rest]
         if not any(c.survival for c in chances):
             return False
-        price = self._earnings.price(n, context)
-        return choose(chances, self._pace, MAX_DRAFTS * n, price, self._pace.overhead(n)) > 0.0
+        price, costs = self._earnings.price(n, context), self._prices(n, context)
+        return choose(chances, costs, MAX_DRAFTS * n, price, costs.overhead(n)) > 0.0
+
+    def _prices(self, n: int, context: int) -> Pace | Bare:
+        """Of steps whose planning waits."""
+        assert self._pace is not None and self._earnings is not None
+        left_out = self.longest and self._earnings.way(n, context) != Way.ALL
+        return self._pace.bare if left_out else self._pace
 
     def behind(self, running: StepPlan) -> int | None:
         """How many tokens of the chain behind the step that is running the next one shall verify, planned before they
@@ -249,7 +310,7 @@ class Speculator:
             return None if self._suffix or running.chain < drafted else min(self._fixed, running.chain)
         assert self._pace is not None and self._earnings is not None
         n, context = len(running.work), _mean([w.end for w in running.work])
-        if running.chain <= 0 or not self._earnings.drafting(n, context):
+        if running.chain <= 0 or self._earnings.way(n, context) != Way.ALL:
             return 0 if drafted else None
         return None if self._suffix and self._matched(running, n, context) else running.chain
 
@@ -263,8 +324,8 @@ class Speculator:
             mind = self._minds.get(work.rid)
             if mind is None or not work.sample:
                 continue
-            self._catch_up(work.rid, mind)
-            if (trail := _ready(mind)) is None:
+            self._lessons += mind.catch_up(work.rid)
+            if (trail := mind.ready) is None:
                 continue
             before = [token for token, _ in mind.chain[: work.drafts]] if work.behind else list(work.guesses)
             told = mind.told if mind.planned is None else mind.planned
@@ -290,7 +351,7 @@ class Speculator:
         if any(w.tokens[-1] == PENDING for w in plan.work):
             return {}
         n, context = len(plan.work), _mean([w.end for w in plan.work])
-        if self._earnings is not None and not self._earnings.drafting(n, context):
+        if self._earnings is not None and self._earnings.way(n, context) == Way.PLAIN:
             for work in plan.work:
                 if (mind := self._minds.get(work.rid)) is not None:
                     mind.planned = ()
@@ -301,12 +362,13 @@ class Speculator:
             chance = Chance(work.count, work.end, work.sample)
             chances.append(chance)
             if work.sample and work.count == 1 and (mind := self._minds.get(work.rid)) is not None:
-                assert mind.known == work.end, f"request {work.rid}: {mind.known} tokens seen of {work.end}"
+                if self._suffix:
+                    assert mind.known == work.end, f"request {work.rid}: {mind.known} tokens seen of {work.end}"
                 tokens, told, chance.survival = self._guess(work, mind)
                 found[work.rid] = tokens, told
         if self._fixed is None and any(c.survival for c in chances):
             assert self._pace is not None and self._earnings is not None
-            choose(chances, self._pace, MAX_DRAFTS * n, self._earnings.price(n, context))
+            choose(chances, self._prices(n, context), MAX_DRAFTS * n, self._earnings.price(n, context))
         proposed = {}
         for work, chance in zip(plan.work, chances):
             if work.rid in found:
@@ -318,17 +380,26 @@ class Speculator:
         return proposed
 
     def chain(self, plan: StepPlan) -> int:
-        """How many tokens the draft model shall draft behind what this step draws."""
-        if not self.longest or not any(w.sample for w in plan.work):
-            return 0
+        """How many tokens the draft model shall draft behind what this step draws. Also decides whether to rest."""
         if self._fixed is not None:
-            return min(self._fixed, self.longest)
+            return min(self._fixed, self.longest) if any(w.sample for w in plan.work) else 0
         assert self._pace is not None and self._earnings is not None
         n, context = len(plan.work), _mean([w.end for w in plan.work])
-        self._left_out = not self._earnings.drafting(n, context)
+        if self.longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
+            self._earnings.prompted(n, context)
+        way = self._earnings.way(n, context)
+        if self._latest == way == Way.PLAIN and not self._woken and not any(w.drafts or w.behind for w in plan.work):
+            self._quiet, self._size = self._earnings.quiet(n, context), 1 << (n - 1).bit_length()
+            self.resting = min(self._quiet, REST)
+        self._latest = self._planned[plan.step] = way
+        if len(self._planned) > IN_FLIGHT:
+            del self._planned[next(iter(self._planned))]
+        self._left_out = self.longest > 0 and way != Way.ALL
         if self._left_out:
             self._unasked = self._patience = PROBE_FIRST  # and as soon as it may be
             return LEFT_OUT
+        if not self.longest or not any(w.sample for w in plan.work):
+            return 0
         if self._worth is None:
             verifying, drafting = self._rates(n, context)
             typical = self._acceptance.typical(-1, self.longest)
@@ -342,6 +413,8 @@ class Speculator:
                     mind.worth = Worth(self._worth.by_length, WORTH_SEEN, WORTH_MEMORY)
                 worths.append(mind.worth.by_length)
         length = best_chain(worths, self._earnings.price(n, context) * self._pace.following(n))
+        if self._earnings.trying(n, context):
+            length = max(length, min(PROBE, self.longest))
         self._probing = not length
         if length:
             self._unasked, self._patience = 0, PROBE_FIRST
@@ -366,7 +439,7 @@ class Speculator:
         room = CATCH_UP
         for rid, mind in self._minds.items() if self._suffix and not self._asleep else ():
             if mind.lag:
-                self._catch_up(rid, mind)
+                self._lessons += mind.catch_up(rid)
             if mind.trail is not None and mind.trail.behind and room:
                 room -= mind.trail.catch_up(room)
         for trail in self._finished:
@@ -376,13 +449,18 @@ class Speculator:
 
     def report(self, stats: EngineStats) -> EngineStats:
         """The statistics, with those of drafts."""
+        for (drafted, accepted), count in self._chains.items():
+            for position in range(drafted):
+                self.drafted["eagle3", position] += count
+                self.accepted["eagle3", position] += count * (position < accepted)
+        self._chains.clear()
         drafts = tuple((*key, count, self.accepted[key]) for key, count in sorted(self.drafted.items()))
         return dataclasses.replace(stats, verified=self.verified, drafts=drafts)
 
-    def _guess(self, work: Work, mind: _Mind) -> tuple[list[int], list[Cell], list[float]]:
+    def _guess(self, work: Work, mind: Mind) -> tuple[list[int], list[Cell], list[float]]:
         """The most promising of the chains that could be verified: tokens, what they are told apart by, survival."""
         most = min(self._fixed or MAX_DRAFTS, work.left - 1)
-        trail = _ready(mind)
+        trail = mind.ready
         offers: list[tuple[list[int], list[Cell]]] = []
         if mind.chain:
             tokens, told = [token for token, _ in mind.chain[:most]], mind.told[:most]
@@ -398,18 +476,9 @@ class Speculator:
         scored = [(tokens, told, self._acceptance.survival(work.rid, told, tokens)) for tokens, told in offers]
         return max(scored, key=lambda offer: sum(offer[2]), default=([], [], []))
 
-    def _compare(self, mind: _Mind, chain: tuple[tuple[int, float], ...]) -> None:
-        """Takes note of a chain behind the known tokens, and of what matches say in its place."""
-        mind.chain, mind.instead, mind.behind = chain, [None] * len(chain), []
-        if not chain:
-            mind.told = []
-            return
-        if (trail := _ready(mind)) is not None:
-            mind.instead, mind.behind = trail.compare(MAX_DRAFTS - len(chain), [token for token, _ in chain])
-        mind.told = [
-            model_cell("eagle3", i, sure, None if guess is None else guess.token == token)
-            for i, ((token, sure), guess) in enumerate(zip(chain, mind.instead))
-        ]
+    def _heeded(self, rid: int, n: int) -> bool:
+        """Whether it is the request's turn, of n in a step. Where planning does not wait, Python would otherwise."""
+        return self._pace is None or not self._pace.trails or n <= HEEDED or (rid + self._turn) % (-(-n // HEEDED)) == 0
 
     def _cut(self, rid: int, tokens: Sequence[int], told: Sequence[Cell], instead: Sequence[Guess | None]) -> int:
         """How many of a chain's drafts come before the first in whose place a match foretells something likelier; 0 if
@@ -421,50 +490,16 @@ class Speculator:
                     return i
         return 0
 
-    def _learn(self, delta: Delta, mind: _Mind) -> None:
-        """Every token says whether what had been foretold was right, drafted or not."""
-        for (token, _), cell, came in zip(mind.chain, mind.told, delta.tokens):
-            self._lessons.append((delta.rid, cell, token, token == came))
-            if token != came:
-                break
-        if delta.tokens:
-            mind.chain = ()
-
-    @staticmethod
-    def _rouse(mind: _Mind) -> None:
-        """Tells the trail of the latest tokens, from which nothing is learned."""
-        if mind.trail is not None:
-            mind.trail.skip(mind.lag)
-        mind.lag.clear()
-
-    def _catch_up(self, rid: int, mind: _Mind) -> None:
-        """Tells the trail of the latest tokens, and learns from what it had foretold."""
-        if len(mind.lag) > LAG:
-            self._rouse(mind)
-        if mind.trail is not None:
-            for token in mind.lag:
-                if (guess := mind.trail.foretold()) is not None:
-                    self._lessons.append((rid, cells([guess])[0], guess.token, guess.token == token))
-                mind.trail.append(token)
-        mind.lag.clear()
-
-    def _judge(self, delta: Delta, mind: _Mind) -> None:
+    def _judge(self, delta: Delta, mind: Mind) -> None:
         self.verified += 1
-        planned, mind.planned = mind.told if mind.planned is None else mind.planned, None
+        planned, mind.planned = mind.planned, None
+        if planned is None:  # behind a step in flight: all its chain's
+            self._chains[min(delta.drafted, len(mind.chain)), delta.accepted] += 1
+            return
         for position, (source, _, _) in enumerate(planned[: delta.drafted]):
             self.drafted[source, position] += 1
             self.accepted[source, position] += position < delta.accepted
 
 
-def _ready(mind: _Mind) -> Trail | None:
-    """The request's trail if it has seen all of its text."""
-    return mind.trail if mind.trail is not None and not mind.trail.behind and not mind.lag else None
-
-
 def _mean(contexts: Sequence[int]) -> int:
     return sum(contexts) // len(contexts)
-
-
-def cells(guesses: Sequence[Guess]) -> list[Cell]:
-    """What suffix drafts are told apart by."""
-    return [suffix_cell(g.length, g.share, g.alone) for g in guesses]

@@ -1,6 +1,7 @@
 """Where drafts come from and how many are made: matches with earlier text, the store, costs and the policy."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, 
 from perilune.core.sampling import SamplingParams
 from perilune.spec import suffix
 from perilune.spec.costs import WAITING, Costs, Curve, How, Pace, measure
-from perilune.spec.earnings import ENOUGH, FIRST, TRIAL, TURN, Earnings
+from perilune.spec.earnings import ENOUGH, PAUSE, SOON, TRIAL, TURN, Earnings, Way
 from perilune.spec.policy import Acceptance, Chance, Worth, best_chain, choose, model_cell, net_worth, suffix_cell
-from perilune.spec.speculator import Speculator
+from perilune.spec.speculator import HEEDED, Speculator
 from perilune.spec.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
 
 CHEAP = Costs(Curve((1, 2, 64), (1.0, 1.05, 4.0)), Curve((1,), (0.0,)), Curve((1,), (0.1,)))
@@ -170,6 +171,13 @@ class TestCosts:
         assert found.ahead is not None and found.ahead.xs == (1, 2, 4, 8) and found.ahead(8) == pytest.approx(0.58)
         assert Pace(found).plain(8, 0) == pytest.approx(0.58) and Pace(found).overhead(8) > 1.0
         assert found.followed is None
+        assert found.follow.xs == (1, 32) and found.follow(1) == pytest.approx(0.5)  # the draft model's part
+        assert found.bare(1) == pytest.approx(found.base(1) - 0.5) and found.bare(32) == pytest.approx(
+            found.base(32) - 4
+        )
+        alone, pace = found.alone(), Pace(found)
+        assert alone.base == found.bare and alone.ahead == found.ahead and alone.chain(1) == alone.follow(9) == 0.0
+        assert pace.bare.base(1) == pytest.approx(WAITING * found.bare(1)) and pace.bare.overhead(8) < pace.overhead(8)
         calls.clear()
         trailing = measure(timer, most_requests=8, most_tokens=32, longest=10_000, chains=True, trails=True).followed
         assert trailing is not None and trailing.xs == found.base.xs and trailing(32) == pytest.approx(0.58)
@@ -222,28 +230,75 @@ class TestEarnings:
         """Seconds of steps of one request; with drafting they bring two tokens."""
         modes = []
         for _ in range(count):
-            modes.append(e.drafting(1, 10))
-            e.earned(1, 10, 2 if modes[-1] else 1, drafted if modes[-1] else plain)
+            way = e.way(1, 10)
+            modes.append(way == Way.ALL)
+            e.earned(1, 10, way, 2 if modes[-1] else 1, drafted if modes[-1] else plain)
         return modes
 
+    def earnings(self) -> Earnings:
+        return Earnings(Pace(CHEAP), lambda requests, context: [Way.ALL, Way.PLAIN])
+
     def test_the_price_is_what_steps_bring(self) -> None:
-        e = Earnings(Pace(CHEAP))
+        e = self.earnings()
         assert e.price(1, 10) == 1.0
         self.steps(e, 100, 1.0, 1.0)
         assert e.price(1, 10) == pytest.approx(2.0, rel=0.02)
         assert e.price(8, 10) == pytest.approx(8 / CHEAP.base(8))  # another size
 
     def test_where_drafting_loses_it_is_given_up_but_for_trials(self) -> None:
-        e = Earnings(Pace(CHEAP))
+        e = self.earnings()
         modes = self.steps(e, 20_000, 2.2, 1.0)
-        assert all(modes[: int(ENOUGH)]) and sum(modes[int(ENOUGH) : FIRST]) < TURN
+        assert all(modes[: int(ENOUGH[Way.ALL])]) and sum(modes[int(ENOUGH[Way.ALL]) : PAUSE]) < TURN
         assert 0 < sum(modes[1000:]) < 0.03 * 19_000
         modes = self.steps(e, 6000, 1.0, 1.0)  # a text that is easier
         assert sum(modes[-3000:]) > 0.98 * 3000
 
     def test_where_it_pays_it_is_hardly_ever_left_out(self) -> None:
-        modes = self.steps(Earnings(Pace(CHEAP)), 20_000, 1.2, 1.0)
+        modes = self.steps(self.earnings(), 20_000, 1.2, 1.0)
         assert sum(modes) > 0.99 * len(modes) and TRIAL > TURN
+
+    @pytest.mark.parametrize(
+        ("seconds", "best"),
+        [({Way.ALL: 2.2, Way.MATCHES: 1.5}, Way.MATCHES), ({Way.ALL: 1.2, Way.MATCHES: 1.5}, Way.ALL),
+         ({Way.ALL: 4.0, Way.MATCHES: 2.5}, Way.PLAIN)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("first", [Way.ALL, Way.MATCHES])
+    def test_the_best_way_is_found_and_trials_cost_little(
+        self, seconds: dict[Way, float], best: Way, first: Way
+    ) -> None:
+        """Steps of one request that bring two tokens, or one in a second."""
+        e = Earnings(Pace(CHEAP), lambda requests, context: sorted(Way, key=lambda way: way != first))
+        steps, spent, tokens = Counter[Way](), 0.0, 0
+        for step in range(20_000):
+            way = e.way(1, 10)
+            took, brought = seconds.get(way, 1.0), 2 if way else 1
+            e.earned(1, 10, way, brought, took)
+            if step >= 1000:
+                steps[way] += 1
+                spent, tokens = spent + took, tokens + brought
+        assert steps[best] > 0.98 * steps.total() and all(steps[way] for way in Way)
+        assert spent < 1.01 * tokens * (seconds[best] / 2 if best else 1.0)
+
+    def test_a_draft_model_is_tried_with_a_prompt_and_what_was_planned_before_does_not_count(self) -> None:
+        def begun(left: int) -> Earnings:
+            e = self.earnings()
+            size = e._of(1, 10)
+            size.way, size.left = Way.PLAIN, left
+            return e
+
+        for left, way in ((SOON + 1, Way.PLAIN), (SOON, Way.ALL), (0, Way.ALL)):
+            e = begun(left)
+            e.prompted(1, 10)
+            assert e.way(1, 10) == way and e.trying(1, 10) == (way == Way.ALL)
+        for _ in range(TRIAL):
+            e.earned(1, 10, Way.PLAIN, 1, 1.0)
+        assert e.way(1, 10) == Way.ALL and e.price(1, 10) == pytest.approx(1.0)
+        e = begun(5)
+        for _ in range(5 + SOON - 1):
+            e.earned(1, 10, Way.PLAIN, 1, 1.0)
+        assert e.way(1, 10) == Way.PLAIN and e.quiet(1, 10) == 0
+        e.earned(1, 10, Way.PLAIN, 1, 1.0)
+        assert e.way(1, 10) == Way.ALL  # no prompt has come
 
 
 class TestPolicy:
@@ -444,7 +499,7 @@ class TestSpeculator:
         assert s.behind(running(5)) == s.behind(running(5, 8)) == 5
         assert s.behind(running(0, 4)) == 0 and s.behind(running(0)) is None and s.behind(running(LEFT_OUT)) is None
         assert s._earnings is not None
-        s._earnings._of(1, 3).drafting = False
+        s._earnings._of(1, 3).way = Way.PLAIN
         assert s.behind(running(5, 4)) == 0 and s.behind(running(5)) is None and s.chain(running(0)) == LEFT_OUT
 
     def test_the_statistics_of_drafts_that_nobody_saw_planned(self) -> None:
@@ -461,6 +516,19 @@ class TestSpeculator:
         s.observe([Delta(1, (4, 5), drafted=2, accepted=1)], [Output(1, (4, 5), chain=((1, 0.9),))])
         assert s.report(EngineStats()).drafts[-2:] == (("suffix", 0, 1, 1), ("suffix", 1, 1, 0))
 
+    def test_of_many_requests_some_are_learned_from_in_turns(self) -> None:
+        for trails, costs in ((True, TRAILING), (False, CHEAP)):
+            s = Speculator(suffix=False, longest=8, costs=costs, shared=False)
+            taught = []
+            for rid in range(16):
+                s.open(rid, [1, 2, 3])
+            for _ in range(5):
+                s.observe([Delta(r, (7,)) for r in range(16)], [Output(r, (7,), chain=((7, 0.9),)) for r in range(16)])
+                taught.append([lesson[0] for lesson in s._lessons])
+                s.tidy()
+            assert taught[0] == [] and all(len(rids) == (HEEDED if trails else 16) for rids in taught[1:])
+            assert sorted({rid for rids in taught for rid in rids}) == list(range(16))
+
     def test_a_match_that_promises_more_than_the_chain_is_waited_for(self) -> None:
         text = [*range(100, 140), *range(100, 110)]
         work = replace(self.work(1, text, 50), tokens=(PENDING, PENDING), drafts=1, behind=True)
@@ -468,6 +536,7 @@ class TestSpeculator:
             s = Speculator(suffix=True, longest=8, costs=TRAILING, shared=False)
             s.open(1, text[:-1])
             s.tidy()
+            assert s.wanted(StepPlan(0, (work,), 2))  # before the draft model turns out to be of no use
             for _ in range(200):
                 for length in (10, 16):
                     s._acceptance.learn(2, suffix_cell(length, 1.0, True), 5, promising)

@@ -50,6 +50,7 @@ class Scripted:
     """
 
     hope = 0.0
+    resting = 0
 
     def __init__(self, truths: Iterable[Sequence[int]], rng: random.Random | None, vocabulary: int = 512) -> None:
         self.truths = list(truths)
