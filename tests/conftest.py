@@ -1,4 +1,4 @@
-"""Shared by all tests: where the test data is."""
+"""Shared by all tests: where the test data is, and a checkpoint."""
 
 import os
 from pathlib import Path
@@ -19,3 +19,11 @@ def kimi_k26() -> Path:
     if not (path / "tiktoken.model").is_file():
         pytest.skip(f"the real vocabulary is not at {path} (set PERILUNE_TEST_DATA)")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint of random weights, for everybody to read."""
+    from tests import oracle  # torch, which many tests do without
+
+    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path

@@ -27,11 +27,6 @@ POISON = 7  # the token whose embedding is NaN in the `poisoned` checkpoint
 CONFIG: dict[str, Any] = dict(dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, threads=1)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
-
-
 def poison(model: Path, path: Path) -> Path:
     """A copy of the model at `path`, in which token POISON makes everything NaN."""
     shutil.copytree(model, path)

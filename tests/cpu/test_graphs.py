@@ -24,7 +24,6 @@ from perilune.model.hub import resolve_model
 from perilune.ops.verdict import verdict
 from perilune.spec.acceptance import accept
 from perilune.text.tokenizer import Tokenizer
-from tests import oracle
 from tests.cpu.test_constraint_engine import run
 from tests.cpu.test_engine import POISON, poison
 from tests.cpu.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Recorder, Scripted, alike, drafter  # noqa: F401
@@ -54,11 +53,6 @@ def ungraphed(engine: Engine | None) -> Uncaptured:
     runner.graphs = graphs
     runner.follow(runner.drafter)
     return graphs
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
 
 
 @pytest.fixture(scope="module")

@@ -108,9 +108,7 @@ class TestPlay:
             assert all(f.tokens == 40 * 60 and f.accepted for f in fixed)
             found = play(told, users, clock, policy(TRAILING))
             assert found.seconds < 1.08 * min(f.seconds for f in fixed) and found.tokens == 40 * 60
-            # Where half of a chain's drafts are wrong, neither has much to draft.
-            waiting = play(told, users, Clock(landed), policy(landed)).seconds
-            assert found.seconds < waiting * (1.02 if sure == 0.5 else 1.0)
+            assert found.seconds < play(told, users, Clock(landed), policy(landed)).seconds
             assert users > 1 or oracle(told, clock) < min(found.seconds, *(f.seconds for f in fixed))
 
     @pytest.mark.parametrize("users", [1, 4, 16])

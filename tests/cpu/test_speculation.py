@@ -134,11 +134,6 @@ def alike(got: Sequence[Completion], expected: Sequence[Completion]) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
-
-
-@pytest.fixture(scope="module")
 def plain(tiny: Path) -> Iterator[LLM]:
     with LLM(tiny, **CONFIG, draft="off") as llm:
         yield llm

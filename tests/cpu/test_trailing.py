@@ -24,7 +24,6 @@ from perilune.engine.sampler import uniforms
 from perilune.model.hub import resolve_model
 from perilune.ops.resume import resume
 from perilune.spec.costs import Costs, Curve
-from tests import oracle
 from tests.cpu.test_engine import POISON, poison
 from tests.cpu.test_graphs import ungraphed
 from tests.cpu.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter, outcomes  # noqa: F401
@@ -76,11 +75,6 @@ class Trailing(Scripted):
 
     def behind(self, running: StepPlan) -> int | None:
         return MAX_DRAFTS if self.rng is None else self.rng.choice([None, 0, 1, 3, 5, 8, 8])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
 
 
 @pytest.fixture(scope="module")

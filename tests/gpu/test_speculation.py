@@ -12,17 +12,11 @@ import torch
 from perilune import LLM, SamplingParams
 from perilune.engine.graphs import MAX_ROWS, DecodeGraphs
 from perilune.model.hub import resolve_model
-from tests import oracle
 from tests.cpu.test_speculation import PARAMS, PROMPTS, Recorder, Scripted, alike, drafter  # noqa: F401
 from tests.cpu.test_trailing import Trailing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CONFIG: dict[str, Any] = dict(device="cuda", dtype="float32", max_model_len=256, max_num_seqs=8, kv_blocks=300)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
 
 
 @pytest.fixture(scope="module")
