@@ -90,7 +90,6 @@ class Speculator:
         self._unseen = 0  # plain steps since the last one that was accounted for
         self._planned: dict[int, Way] = {}  # which way steps in flight were planned, by number
         self._latest = Way.ALL  # which way the last one was
-        self._left_out = False  # the draft model of the step planned last, because drafting would lose
         self._asleep = False  # there is no time for matches where there is a chain, nor where nothing is drafted
         self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
         self._probing = False  # the chain last asked for was to see how it would do
@@ -153,7 +152,7 @@ class Speculator:
         chained = {o.rid for o in outputs if o.chain}
         n = len(deltas)
         self._turn += 1
-        self._asleep = (self._chained > 0 or self._left_out) and self._dozes(n)
+        self._asleep = (self._chained > 0 or (self.longest > 0 and self._latest != Way.ALL)) and self._dozes(n)
         hurry = self._pace is not None and n * EFFORT > HURRY * self._pace.base(n)
         for delta in deltas:
             mind = self._minds.get(delta.rid)
@@ -394,8 +393,7 @@ class Speculator:
         self._latest = self._planned[plan.step] = way
         if len(self._planned) > IN_FLIGHT:
             del self._planned[next(iter(self._planned))]
-        self._left_out = self.longest > 0 and way != Way.ALL
-        if self._left_out:
+        if self.longest and way != Way.ALL:
             self._unasked = self._patience = PROBE_FIRST  # and as soon as it may be
             return LEFT_OUT
         if not self.longest or not any(w.sample for w in plan.work):
