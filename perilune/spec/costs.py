@@ -33,7 +33,7 @@ REPEATS = 3
 WAITING = 1.03  # the first factor of steps whose planning waited
 LEARNING = 0.06  # weight of a step in the factor of its point
 COMMON = 0.3  # how much of that every other factor gets: a machine that slows down slows all
-STILL = 3e-4  # variance of a chain's share of steps, below which its length as good as never changed
+STILL = 7e-4  # variance of a chain's share of steps, below which its length as good as never changed
 MOST = 0.7  # natural logarithm of the error of a step that still counts: the rest came from outside
 
 
@@ -71,6 +71,21 @@ class Curve:
         (x0, x1), (y0, y1) = self.xs[i - 1 : i + 1], self.ys[i - 1 : i + 1]
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
+    def run(self, first: int, count: int) -> list[float]:
+        """At `first` and the next, `count` in all."""
+        xs, ys, found = self.xs, self.ys, list[float]()
+        while len(found) < count:
+            x = first + len(found)
+            i = min(bisect_right(xs, x), len(xs) - 1)
+            last = first + count if i == len(xs) - 1 else min(xs[i], first + count)
+            if i == 0:
+                found += [ys[0]] * (last - x if len(xs) > 1 else count)
+                continue
+            slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+            begin = ys[i - 1] - slope * xs[i - 1]
+            found += [begin + slope * at for at in range(x, last)]
+        return found
+
     def weights(self, x: float) -> dict[int, float]:
         """How much the points have to say at x, by index; 1 in all."""
         if len(self.xs) == 1 or x <= self.xs[0]:
@@ -96,6 +111,10 @@ class Costs:
     ahead: Curve | None = None
     followed: Curve | None = None
     follow: Curve = Curve((1,), (0.0,))
+
+    def bases(self, first: int, count: int) -> list[float]:
+        """`base` of so many tokens, of one more, and so on: `count` in all."""
+        return self.base.run(first, count)
 
     @property
     def bare(self) -> Curve:
@@ -128,12 +147,12 @@ class _Mean:
     """Of what was lately added."""
 
     def __init__(self) -> None:
-        self._value = self._count = 0.0
+        self.value = self._count = 0.0
 
     def add(self, value: float) -> float:
         self._count = min(self._count + 1, 1 / LEARNING)
-        self._value += (value - self._value) / self._count
-        return self._value
+        self.value += (value - self.value) / self._count
+        return self.value
 
 
 class Pace:
@@ -156,6 +175,10 @@ class Pace:
     def base(self, tokens: float) -> float:
         return self._all * self._now[How.WAITED](tokens)
 
+    def bases(self, first: int, count: int) -> list[float]:
+        """As of Costs."""
+        return [self._all * y for y in self._now[How.WAITED].run(first, count)]
+
     @property
     def bare(self) -> "Bare":
         return Bare(self)
@@ -163,6 +186,10 @@ class Pace:
     def without(self, tokens: float) -> float:
         """As `base`, the draft model left out."""
         return self._all * self._now[How.BARE](tokens)
+
+    def without_each(self, first: int, count: int) -> list[float]:
+        """As `bases`, the draft model left out."""
+        return [self._all * y for y in self._now[How.BARE].run(first, count)]
 
     def reach(self, tokens: float) -> float:
         return self.table.reach(tokens)
@@ -207,8 +234,15 @@ class Pace:
     def _follow(self, share: float, error: float) -> None:
         """What goes with the length of chains is theirs: the slope of errors over shares."""
         x, y = share - self._share.add(share), error - self._error.add(error)
-        slope = self._both.add(x * y) / (self._spread.add(x * x) + STILL)
-        self._chain *= 1 + LEARNING * min(max(slope, -0.5), 0.5)
+        self._both.add(x * y)
+        spread = self._spread.add(x * x)
+        learned = LEARNING * min(max(self._both.value / (spread + STILL), -0.5), 0.5)
+        self._chain *= math.exp(learned)
+        # With the chain as it is now, errors and shares so far would have been others.
+        usual = self._share.value
+        self._both.value -= learned * spread
+        self._error.value -= learned * usual
+        self._share.value += learned * usual * (1 - usual)
 
     def _drawn(self, how: How) -> Curve:
         curve = self._curves[how]
@@ -224,6 +258,10 @@ class Bare:
 
     def base(self, tokens: float) -> float:
         return self._pace.without(tokens)
+
+    def bases(self, first: int, count: int) -> list[float]:
+        """As of Costs."""
+        return self._pace.without_each(first, count)
 
     def reach(self, tokens: float) -> float:
         return self._pace.reach(tokens)

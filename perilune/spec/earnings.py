@@ -19,11 +19,13 @@ from perilune.spec.costs import Pace
 
 MEMORY, PRIOR = 64.0, 4.0  # steps that a price is made of; those of the way before that it begins with
 GLANCE, HOPELESS = 6.0, 0.9  # steps of a trial after which it ends, if they bring less than that times what there was
+CLEAR = 1.3  # times what plain steps bring: after a glance there is no doubt
 STAY = 1.02  # times as good must another way be
 TURN = 8  # plain steps, tried at a time
 TRIAL = 32  # steps with drafts, likewise
 EARLY = 8  # steps until the first trial where there are two ways of drafting
 PAUSE = 128  # steps between two trials, at least
+FOREVER = 1 << 30  # where there is one way only
 LATER = 512  # steps until the first one of a draft model that promises nothing
 SOON = 64  # steps by which a trial of a draft model is put forward, or off, for a prompt: it should know the text
 SPENT = (0.001, 0.004, 0.004)  # of the time, on trials of each Way
@@ -103,6 +105,15 @@ class Earnings:
         """Whether that is a trial."""
         return self._of(requests, context).trial is not None
 
+    def settled(self, requests: int, context: int) -> bool:
+        """Whether enough is known of the way gone, and no other is being tried."""
+        size = self._of(requests, context)
+        if size.trial is not None or size.way == Way.PLAIN:
+            return size.trial is None
+        rate = size.rates[size.way]
+        clear = rate.steps >= GLANCE and rate.value * self._pace.plain(requests, context) >= CLEAR
+        return clear or rate.steps >= ENOUGH[size.way]
+
     def quiet(self, requests: int, context: int) -> int:
         """For how many plain steps nothing is going to change; 0 if there are drafts, or trials."""
         size = self._of(requests, context)
@@ -111,14 +122,14 @@ class Earnings:
     def prompted(self, requests: int, context: int) -> None:
         """The next step has a prompt: the best moment to begin with a draft model, if it is about to be tried."""
         size = self._of(requests, context)
-        if size.trial is None and size.left <= SOON and self._next(size) == Way.ALL:
+        if size.trial is None and size.left <= SOON and len(size.ways) > 1 and self._next(size) == Way.ALL:
             self._try(size, requests, context)
 
     def earned(self, requests: int, context: int, way: Way, tokens: int, seconds: float, steps: int = 1) -> None:
         """By a step of `requests` that decode, planned that way. It stands for `steps` of its like."""
         size = self._of(requests, context)
-        if way != size.doing:
-            return  # planned before that was decided
+        if way != size.doing or len(size.ways) == 1:
+            return  # planned before that was decided; or there is nothing to decide
         size.left -= steps
         size.lasted += steps
         if way != Way.PLAIN:
@@ -195,5 +206,6 @@ class Earnings:
             rates: dict[Way, _Rate] = {way: _Rate(PRIOR, PRIOR * plain) for way in ways if way != Way.PLAIN}
             left = EARLY if len(rates) > 1 else LATER if ways == [Way.PLAIN, Way.ALL] else PAUSE
             left += SOON if ways[0] == Way.MATCHES else 0  # not before there has been one step of them
+            left = left if len(ways) > 1 else FOREVER
             size = self._sizes[number] = _Size(ways, ways[0], left, rates)
         return size

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from perilune.spec.costs import Bare, Costs, Pace
 
 MEMORY = 400.0  # observations a cell remembers
+SUREST = 0.995  # that a draft is right, at most
 PRIOR = 4.0  # observations the first guess of a cell is worth
 FIRST = 0.8  # the first guess of how often a draft model is right: hopeful, so that it is tried at once
 CHAINS = (1, 2, 3, 5, 8)  # lengths that are asked for: a GPU has a graph for each
@@ -76,7 +77,8 @@ class Acceptance:
     """How often drafts of each kind are right if those before them are, of all requests and of each."""
 
     def __init__(self) -> None:
-        self._cells: dict[Cell, _Rate] = {}
+        self._cells: dict[Cell, _Rate] = {}  # of matches
+        self._sure = [_Rate(PRIOR * first, PRIOR) for first in _FIRST * 3]  # of a draft model, by column of its cell
         self._positions: list[_Rate] = []  # of a draft model's chain
         self._own: dict[int, dict[str, _Rate]] = {}  # by rid and source: right over expected to be right
         self._tokens: dict[int, _Rate] = {}  # likewise, of suffix drafts
@@ -88,24 +90,32 @@ class Acceptance:
 
     def probability(self, rid: int, cell: Cell, token: int) -> float:
         """That a draft is right if those before it are."""
-        p = self._cell(cell).mean * self._factor(rid, cell[0])
-        if cell[0] == "suffix" and (rate := self._tokens.get(token)) is not None:
-            p *= rate.mean
-        return min(p, 0.995)
+        return self.survival(rid, (cell,), (token,))[0]
 
     def survival(self, rid: int, cells: Sequence[Cell], tokens: Sequence[int]) -> list[float]:
         """That the first, the first two, ... of these drafts are right."""
         alive, survival = 1.0, []
+        sure, model, matches = self._sure, self._factor(rid, "eagle3"), self._factor(rid, "suffix")
         for cell, token in zip(cells, tokens):
-            alive *= self.probability(rid, cell, token)
+            if cell[0] == "suffix":
+                p = self._cell(cell).mean * matches
+                if (said := self._tokens.get(token)) is not None:
+                    p *= said.mean
+            else:
+                rate = sure[cell[2]]
+                p = rate.hits / rate.total * model
+            alive *= p if p < SUREST else SUREST
             survival.append(alive)
         return survival
 
     def typical(self, rid: int, length: int) -> list[float]:
         """That the first, the first two, ... of a chain that a draft model has not drafted yet will be right."""
-        alive, survival, factor = 1.0, [], self._factor(rid, "eagle3")
+        alive, survival, p, factor = 1.0, [], FIRST, self._factor(rid, "eagle3")
         for position in range(length):
-            alive *= min(self._expected(position) * factor, 0.995)
+            if position < len(self._positions):  # seldom seen, it is as the one before it: chains decay slowly
+                rate = self._positions[position]
+                p = (rate.hits + PRIOR * p) / (rate.total + PRIOR)
+            alive *= min(p * factor, SUREST)
             survival.append(alive)
         return survival
 
@@ -129,23 +139,13 @@ class Acceptance:
         own = self._own.get(rid, {}).get(source)
         return 1.0 if own is None else own.mean
 
-    def _expected(self, position: int) -> float:
-        """Of a position that was seldom seen it is what the one before it does: chains decay slowly."""
-        p = FIRST
-        for rate in self._positions[: position + 1]:
-            p = (rate.hits + PRIOR * p) / (rate.total + PRIOR)
-        return p
-
     def _cell(self, cell: Cell) -> _Rate:
         source, row, column = cell
         if source != "suffix":  # a place in a chain says little beside the confidence
-            cell = source, 0, column
+            return self._sure[column]
         found = self._cells.get(cell)
         if found is None:
-            if source == "suffix":
-                first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
-            else:
-                first = _FIRST[column % len(_FIRST)]
+            first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
             found = self._cells[cell] = _Rate(PRIOR * first, PRIOR)
         return found
 
@@ -177,16 +177,14 @@ def choose(
     # survival never rises along a chain, so in this order a request's drafts come first to last
     size, best, best_net, net = sum(c.count for c in chances), 0, 0.0, -price * overhead
     taken = [0] * len(chances)
-    now = costs.base(size)
+    base = costs.bases(size, 1 + min(len(offers), budget))
     longest = max((c.count + len(c.survival) for c in chances if c.survival), default=0)
     reach = [costs.reach(count) for count in range(longest + 1)]
     for index, (worth, _, owner) in enumerate(offers[:budget], 1):
         chance = chances[owner]
         count = chance.count + taken[owner]
         taken[owner] += 1
-        size += 1
-        before, now = now, costs.base(size)
-        more = now - before + (reach[count + 1] - reach[count]) * chance.context
+        more = base[index] - base[index - 1] + (reach[count + 1] - reach[count]) * chance.context
         net += worth - price * more * chance.ready
         if net > best_net:
             best, best_net = index, net

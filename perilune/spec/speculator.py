@@ -35,9 +35,11 @@ PROBE_FIRST, PROBE_LAST = 4, 64  # steps without a chain until then: at first, a
 HOPE = 0.4  # of a chain's confidence: below it the rest is not worth drafting, where the model can stop
 EFFORT = 60e-6  # seconds that a request's matches take in Python, per step, about
 HURRY = 0.03  # the share of a step above which that is put off where there is a chain to draft from
-SPARE = 0.1  # the share of a step that this may take where planning is not in the way; above it, it is left to chains
+SPARE = 0.1  # the share of a step that this may take where planning is not in the way; above it, it is left
 HEEDED = 4  # requests of a step whose chains are learned from and appraised, where steps are planned behind others
 SAMPLED = 8  # steps without a draft model of which one is accounted for, where steps are planned behind others
+DRAFTED = 3  # steps with one of which one is learned from there, once its way is settled
+SETTLED = 16.0  # chains that must have been learned from before
 IN_FLIGHT = 3  # steps at most
 REST = 48  # steps at a time for which nothing is asked, where nothing is drafted
 KNOWN = 8.0  # chains of a draft model after which something is known of it
@@ -87,10 +89,13 @@ class Speculator:
         self._gone: list[int] = []
         self._worth: Worth | None = None  # of all requests' chains
         self._remembered = False  # there are chains of the step before
-        self._unseen = 0  # plain steps since the last one that was accounted for
+        self._unseen, self._unseen_way = 0, Way.PLAIN  # steps since the last one that was accounted for, all of one way
+        self._hears = True  # whether the next step is learned from
+        self._asked: tuple[int, int] | None = None  # requests, and how long chains pay for them, as far as is known
         self._planned: dict[int, Way] = {}  # which way steps in flight were planned, by number
+        self._shapes: dict[int, tuple[int, int]] = {}  # of theirs, likewise: see _shape
         self._latest = Way.ALL  # which way the last one was
-        self._asleep = False  # there is no time for matches where there is a chain, nor where nothing is drafted
+        self._asleep = self._dozes(1)  # there is no time for matches
         self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
         self._probing = False  # the chain last asked for was to see how it would do
         self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
@@ -152,7 +157,7 @@ class Speculator:
         chained = {o.rid for o in outputs if o.chain}
         n = len(deltas)
         self._turn += 1
-        self._asleep = (self._chained > 0 or (self.longest > 0 and self._latest != Way.ALL)) and self._dozes(n)
+        self._asleep = self._dozes(n)
         hurry = self._pace is not None and n * EFFORT > HURRY * self._pace.base(n)
         for delta in deltas:
             mind = self._minds.get(delta.rid)
@@ -160,7 +165,7 @@ class Speculator:
                 continue
             if delta.drafted:
                 self._judge(delta, mind)
-            if mind.chain and (self._suffix or self._fixed is None) and self._heeded(delta.rid, n):
+            if mind.chain and self._hears and (self._suffix or self._fixed is None) and self._heeded(delta.rid, n):
                 self._lessons += mind.lessons(delta.rid, delta.tokens)
             if delta.tokens:
                 mind.chain = ()
@@ -177,8 +182,11 @@ class Speculator:
         self._remembered = self._chained > 0
 
     def _dozes(self, n: int) -> bool:
-        """Whether matches of so many requests would hold up steps that are planned behind drafts."""
-        return self._pace is not None and self._pace.trails and n * EFFORT > SPARE * self._pace.drafting(n)
+        """Whether matches of so many requests take more time than steps leave: those planned behind drafts, or, where
+        there is no draft model, those without any."""
+        if self._pace is None or (self.longest and not self._pace.trails):
+            return False
+        return n * EFFORT > SPARE * (self._pace.drafting(n) if self.longest else self._pace.plain(n, 0))
 
     def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
         """The step last observed took so long from when its predecessor had landed, for whose tokens its planning
@@ -195,30 +203,54 @@ class Speculator:
             how = How.FOLLOWED
         else:
             how = How.AHEAD if way == Way.PLAIN else How.LOOKED
-        steps = 1
-        if way == Way.PLAIN:  # one of some: the others shall cost nothing
-            self._unseen += 1
-            if self._pace.trails and self._unseen < SAMPLED and not self._woken:
-                return
-            steps, self._unseen, self._woken = self._unseen, 0, False
-        self._timings.append(_Timing(plan, seconds, way, how, self._brought, self._chained, steps))
+        if way != self._unseen_way:
+            self._unseen, self._unseen_way = 0, way
+        self._unseen += 1
+        every = self._every(plan, way)
+        self._hears = way != Way.ALL or self._unseen + 1 >= every
+        if self._unseen < every and not self._woken:
+            return
+        self._hears = way != Way.ALL or every == 1
+        self._timings.append(_Timing(plan, seconds, way, how, self._brought, self._chained, self._unseen))
+        self._unseen, self._woken = 0, False
+
+    def _every(self, plan: StepPlan, way: Way) -> int:
+        """Of so many steps planned like this one, one is learned from: the others shall cost as little as can be."""
+        assert self._pace is not None and self._earnings is not None
+        if not self._pace.trails or way == Way.MATCHES:
+            return 1
+        if way == Way.PLAIN:
+            return SAMPLED
+        known = self._acceptance.chains >= SETTLED and self._earnings.settled(len(plan.work), 0)
+        return DRAFTED if known else 1
+
+    def _shape(self, plan: StepPlan) -> tuple[int, int]:
+        """Its requests, and their mean context."""
+        found = self._shapes.get(plan.step)
+        if found is None:
+            n = len(plan.work)
+            found = self._shapes[plan.step] = n, sum([w.end for w in plan.work]) // n
+            if len(self._shapes) > IN_FLIGHT:
+                del self._shapes[next(iter(self._shapes))]
+        return found
 
     def _account(self, t: _Timing) -> None:
         """Makes of a step what it has to teach."""
         assert self._pace is not None and self._earnings is not None
         counts, contexts = [w.count for w in t.plan.work], [w.end for w in t.plan.work]
+        n, context = self._shape(t.plan)
         self._pace.saw(counts, contexts, t.chained, t.how, t.seconds)
         # By the table as it is now, not by the clock: what came in between is nobody's fault.
         seconds = self._pace.step(counts, contexts, t.chained, t.how)
-        self._earnings.earned(len(counts), _mean(contexts), t.way, t.brought, seconds, t.steps)
+        self._earnings.earned(n, context, t.way, t.brought, seconds, t.steps)
         if t.plan.chain > 0:
             self._appraise(t.plan)
 
     def _appraise(self, plan: StepPlan) -> None:
         """What the chains just drafted are worth."""
         assert self._pace is not None
-        verifying, drafting = self._rates(len(plan.work), _mean([w.end for w in plan.work]))
-        total = 0.0
+        verifying, drafting = self._rates(*self._shape(plan))
+        total, self._asked = 0.0, None
         for work in plan.work:
             mind = self._minds.get(work.rid)
             if mind is None or not mind.chain or not self._heeded(work.rid, len(plan.work)):
@@ -243,8 +275,7 @@ class Speculator:
         """As earnings.Ways."""
         assert self._pace is not None
         if not self.longest:
-            dear = requests * EFFORT > SPARE * self._pace.plain(requests, 0)
-            return [Way.PLAIN, Way.MATCHES] if dear else [Way.MATCHES, Way.PLAIN]
+            return [Way.PLAIN] if self._dozes(requests) else [Way.MATCHES, Way.PLAIN]
         matched = self._suffix and not self._dozes(requests)
         found = [Way.ALL, Way.MATCHES] if matched else [Way.ALL]
         if self._acceptance.chains < KNOWN:
@@ -272,7 +303,7 @@ class Speculator:
         assert self._pace is not None and self._earnings is not None
         if running.chain <= 0 and (self._asleep or not self._suffix):
             return False
-        n, context = len(running.work), _mean([w.end for w in running.work])
+        n, context = self._shape(running)
         if self._earnings.way(n, context) == Way.PLAIN:
             return False
         if running.chain > 0:
@@ -308,7 +339,7 @@ class Speculator:
         if self._fixed is not None:
             return None if self._suffix or running.chain < drafted else min(self._fixed, running.chain)
         assert self._pace is not None and self._earnings is not None
-        n, context = len(running.work), _mean([w.end for w in running.work])
+        n, context = self._shape(running)
         if running.chain <= 0 or self._earnings.way(n, context) != Way.ALL:
             return 0 if drafted else None
         return None if self._suffix and self._matched(running, n, context) else running.chain
@@ -349,7 +380,7 @@ class Speculator:
         """Guesses by rid for a step about to run. None if a predecessor's tokens have not been observed yet."""
         if any(w.tokens[-1] == PENDING for w in plan.work):
             return {}
-        n, context = len(plan.work), _mean([w.end for w in plan.work])
+        n, context = self._shape(plan)
         if self._earnings is not None and self._earnings.way(n, context) == Way.PLAIN:
             for work in plan.work:
                 if (mind := self._minds.get(work.rid)) is not None:
@@ -383,10 +414,10 @@ class Speculator:
         if self._fixed is not None:
             return min(self._fixed, self.longest) if any(w.sample for w in plan.work) else 0
         assert self._pace is not None and self._earnings is not None
-        n, context = len(plan.work), _mean([w.end for w in plan.work])
+        n, context = self._shape(plan)
         if self.longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
             self._earnings.prompted(n, context)
-        way = self._earnings.way(n, context)
+        way, trying = self._earnings.way(n, context), self._earnings.trying(n, context)
         if self._latest == way == Way.PLAIN and not self._woken and not any(w.drafts or w.behind for w in plan.work):
             self._quiet, self._size = self._earnings.quiet(n, context), 1 << (n - 1).bit_length()
             self.resting = min(self._quiet, REST)
@@ -398,6 +429,8 @@ class Speculator:
             return LEFT_OUT
         if not self.longest or not any(w.sample for w in plan.work):
             return 0
+        if self._asked is not None and self._asked[0] == n and not self._probing and not trying:
+            return self._asked[1]
         if self._worth is None:
             verifying, drafting = self._rates(n, context)
             typical = self._acceptance.typical(-1, self.longest)
@@ -411,11 +444,12 @@ class Speculator:
                     mind.worth = Worth(self._worth.by_length, WORTH_SEEN, WORTH_MEMORY)
                 worths.append(mind.worth.by_length)
         length = best_chain(worths, self._earnings.price(n, context) * self._pace.following(n))
-        if self._earnings.trying(n, context):
+        if trying:
             length = max(length, min(PROBE, self.longest))
         self._probing = not length
         if length:
             self._unasked, self._patience = 0, PROBE_FIRST
+            self._asked = n, length
             return length
         self._unasked += 1
         if self._unasked < self._patience:
@@ -494,10 +528,9 @@ class Speculator:
         if planned is None:  # behind a step in flight: all its chain's
             self._chains[min(delta.drafted, len(mind.chain)), delta.accepted] += 1
             return
+        if planned and planned[-1][0] == "eagle3":  # matches only ever come behind a chain
+            self._chains[min(delta.drafted, len(planned)), delta.accepted] += 1
+            return
         for position, (source, _, _) in enumerate(planned[: delta.drafted]):
             self.drafted[source, position] += 1
             self.accepted[source, position] += position < delta.accepted
-
-
-def _mean(contexts: Sequence[int]) -> int:
-    return sum(contexts) // len(contexts)

@@ -14,7 +14,7 @@ from perilune.spec import suffix
 from perilune.spec.costs import WAITING, Costs, Curve, How, Pace, measure
 from perilune.spec.earnings import ENOUGH, PAUSE, SOON, TRIAL, TURN, Earnings, Way
 from perilune.spec.policy import Acceptance, Chance, Worth, best_chain, choose, model_cell, net_worth, suffix_cell
-from perilune.spec.speculator import HEEDED, Speculator
+from perilune.spec.speculator import EFFORT, HEEDED, SPARE, Speculator
 from perilune.spec.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
 
 CHEAP = Costs(Curve((1, 2, 64), (1.0, 1.05, 4.0)), Curve((1,), (0.0,)), Curve((1,), (0.1,)))
@@ -548,8 +548,8 @@ class TestSpeculator:
             assert s.wanted(plan)
 
     def test_matches_that_would_hold_up_short_steps_are_left_alone(self) -> None:
-        costs = Costs(*(Curve(c.xs, tuple(1e-4 * y for y in c.ys)) for c in vars_of(TRAILING)))
-        s = Speculator(suffix=True, longest=8, costs=costs, shared=True)
+        short = Costs(*(Curve(c.xs, tuple(1e-4 * y for y in c.ys)) for c in vars_of(TRAILING)))
+        s = Speculator(suffix=True, longest=8, costs=short, shared=True)
         text = [*range(100, 140), *range(100, 110)]
         s.open(1, text)
         s.tidy()
@@ -557,10 +557,31 @@ class TestSpeculator:
             s.observe([Delta(1, (token,))], [Output(1, (token,), chain=((token + 1, 0.9),))])
             s.tidy()
         mind = s._minds[1]
-        assert mind.trail is not None and mind.lag == [*range(110, 120)] and mind.trail.tokens == text
+        assert mind.trail is not None and mind.lag == [*range(110, 120)] and mind.trail.tokens == []
         s.observe([Delta(1, (120,), finish_reason="stop")], [Output(1, (120,))])
         s.tidy()
-        assert mind.trail.tokens == [*text, *range(110, 121)] and s._store is not None and len(s._store) == 1
+        assert mind.trail.tokens == [] and s._store is not None and len(s._store) == 0
+
+    def test_matches_are_taken_up_where_steps_become_long_enough_for_them(self) -> None:
+        even = Curve((1,), (3 * EFFORT / SPARE,))  # three requests' matches are what a step has time for
+        s = Speculator(suffix=True, longest=8, costs=replace(TRAILING, base=even, followed=even), shared=True)
+        text = [*range(100, 140), *range(100, 110)]
+        for rid in range(4):
+            s.open(rid, text)
+        for token in range(110, 120):
+            s.observe([Delta(r, (token,)) for r in range(4)], [Output(r, (token,)) for r in range(4)])
+            s.tidy()
+        mind = s._minds[3]
+        assert mind.trail is not None and mind.trail.tokens == []
+        for rid in range(3):
+            s.drop(rid)
+        s.observe([Delta(3, (120,))], [Output(3, (120,))])
+        s.tidy()
+        s.tidy()
+        assert mind.trail.tokens == [*text, *range(110, 121)] and mind.ready is mind.trail
+        s.observe([Delta(3, (121,), finish_reason="stop")], [Output(3, (121,))])
+        s.tidy()
+        assert s._store is not None and len(s._store) == 1  # of the others, who slept, nothing is known
 
     def test_a_chain_is_continued_by_what_matches_behind_it(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
