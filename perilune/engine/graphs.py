@@ -422,16 +422,20 @@ class DecodeGraphs:
             if torch.cuda.mem_get_info(device)[0] < SPARE_BYTES:
                 torch.cuda.empty_cache()  # dear: steps of prompts have to ask for their memory anew
             before = torch.cuda.mem_get_info(device)[0]
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            pool = self._pool or torch.cuda.graph_pool_handle()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # which only says that there was an error before
                     graph.capture_end()
+                # It gave up before that: memory would be asked from the pool for ever, and no capture begin again.
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
                 raise
             graph.capture_end()
         torch._C._cuda_clearCublasWorkspaces()
-        self._pool = graph.pool()
+        self._pool = pool
         self.nbytes += max(before - torch.cuda.mem_get_info(device)[0], 0)
         seconds = time.perf_counter() - begin
         self.captured, self.capture_seconds = self.captured + 1, self.capture_seconds + seconds

@@ -52,3 +52,26 @@ def test_closing_frees_the_memory(tmp_path: Path) -> None:
         assert torch.cuda.memory_allocated() > before
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
     assert torch.cuda.memory_allocated() <= before  # workspaces of the library, if others left any, go too
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs(tmp_path: Path) -> None:
+    checkpoint = oracle.make(tmp_path / "model")
+    with LLM(checkpoint.path, **CONFIG) as llm:
+        assert llm._engine is not None
+        graphs = llm._engine.runner.graphs
+        assert graphs is not None
+        x = torch.arange(4.0, device="cuda")
+
+        def records() -> list[float]:
+            with pytest.raises(RuntimeError):
+                graphs._record(lambda: (x + 1).sum().item(), "a host that waits")
+            y = torch.zeros_like(x)
+            replay = graphs._record(lambda: y.copy_(x * 2), "one that does not")
+            y.zero_()
+            replay()
+            return y.tolist()
+
+        assert llm._engine.runner.call(records) == [0.0, 2.0, 4.0, 6.0]
+        before = graphs.captured
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert graphs.captured > before and graphs.broken is None
