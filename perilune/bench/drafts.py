@@ -3,7 +3,8 @@
 The trace is the same for all, its seed fixed before there was a policy: problems whose answers are easy to foretell
 (digits, forms), hard (stories at temperature 1), copied (values and calls taken over from the prompt) and long (far
 behind in a long prompt), first by one user, then by several at once. All settings run in one process on the same
-weights, round after round in changing order, with nothing cached, and what they learn in a round is forgotten after it.
+weights, round after round in changing order, with nothing cached, and what they learn is forgotten before the trace is
+played again, be it by more users: its answers shall not be found among what was said.
 Every answer is compared with the one without drafts. The same by table, and what hindsight would gain: replay.py.
 """
 
@@ -104,12 +105,14 @@ class Round:
     captured: int = 0
 
 
-def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int]) -> Round:
-    """The whole trace for each number of users at once."""
+def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int], setting: Setting | None = None) -> Round:
+    """The whole trace for each number of users at once; with a `setting`, which begins anew for each."""
     result = Round({}, {}, 0, 0, 0, 0, [])
     graphs = engine.runner.graphs
     captured = graphs.captured if graphs is not None else 0
     for most in users:
+        if setting is not None:
+            engine.use_drafts(*setting, shared=True)
         waiting, answers = list(enumerate(asked))[::-1], [list[int]() for _ in asked]
         live, fresh = 0, set[int]()
         tokens, seconds = 0, 0.0  # of decoding alone
@@ -170,8 +173,7 @@ def measure(
             random.Random(number).shuffle(order)
             for setting in order:
                 _warm_up(engine, setting, asked, users)
-                engine.use_drafts(*setting, shared=True)
-                times[setting].append(play(engine, asked, users))
+                times[setting].append(play(engine, asked, users, setting))
                 done = times[setting][-1]
                 report(f"round {number}, {_name(setting)}: {sum(done.seconds.values()):.2f} s, {_length(done):.2f}")
         return _row(engine, asked, users, times)
@@ -184,8 +186,7 @@ def _warm_up(engine: Engine, setting: Setting, asked: Sequence[Asked], users: Se
     if engine.runner.graphs is None:
         asked, users = asked[: len(KINDS)], users[:1]
     for _ in range(WARM_UPS):
-        engine.use_drafts(*setting, shared=True)
-        if not play(engine, asked, users).captured:
+        if not play(engine, asked, users, setting).captured:
             break
 
 
@@ -237,7 +238,7 @@ def _row(
         "acceptance": "measured",
         "different_answers": different,
         "graphs_captured": {_name(s): sum(r.captured for r in rs) for s, rs in times.items()},
-        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace with prompts for each "
+        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace with prompts, begun anew, for each "
         "number of users; decoding: while no request waited for its first token",
         **ledger.circumstances(),
     }
