@@ -8,8 +8,6 @@ while a step runs, and does what can wait. Where steps may be planned behind dra
 the way of anything; then what a step verifies is known here one step late.
 """
 
-import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,21 +15,13 @@ from perilune.core.messages import Delta, EngineStats
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.spec.costs import Bare, Costs, How, Pace
 from perilune.spec.earnings import SOON, Earnings, Way
+from perilune.spec.lengths import Lengths
 from perilune.spec.mind import Lesson, Mind, cells
-from perilune.spec.policy import (
-    Acceptance,
-    Cell,
-    Chance,
-    Worth,
-    best_chain,
-    choose,
-    net_worth,
-)
+from perilune.spec.policy import Acceptance, Cell, Chance, Worth, choose, net_worth
 from perilune.spec.suffix import Guess, Store, Trail
+from perilune.spec.tally import Tally
 
 CATCH_UP = 4096  # prompt tokens taken in per step, 1-2 ms
-PROBE = 3  # tokens of a chain that is asked for to see how it would do
-PROBE_FIRST, PROBE_LAST = 4, 64  # steps without a chain until then: at first, and at most, doubling
 HOPE = 0.4  # of a chain's confidence: below it the rest is not worth drafting, where the model can stop
 EFFORT = 60e-6  # seconds that a request's matches take in Python, per step, about
 HURRY = 0.03  # the share of a step above which that is put off where there is a chain to draft from
@@ -44,7 +34,6 @@ IN_FLIGHT = 3  # steps at most
 REST = 48  # steps at a time for which nothing is asked, where nothing is drafted
 KNOWN = 8.0  # chains of a draft model after which something is known of it
 PROMISING = 1.05  # times what plain steps bring must it promise by the table then, to begin with it
-WORTH_SEEN, WORTH_MEMORY = 6.0, 32.0  # chains that what others were worth counts for with a new request; remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +76,21 @@ class Speculator:
         self._timings: list[_Timing] = []
         self._lessons: list[Lesson] = []
         self._gone: list[int] = []
-        self._worth: Worth | None = None  # of all requests' chains
+        self._lengths = Lengths(longest)
         self._remembered = False  # there are chains of the step before
         self._unseen, self._unseen_way = 0, Way.PLAIN  # steps since the last one that was accounted for, all of one way
         self._hears = True  # whether the next step is learned from
-        self._asked: tuple[int, int] | None = None  # requests, and how long chains pay for them, as far as is known
         self._planned: dict[int, Way] = {}  # which way steps in flight were planned, by number
         self._shapes: dict[int, tuple[int, int]] = {}  # of theirs, likewise: see _shape
         self._latest = Way.ALL  # which way the last one was
         self._asleep = self._dozes(1)  # there is no time for matches
-        self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
-        self._probing = False  # the chain last asked for was to see how it would do
         self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
         # Steps for which nothing is asked: see `rest`.
         self.resting, self._quiet, self._size, self._woken = 0, 0, 0, False
         self._unheard: list[Sequence[Delta]] = []
         self.hope = HOPE if fixed is None else 0.0  # see StepPlan
         self._turn = 0  # whose turn it is to be heeded
-        self._chains: Counter[tuple[int, int]] = Counter()  # works that verified so many of a chain: how many stood
-        self.verified = 0  # works that had drafts
-        self.drafted: Counter[tuple[str, int]] = Counter()  # by source and position
-        self.accepted: Counter[tuple[str, int]] = Counter()
+        self._tally = Tally()
 
     def open(self, rid: int, prompt: Sequence[int]) -> None:
         if self.resting and self.longest and self._quiet <= SOON:
@@ -250,7 +233,7 @@ class Speculator:
         """What the chains just drafted are worth."""
         assert self._pace is not None
         verifying, drafting = self._rates(*self._shape(plan))
-        total, self._asked = 0.0, None
+        worths: list[tuple[list[float], Worth | None]] = []
         for work in plan.work:
             mind = self._minds.get(work.rid)
             if mind is None or not mind.chain or not self._heeded(work.rid, len(plan.work)):
@@ -263,13 +246,8 @@ class Speculator:
                 drafted = self.longest
             survival += [0.0] * (self.longest - len(survival))
             worth = net_worth(survival, verifying, drafting, drafted, self._pace.trails)
-            if self._worth is not None:
-                self._worth.saw(worth)
-            if mind.worth is not None:
-                mind.worth.saw(worth)
-            total += max(worth)
-        if self._probing and total > 0:
-            self._patience = 1  # it may have become easier: look again
+            worths.append((worth, mind.worth))
+        self._lengths.saw(worths)
 
     def _ways(self, requests: int, context: int) -> list[Way]:
         """As earnings.Ways."""
@@ -425,37 +403,24 @@ class Speculator:
         if len(self._planned) > IN_FLIGHT:
             del self._planned[next(iter(self._planned))]
         if self.longest and way != Way.ALL:
-            self._unasked = self._patience = PROBE_FIRST  # and as soon as it may be
+            self._lengths.left_out()
             return LEFT_OUT
         if not self.longest or not any(w.sample for w in plan.work):
             return 0
-        if self._asked is not None and self._asked[0] == n and not self._probing and not trying:
-            return self._asked[1]
-        if self._worth is None:
+        if not trying and (known := self._lengths.known(n)) is not None:
+            return known
+        if not self._lengths.knows:
             verifying, drafting = self._rates(n, context)
             typical = self._acceptance.typical(-1, self.longest)
-            hopeful = net_worth(typical, verifying, drafting, self.longest, self._pace.trails)
-            self._worth = Worth(hopeful, 1.0, WORTH_MEMORY)
+            self._lengths.hope(net_worth(typical, verifying, drafting, self.longest, self._pace.trails))
         worths = []
         for work in plan.work:
             mind = self._minds.get(work.rid)
             if mind is not None and work.sample:
                 if mind.worth is None:
-                    mind.worth = Worth(self._worth.by_length, WORTH_SEEN, WORTH_MEMORY)
-                worths.append(mind.worth.by_length)
-        length = best_chain(worths, self._earnings.price(n, context) * self._pace.following(n))
-        if trying:
-            length = max(length, min(PROBE, self.longest))
-        self._probing = not length
-        if length:
-            self._unasked, self._patience = 0, PROBE_FIRST
-            self._asked = n, length
-            return length
-        self._unasked += 1
-        if self._unasked < self._patience:
-            return 0
-        self._unasked, self._patience = 0, min(2 * self._patience, PROBE_LAST)
-        return min(PROBE, self.longest)
+                    mind.worth = self._lengths.of_request()
+                worths.append(mind.worth)
+        return self._lengths.ask(worths, self._earnings.price(n, context) * self._pace.following(n), trying)
 
     def tidy(self) -> None:
         """What is best done while the device is busy."""
@@ -481,13 +446,7 @@ class Speculator:
 
     def report(self, stats: EngineStats) -> EngineStats:
         """The statistics, with those of drafts."""
-        for (drafted, accepted), count in self._chains.items():
-            for position in range(drafted):
-                self.drafted["eagle3", position] += count
-                self.accepted["eagle3", position] += count * (position < accepted)
-        self._chains.clear()
-        drafts = tuple((*key, count, self.accepted[key]) for key, count in sorted(self.drafted.items()))
-        return dataclasses.replace(stats, verified=self.verified, drafts=drafts)
+        return self._tally.report(stats)
 
     def _guess(self, work: Work, mind: Mind) -> tuple[list[int], list[Cell], list[float]]:
         """The most promising of the chains that could be verified: tokens, what they are told apart by, survival."""
@@ -523,14 +482,8 @@ class Speculator:
         return 0
 
     def _judge(self, delta: Delta, mind: Mind) -> None:
-        self.verified += 1
         planned, mind.planned = mind.planned, None
         if planned is None:  # behind a step in flight: all its chain's
-            self._chains[min(delta.drafted, len(mind.chain)), delta.accepted] += 1
-            return
-        if planned and planned[-1][0] == "eagle3":  # matches only ever come behind a chain
-            self._chains[min(delta.drafted, len(planned)), delta.accepted] += 1
-            return
-        for position, (source, _, _) in enumerate(planned[: delta.drafted]):
-            self.drafted[source, position] += 1
-            self.accepted[source, position] += position < delta.accepted
+            self._tally.chain(min(delta.drafted, len(mind.chain)), delta.accepted)
+        else:
+            self._tally.add(planned[: delta.drafted], delta.accepted)
