@@ -171,6 +171,7 @@ class DecodeGraphs:
         self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
         self._pool: tuple[int, int] | None = None
+        self._given_up: list[torch.cuda.CUDAGraph] = []  # see _record
         self._side: torch.cuda.Stream | None = None
         self._drafter: Drafter | None = None
         self._known: Drafter | None = None  # the one that there are graphs of
@@ -422,20 +423,20 @@ class DecodeGraphs:
             if torch.cuda.mem_get_info(device)[0] < SPARE_BYTES:
                 torch.cuda.empty_cache()  # dear: steps of prompts have to ask for their memory anew
             before = torch.cuda.mem_get_info(device)[0]
-            pool = self._pool or torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # which only says that there was an error before
                     graph.capture_end()
-                # It gave up before that: memory would be asked from the pool for ever, and no capture begin again.
-                torch._C._cuda_endAllocateToPool(device.index, pool)
-                torch._C._cuda_releasePool(device.index, pool)
+                # It gave up before it let go of the pool, where no capture could begin again: the next get another.
+                # The allocator keeps asking this graph whether it is being captured, so it has to live on.
+                self._given_up.append(graph)
+                self._pool = None
                 raise
             graph.capture_end()
         torch._C._cuda_clearCublasWorkspaces()
-        self._pool = pool
+        self._pool = graph.pool()
         self.nbytes += max(before - torch.cuda.mem_get_info(device)[0], 0)
         seconds = time.perf_counter() - begin
         self.captured, self.capture_seconds = self.captured + 1, self.capture_seconds + seconds
