@@ -238,8 +238,8 @@ def _row(
         "acceptance": "measured",
         "different_answers": different,
         "graphs_captured": {_name(s): sum(r.captured for r in rs) for s, rs in times.items()},
-        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace with prompts, begun anew, for each "
-        "number of users; decoding: while no request waited for its first token",
+        "method": f"median of {len(times[OFF])} rounds, settings in random order; whole trace with prompts, anew "
+        "for each number of users; decoding: while no request waited for its first token",
         **ledger.circumstances(),
     }
 

@@ -25,6 +25,7 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
+from perilune.engine import alone
 from perilune.engine.engine import Engine
 from perilune.model import fp8_kv, kimi_k2
 from perilune.model.config import KimiConfig
@@ -78,6 +79,7 @@ class Bench:
         engine = Engine(
             Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
         )
+        alone.release(engine.runner)  # several engines are timed in turns, and none runs beside another
         engine.runner.call(_fill, engine.runner.pages.data, shape(self.name, layers).kv_lora_rank)
         return engine
 
@@ -109,19 +111,29 @@ class Bench:
             *([("shared gate and up", size(moe.shared.gate_up))] if many else []),
             *([("silu", 0.0)] if many and isinstance(moe.shared.gate_up, Dense) else []),
             *([("shared down", size(moe.shared.down))] if many else []),
-            ("norm", 0.0),
-            ("qkv_a", size(a.qkv_a)),
             *(
-                [("q_b, W_UK, KV write", size(a.q_b, a.w_uk))]
-                if batch <= mla_project.FEW_TOKENS
+                [("norm, qkv_a, q_b, W_UK", size(a.qkv_a, a.q_b, a.w_uk))]
+                if batch == 1
                 else [
-                    *([("norm of q", 0.0), ("q_b", size(a.q_b))] if many else [("q_b, with its norm", size(a.q_b))]),
-                    ("rope, KV write, W_UK", size(a.w_uk)),
+                    ("norm", 0.0),
+                    ("qkv_a", size(a.qkv_a)),
+                    *(
+                        [("q_b, W_UK, KV write", size(a.q_b, a.w_uk))]
+                        if batch <= mla_project.FEW_TOKENS
+                        else [
+                            *([("norm of q", 0.0)] if many else []),
+                            ("q_b" if many else "q_b, with its norm", size(a.q_b)),
+                            ("rope, KV write, W_UK", size(a.w_uk)),
+                        ]
+                    ),
                 ]
             ),
             ("attention", float(kv)),
-            ("combine, W_UV", size(a.w_uv)),
-            ("o", size(a.o)),
+            *(
+                [("combine, W_UV, o", size(a.w_uv, a.o))]
+                if batch == 1
+                else [("combine, W_UV", size(a.w_uv)), ("o", size(a.o))]
+            ),
             ("norm", 0.0),
             *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),
             ("gate and up", hit * size(e.gate_up_packed, e.gate_up_scale) + (0 if many else size(moe.shared.gate_up))),

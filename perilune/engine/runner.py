@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, Output, StepPlan, StepResult, TokenLogprob, Work, draws
-from perilune.engine import sampler
+from perilune.engine import alone, sampler
 from perilune.engine.batch import build, followed
 from perilune.engine.grammar import Grammars
 from perilune.engine.graphs import AHEAD, MAX_REQUESTS, Arriving, DecodeGraphs
@@ -52,7 +52,7 @@ class Runner:
         self.model = model
         self.pages = pages
         self.absorb_limit = absorb_limit
-        self.overrides = dict(overrides)
+        self.overrides = {**alone.claim(pages.data.device, self), **overrides}
         # One row more than there are slots, for what nobody reads.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=pages.data.device)
         self.adjuster = Adjuster(max_num_seqs)
@@ -94,6 +94,7 @@ class Runner:
         if self.graphs is not None:
             self.call(self.graphs.close)
         self._worker.shutdown()
+        alone.release(self)
         if self.pages.data.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 8 MB and more for every stream and thread that multiplied
 

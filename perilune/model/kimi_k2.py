@@ -19,8 +19,10 @@ from perilune.model.weights import (
     DenseExperts,
     Fp8,
     Fp8Experts,
+    Int4,
     Int4CompactExperts,
     Int4Experts,
+    Layer,
     Linear,
     Mlp,
     Moe,
@@ -36,6 +38,8 @@ from perilune.ops.int4_linear import int4_linear
 from perilune.ops.linear import linear
 from perilune.ops.linear_fp8 import linear_fp8
 from perilune.ops.mla_decode import mla_decode
+from perilune.ops.mla_input import mla_input
+from perilune.ops.mla_output import mla_output
 from perilune.ops.mla_plain import mla_plain
 from perilune.ops.mla_project import mla_project
 from perilune.ops.mla_query import mla_query
@@ -117,13 +121,16 @@ class KimiK2:
             self.sin,
             self.eps,
         )
-        next_norms = [layer.input_norm for layer in self.weights.layers[1:]] + [self.weights.norm]
         kept: dict[int, Tensor] = {}
-        for i, (layer, pages, next_norm) in enumerate(zip(self.weights.layers, cache, next_norms)):
+        for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
+            if i == 0:
+                attended = self._attention(layer.attention, x, cos, sin, step, pages)
+            else:
+                attended = self._attention_after(x, layer, h, cos, sin, step, pages)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
-            x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
-            x = add_rmsnorm(h, self._ffn(layer.ffn, x), next_norm, self.eps)
+            x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+        x = add_rmsnorm(h, x, self.weights.norm, self.eps)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
@@ -133,6 +140,19 @@ class KimiK2:
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         return mla(w, x, cos, sin, step, pages, self.qk_norm_eps, self.scale)
+
+    def _attention_after(
+        self, x: Tensor, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor
+    ) -> Tensor:
+        """Of a layer whose input is h + x, which h is then; x as `_ffn` gives it."""
+        w, span = layer.attention, step.absorbed
+        if step.plain is not None or span is None or isinstance(w.qkv_a, Int4) or isinstance(w.q_b, Int4):
+            return self._attention(w, add_rmsnorm(h, x, layer.input_norm, self.eps), cos, sin, step, pages)
+        q_full = mla_input(
+            h, x, layer.input_norm, w.qkv_a.weight, _scale(w.qkv_a), w.q_a_norm, w.q_b.weight, _scale(w.q_b),
+            w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, self.eps, self.qk_norm_eps,
+        )  # fmt: skip
+        return _attend(w, q_full, span, pages, self.scale)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
@@ -164,12 +184,11 @@ def mla(
     (heads, n, latent), r = w.w_uk.shape, 2 * cos.shape[1]
     q_a, ckv = apply(w.qkv_a, x).split([w.q_a_norm.shape[0], latent + r], dim=-1)
     if step.plain is None and (span := step.absorbed) is not None and isinstance(w.q_b, Dense | Fp8):
-        scale_q = w.q_b.scale if isinstance(w.q_b, Fp8) else None
         q_full = mla_project(
-            q_a, w.q_a_norm, w.q_b.weight, scale_q, ckv, w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, norm_eps
-        )
-        attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
-        return apply(w.o, attended.flatten(1))
+            q_a, w.q_a_norm, w.q_b.weight, _scale(w.q_b), ckv, w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots,
+            norm_eps,
+        )  # fmt: skip
+        return _attend(w, q_full, span, pages, scale)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps).view(x.shape[0], heads, n + r)
     out = []
     if (span := step.absorbed) is not None:
@@ -185,6 +204,20 @@ def mla(
         out.append(mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
     heads_out = out[0] if len(out) == 1 else torch.cat(out)
     return apply(w.o, heads_out.flatten(1))
+
+
+def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+    """[T, D], where all rows are of `span`."""
+    if isinstance(w.o, Int4):
+        attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
+        return apply(w.o, attended.flatten(1))
+    return mla_output(
+        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, w.o.weight, _scale(w.o)
+    )
+
+
+def _scale(w: Dense | Fp8) -> Tensor | None:
+    return w.scale if isinstance(w, Fp8) else None
 
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:

@@ -31,24 +31,26 @@ __device__ __forceinline__ uint32_t rotate(uint32_t pair, float c, float s) {
   return narrow(v.x * c - v.y * s, v.y * c + v.x * s);
 }
 
+// A warp's share of a row of ckv: 16 bytes at 8 lane and at 256 + 8 lane of the latent, a pair of the key.
+struct NewRow {
+  uint4 latent[2];
+  uint32_t key;
+};
+
 template <bool PACKED>
-__device__ void write_row(const NewRows& a, int token, const uint4 (&norm)[2]) {
+__device__ void write_row(const NewRows& a, int token, const NewRow& x, const uint4 (&norm)[2]) {
   int lane = threadIdx.x % 32;
   int64_t to = a.slot[token];
   if (to < 0 || to >= a.slots) return;
-  const bf16* from = a.ckv + token * a.stride;
-  uint4 x[2];
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    x[i] = *reinterpret_cast<const uint4*>(from + i * 256 + lane * 8);
-    for (uint32_t word : {x[i].x, x[i].y, x[i].z, x[i].w}) {
+    for (uint32_t word : {x.latent[i].x, x.latent[i].y, x.latent[i].z, x.latent[i].w}) {
       float2 v = widen(word);
       squares += v.x * v.x + v.y * v.y;
     }
   }
-  uint32_t pe = *reinterpret_cast<const uint32_t*>(from + LATENT + lane * 2);
-  pe = rotate(pe, a.cos[token * (ROPE / 2) + lane], a.sin[token * (ROPE / 2) + lane]);
+  uint32_t pe = rotate(x.key, a.cos[token * (ROPE / 2) + lane], a.sin[token * (ROPE / 2) + lane]);
   float scale = rsqrtf(warp_sum(squares) / LATENT + a.eps);
   constexpr int LATENT_BYTES = PACKED ? LATENT : LATENT * 2;
   uint8_t* row = a.cache + to * (LATENT_BYTES + ROPE * 2);
@@ -58,8 +60,9 @@ __device__ void write_row(const NewRows& a, int token, const uint4 (&norm)[2]) {
       float2 v = widen(word), w = widen(weight);
       return narrow(v.x * scale * w.x, v.y * scale * w.y);
     };
-    uint4 y = {scaled(x[i].x, norm[i].x), scaled(x[i].y, norm[i].y), scaled(x[i].z, norm[i].z),
-               scaled(x[i].w, norm[i].w)};
+    const uint4& from = x.latent[i];
+    uint4 y = {scaled(from.x, norm[i].x), scaled(from.y, norm[i].y), scaled(from.z, norm[i].z),
+               scaled(from.w, norm[i].w)};
     if (PACKED) {
       *reinterpret_cast<uint2*>(row + i * 256 + lane * 8) = {e4m3::rounded(y.x, y.y), e4m3::rounded(y.z, y.w)};
     } else {
@@ -67,6 +70,14 @@ __device__ void write_row(const NewRows& a, int token, const uint4 (&norm)[2]) {
     }
   }
   *reinterpret_cast<uint32_t*>(row + LATENT_BYTES + lane * 4) = pe;
+}
+
+__device__ __forceinline__ void write_row(const NewRows& a, int token, const NewRow& x, const uint4 (&norm)[2]) {
+  if (a.packed) {
+    write_row<true>(a, token, x, norm);
+  } else {
+    write_row<false>(a, token, x, norm);
+  }
 }
 
 // By a warp per token: the whole of what a kernel does for `token`, the wait included.
@@ -77,11 +88,12 @@ __device__ __forceinline__ void add_row(const NewRows& a, int token) {
   for (int i = 0; i < 2; ++i) norm[i] = *reinterpret_cast<const uint4*>(a.norm + i * 256 + lane * 8);
   wait_for_predecessor();
   if (token >= a.T) return;
-  if (a.packed) {
-    write_row<true>(a, token, norm);
-  } else {
-    write_row<false>(a, token, norm);
-  }
+  const bf16* from = a.ckv + token * a.stride;
+  NewRow x;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) x.latent[i] = *reinterpret_cast<const uint4*>(from + i * 256 + lane * 8);
+  x.key = *reinterpret_cast<const uint32_t*>(from + LATENT + lane * 2);
+  write_row(a, token, x, norm);
 }
 
 }  // namespace mla

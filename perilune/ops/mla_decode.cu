@@ -48,8 +48,8 @@ int start_combine(const void* partials, const void* weights, const void* query_s
 
 }  // namespace
 
-// cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16, weights [64, ctas] float
-// are scratch. -1: no driver entry point for tensor maps, or they are refused.
+// cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16, weights [64, ctas] float:
+// what the ranges give, which is all if w_uv is null. -1: no driver entry point for tensor maps, or they are refused.
 API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t packed, int64_t block,
                    const void* tables, int64_t M, const void* query_start, const void* context, const void* w_uv,
                    void* partials, void* weights, void* out, int64_t B, int64_t T, int64_t H, int64_t ctas,
@@ -66,7 +66,7 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
                       static_cast<const int*>(query_start), static_cast<const int*>(context),
                       static_cast<bf16*>(partials), static_cast<float*>(weights), B, M, H, block, least,
                       scale * 1.4426950408889634f);
-  if (failed) return failed;
+  if (failed || w_uv == nullptr) return failed;
   auto start = H >= 48 ? start_combine<2> : H >= 24 ? start_combine<4> : start_combine<8>;
   return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }

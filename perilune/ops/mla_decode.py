@@ -161,38 +161,38 @@ def _kernel() -> Any:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: compile.on_hopper(
-        "mla_decode.cu",
-        device,
-        (a.q_full.dtype == BFLOAT16, "bfloat16"),
-        (a.cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
-        (a.q_full.shape[2] == K2.latent + K2.rope, "Kimi's latent width"),
-        (a.cache.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
-    ),
-)
-def cuda(
+def needs(q_full: Tensor, cache: Tensor) -> tuple[tuple[bool, str], ...]:
+    """What `attend` does."""
+    return (
+        (q_full.dtype == BFLOAT16, "bfloat16"),
+        (cache.dtype in (BFLOAT16, latents.PACKED), "a bfloat16 or packed cache"),
+        (q_full.shape[2] == K2.latent + K2.rope, "Kimi's latent width"),
+        (cache.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
+    )
+
+
+def attend(
     q_full: Tensor,
     cache: Tensor,
     tables: Tensor,
     query_start: Tensor,
     context: Tensor,
     scale: float,
-    w_uv: Tensor,
-) -> Tensor:
+    w_uv: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(partials [C, ROWS, R], weights [ROWS, C] float32): what the ranges of C processors give (mla_decode.cu). `out`
+    [T, H, v]: where they go combined, unless w_uv is None. tables, query_start and context are contiguous.
+    """
     (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
-    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
     # As many CTAs as the GPU runs at once, and one for each tile there may be.
-    ctas = max(_processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
+    ctas = max(processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
     partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
-    out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=device)
     failed = _kernel()(
         q_full.data_ptr(),
         cache.data_ptr(),
@@ -203,10 +203,10 @@ def cuda(
         M,
         query_start.data_ptr(),
         context.data_ptr(),
-        w_uv.data_ptr(),
+        None if w_uv is None else w_uv.data_ptr(),
         partials.data_ptr(),
         weights.data_ptr(),
-        out.data_ptr(),
+        None if out is None else out.data_ptr(),
         B,
         T,
         H,
@@ -216,6 +216,26 @@ def cuda(
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"mla_decode does not start: CUDA error {failed}"
+    return partials, weights
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: compile.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.cache)),
+)
+def cuda(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    T, H, _ = q_full.shape
+    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
+    out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=q_full.device)
+    attend(q_full, cache, tables.contiguous(), query_start.contiguous(), context.contiguous(), scale, w_uv, out)
     return out
 
 
@@ -339,6 +359,16 @@ def composed(
     return torch.zeros(T, H, w_uv.shape[2], dtype=o.dtype, device=o.device).index_copy_(0, kept, o)
 
 
+def check(q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, w_uv: Tensor) -> None:
+    (_, H, width), (heads, R, _), B = q_full.shape, w_uv.shape, tables.shape[0]
+    assert H == heads and width > R, f"{q_full.shape=} {w_uv.shape=}"
+    assert cache.shape[2] == latents.width(R, width - R, cache.dtype), f"{q_full.shape=} {cache.shape=} {cache.dtype=}"
+    assert q_full.is_contiguous() and cache.is_contiguous(), f"{q_full.stride()=} {cache.stride()=}"
+    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    assert q_full.dtype == w_uv.dtype, f"{q_full.dtype=} {w_uv.dtype=}"
+
+
 def mla_decode(
     q_full: Tensor,
     cache: Tensor,
@@ -348,11 +378,5 @@ def mla_decode(
     scale: float,
     w_uv: Tensor,
 ) -> Tensor:
-    (_, H, width), (heads, R, _), B = q_full.shape, w_uv.shape, tables.shape[0]
-    assert H == heads and width > R, f"{q_full.shape=} {w_uv.shape=}"
-    assert cache.shape[2] == latents.width(R, width - R, cache.dtype), f"{q_full.shape=} {cache.shape=} {cache.dtype=}"
-    assert q_full.is_contiguous() and cache.is_contiguous(), f"{q_full.stride()=} {cache.stride()=}"
-    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
-    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
-    assert q_full.dtype == w_uv.dtype, f"{q_full.dtype=} {w_uv.dtype=}"
+    check(q_full, cache, tables, query_start, context, w_uv)
     return op(q_full, cache, tables, query_start, context, scale, w_uv)

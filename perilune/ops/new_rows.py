@@ -1,4 +1,5 @@
-"""What a step adds to the cache, as `mla_query` and `mla_project` take it: new latents and rope keys, and their places.
+"""What a step adds to the cache, as `mla_query`, `mla_project` and `mla_input` take it: new latents and rope keys, and
+their places.
 
     cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
 
@@ -36,13 +37,19 @@ def inputs(
 
 
 def check(T: int, R: int, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-    r = ckv.shape[1] - R
-    assert ckv.shape[0] == T and kv_norm.shape == (R,), f"{T=} {ckv.shape=} {kv_norm.shape=}"
-    assert cache.shape[2] == latents.width(R, r, cache.dtype), f"{ckv.shape=} {cache.shape=} {cache.dtype=}"
+    assert ckv.shape[0] == T and ckv.dtype == kv_norm.dtype, f"{T=} {ckv.shape=} {ckv.dtype=} {kv_norm.dtype=}"
+    check_places(T, R, ckv.shape[1] - R, kv_norm, cos, sin, cache, slots)
+
+
+def check_places(
+    T: int, R: int, r: int, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+) -> None:
+    """All but ckv."""
+    assert kv_norm.shape == (R,), f"{T=} {R=} {kv_norm.shape=}"
+    assert cache.shape[2] == latents.width(R, r, cache.dtype), f"{R=} {r=} {cache.shape=} {cache.dtype=}"
     assert cache.is_contiguous(), f"{cache.shape=} {cache.stride()=}"
     assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
     assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
-    assert ckv.dtype == kv_norm.dtype, f"{ckv.dtype=} {kv_norm.dtype=}"
 
 
 def needs(cache: Tensor) -> tuple[tuple[bool, str], ...]:
@@ -68,10 +75,13 @@ def arguments(
     ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
 ) -> tuple[Any, ...]:
     """What a launcher hands to new_rows() of mla_cache.cuh. The caller keeps the tensors."""
+    return ckv.data_ptr(), ckv.stride(0), *places(kv_norm, cos, sin, cache, slots), ckv.shape[0], eps
+
+
+def places(kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> tuple[Any, ...]:
+    """Of these, what does not come with ckv."""
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous(), f"{cos.stride()=} {slots.stride()=}"
     return (
-        ckv.data_ptr(),
-        ckv.stride(0),
         kv_norm.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
@@ -79,6 +89,4 @@ def arguments(
         cache.shape[0] * cache.shape[1],
         cache.dtype == latents.PACKED,
         slots.data_ptr(),
-        ckv.shape[0],
-        eps,
     )

@@ -38,12 +38,14 @@ class Impl:
     """One way to compute an op. `when(args, device)` is True, or the reason why it cannot run there.
 
     `args` has the call's arguments as attributes. `when` may look at the types and shapes of the op's deciding
-    arguments and at this machine, at nothing else: its answer is cached under those.
+    arguments and at this machine, at nothing else: its answer is cached under those. `alone`: its kernel needs the GPU
+    for itself, see `alone` below.
     """
 
     name: str
     when: When
     run: Callable[..., Any]
+    alone: bool = False
 
     def refusal(self, args: Any, device: torch.device) -> str | None:
         answer = self.when(args, device)
@@ -87,12 +89,12 @@ class Op:
         self._logged: dict[Any, str] = {}
         _ops[name] = self
 
-    def impl(self, name: str, *, when: When = lambda args, device: True) -> Callable[[Any], Any]:
+    def impl(self, name: str, *, when: When = lambda args, device: True, alone: bool = False) -> Callable[[Any], Any]:
         assert name != REFERENCE and name not in self.impls, name
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
             assert tuple(inspect.signature(run).parameters) == self.parameters, f"{self.name}/{name}: other parameters"
-            self.impls[name] = Impl(name, when, run)
+            self.impls[name] = Impl(name, when, run, alone)
             return run
 
         return register
@@ -189,6 +191,16 @@ def all_ops() -> dict[str, Op]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"perilune.ops.{module.name}")
     return dict(sorted(_ops.items()))
+
+
+def alone() -> dict[str, str]:
+    """{op: implementation} without any whose CTAs wait for each other, all of which must be on the GPU at once: two
+    such kernels of two streams could each have a part of it, for ever."""
+    return {
+        name: next(impl.name for impl in op.candidates if not impl.alone)
+        for name, op in all_ops().items()
+        if any(impl.alone for impl in op.impls.values())
+    }
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:

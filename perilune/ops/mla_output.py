@@ -1,0 +1,206 @@
+"""Absorbed MLA and the output projection: y = o w^T, with o [T, H v] as `mla_decode` gives it.
+
+q_full [T, H, R + r], cache, tables, query_start, context, scale and w_uv [H, R, v] are those of `mla_decode`, and so is
+what it says on reading without waiting. w [D, H v] as q_full, or e4m3 with w_scale [D] float32, by which the sums are
+multiplied; y [T, D] as q_full. The latent output and o are rounded to q_full's type; sums are fp32, rounded once.
+
+"cuda" is for one token: attention's launch, and one for all that follows (mla_output.cu), which reads w and w_uv from
+before attention has ended. "composed" is the ops one by one.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops import compile, latents, linear, linear_fp8, mla_decode
+from perilune.ops.case import BFLOAT16, FLOAT32, K2, Make, Tol
+from perilune.ops.registry import Op
+
+HEADS = (32, 64)
+MOST_PROCESSORS = 160
+LEAST_ROWS = 32  # of w, for each processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(mla_decode.Case):
+    D: int
+    fp8: bool = False
+
+
+def _one(context: int, **other: Any) -> Case:
+    """One token, the sizes of Kimi K2."""
+    return Case(
+        counts=(1,), contexts=(context,), **{"H": K2.heads, "block_size": 64, "D": K2.hidden, "big": True} | other
+    )
+
+
+CASES = [
+    *(_one(c, fp8=fp8) for c in (1, 64, 500, 1024, 2000, 10240, 102400) for fp8 in (False, True)),
+    *(_one(c, H=h, D=d, block_size=16, fp8=fp8) for c, h, d in ((300, 32, 7168), (70, 64, 4232)) for fp8 in (0, 1)),
+    *(_one(1030, packed=True, fp8=fp8) for fp8 in (False, True)),
+    _one(1500, scale=200.0),
+    _one(0),
+    _one(130, H=16),
+    Case(counts=(0, 1, 0), contexts=(0, 777, 0), H=K2.heads, D=K2.hidden, big=True),
+    Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
+    Case(counts=(1,), contexts=(256,), D=384),
+    Case(counts=(3, 1, 0, 5), contexts=(3, 16, 9, 17), H=3, D=40),
+    Case(counts=(1, 2), contexts=(20, 30), H=4, R=64, r=16, v=16, D=64, fp8=True, rows=1),
+    Case(counts=(), contexts=(), H=2, R=8, r=8, v=8, D=8),
+]  # fmt: skip
+TOL = {
+    "y": {
+        FLOAT32: mla_decode.TOL["o"][FLOAT32],
+        BFLOAT16: Tol(1.6e-2, 1.6e-2, 8e-3, "bf16 rounding of probabilities, ranges, the latent output, o and y"),
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    args = mla_decode.inputs(c, g)
+    w, w_scale = g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5), None
+    if c.fp8:
+        w, w_scale = linear_fp8.quantize_rows(w)
+    return {**args, "w": w, "w_scale": w_scale}
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return mla_decode.cost(c, dtype) + costs.linear(sum(c.counts), c.H * c.v, c.D, 1 if c.fp8 else dtype.itemsize)
+
+
+def reference(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+) -> Tensor:
+    o = mla_decode.reference(q_full, cache, tables, query_start, context, scale, w_uv).flatten(1)
+    if w_scale is None:
+        return linear.reference(o, w, wide=False)
+    return linear_fp8.reference(o, None, w, w_scale, 0.0, wide=False)
+
+
+op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 7))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return compile.function("mla_output.cu", "mla_output", "p" * 9 + "l" * 6 + "p")
+
+
+@functools.cache
+def _board(device: torch.device, stream: int, heads: int) -> Tensor:
+    """What processors tell each other (mla_output.cu)."""
+    return torch.zeros(heads * K2.value + 2, dtype=torch.int32, device=device)
+
+
+def _fits(a: Any, device: torch.device) -> bool | str:
+    (T, H, width), (D, _) = a.q_full.shape, a.w.shape
+    found = compile.on_hopper(
+        "mla_output.cu",
+        device,
+        (a.q_full.dtype == BFLOAT16, "bfloat16"),
+        (T == 1, "one token"),
+        (width == K2.latent + K2.rope, "Kimi's latent width"),
+        (H in HEADS, f"{' or '.join(map(str, HEADS))} heads"),
+        (D % 8 == 0, "an output width in 8s"),
+    )
+    if found is not True:
+        return found
+    processors = mla_decode.processors(device)
+    return compile.on_hopper(
+        "mla_decode.cu",
+        device,
+        (H <= processors <= MOST_PROCESSORS, f"a processor for each head, and at most {MOST_PROCESSORS}"),
+        (D >= LEAST_ROWS * processors, f"{LEAST_ROWS} outputs for each processor"),
+    )
+
+
+@op.impl("cuda", when=_fits, alone=True)
+def cuda(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+) -> Tensor:
+    if not all(met for met, _ in mla_decode.needs(q_full, cache)):  # which w does not decide
+        return composed(q_full, cache, tables, query_start, context, scale, w_uv, w, w_scale)
+    (_, H, _), D, device = q_full.shape, w.shape[0], q_full.device
+    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
+    assert w.is_contiguous(), f"{w.stride()=}"
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    partials, weights = mla_decode.attend(q_full, cache, tables, query_start, context, scale, None, None)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    y = torch.empty(1, D, dtype=q_full.dtype, device=device)
+    failed = _kernel()(
+        partials.data_ptr(),
+        weights.data_ptr(),
+        query_start.data_ptr(),
+        context.data_ptr(),
+        w_uv.data_ptr(),
+        w.data_ptr(),
+        None if w_scale is None else w_scale.data_ptr(),
+        _board(device, stream, H).data_ptr(),
+        y.data_ptr(),
+        len(partials),
+        len(context),
+        H,
+        D,
+        mla_decode.LEAST,
+        mla_decode.processors(device),
+        stream,
+    )
+    assert not failed, f"mla_output does not start: CUDA error {failed}"
+    return y
+
+
+@op.impl("composed")
+def composed(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+) -> Tensor:
+    o = mla_decode.mla_decode(q_full, cache, tables, query_start, context, scale, w_uv).flatten(1)
+    return linear.linear(o, w) if w_scale is None else linear_fp8.linear_fp8(o, None, w, w_scale)
+
+
+def mla_output(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+) -> Tensor:
+    mla_decode.check(q_full, cache, tables, query_start, context, w_uv)
+    assert w.shape[1] == w_uv.shape[0] * w_uv.shape[2], f"{w.shape=} {w_uv.shape=}"
+    if w_scale is None:
+        assert w.dtype == q_full.dtype, f"{w.dtype=} {q_full.dtype=}"
+    else:
+        assert w.dtype == latents.E4M3 and w_scale.shape == w.shape[:1] and w_scale.dtype == FLOAT32, (
+            f"{w.dtype=} {w_scale.shape=} {w_scale.dtype=}"
+        )
+    return op(q_full, cache, tables, query_start, context, scale, w_uv, w, w_scale)
