@@ -18,6 +18,7 @@ import torch
 from perilune.bench import ledger
 from perilune.bench.microscope import (
     CEILING_TB_S,
+    DRAWS,
     REPLAYS,
     STEP,
     STEPS,
@@ -82,7 +83,7 @@ def measure(
                 assert engine.runner.graphs is not None
                 graphs.append(engine.runner.graphs.latest())
         plain_ms, verify_ms = steps["plain"], steps["verify"]
-        plain5, verify5, plain9, verify9 = engine.runner.call(replays_ms, graphs)
+        plain5, verify5, plain9, verify9 = engine.runner.call(replays_ms, graphs, engine.info.vocab_size)
         distinct = distinct_experts(engine, scattered=False)
         if kernels:
             engine.step()  # back on the graph
@@ -143,7 +144,8 @@ def measure(
         "measured_read_tb_s": round(bench.read_tb_s, 3),
         "method": f"step, verify, plain: medians of {STEPS} engine steps with {bench.layers} layers; draft_ms: step - "
         f"verify; us_per_layer: (graph of {bench.layers} layers - graph of {bench.layers - STEP}) / {STEP}, medians of "
-        f"{REPLAYS} replays in turns; whole: step + {missing} x us_per_layer; weights, KV, drafts random",
+        f"{DRAWS} draws of tokens, {REPLAYS} replays on end, in turns; whole: step + {missing} x us_per_layer; "
+        "weights, KV, drafts random",
         **ledger.circumstances(),
     }
     report(

@@ -29,6 +29,7 @@ from perilune.engine import alone
 from perilune.engine.engine import Engine
 from perilune.model import fp8_kv, kimi_k2
 from perilune.model.config import KimiConfig
+from perilune.model.kimi_k2 import Step
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Dense, Int4Experts, Moe, Weights
 from perilune.ops import latents, mla_project, router
@@ -38,7 +39,7 @@ STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
 CEILING_TFLOP_S = 790.0
 BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
-REPLAYS = 60
+DRAWS, REPLAYS = 24, 2  # rounds with other tokens; replays of a graph that are timed in a round
 STEPS = 24
 WARM_UP = 6
 LAYER = "the last MoE layer"
@@ -52,6 +53,13 @@ class Replayable(Protocol):
 
     @property
     def replay(self) -> Callable[[], None]: ...
+
+
+class Timed(Replayable, Protocol):
+    """One of a decode step."""
+
+    @property
+    def step(self) -> Step: ...
 
 
 class Bench:
@@ -174,7 +182,8 @@ class Bench:
                 engine.runner.call(_scatter, engine)
                 graphs[layers] = engine.runner.graphs.latest()
             # In turns: where the GPU is at its power limit, what ran before decides the clock.
-            graph_ms = dict(zip(graphs, engine.runner.call(replays_ms, list(graphs.values()))))
+            times = engine.runner.call(replays_ms, list(graphs.values()), engine.info.vocab_size)
+            graph_ms = dict(zip(graphs, times))
             if kernels:
                 reads = self.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
                 for line in breakdown(graphs[self.layers], reads):
@@ -207,9 +216,9 @@ class Bench:
             "balanced": balanced(shape(self.name, self.layers), distinct, batch),
             "ceiling_tb_s": CEILING_TB_S,
             "measured_read_tb_s": round(self.read_tb_s, 3),
-            "method": f"(graph of {self.layers} layers - graph of {self.layers - STEP}) / {STEP}, medians of {REPLAYS} "
-            f"replays in turns; step: median of {STEPS} engine steps with {self.layers} layers; random zero-mean "
-            "weights and KV",
+            "method": f"(graph of {self.layers} layers - graph of {self.layers - STEP}) / {STEP}, medians of {DRAWS} "
+            f"draws of tokens, {REPLAYS} replays on end, in turns; step: median of {STEPS} engine steps with "
+            f"{self.layers} layers; random zero-mean weights and KV",
             **ledger.circumstances(),
         }
         report(
@@ -295,19 +304,30 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     return statistics.mean(len(ids.unique()) for ids in seen)
 
 
-def replays_ms(graphs: Sequence[Replayable]) -> list[float]:
-    """Of each, its replays in turns with the others'."""
+def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
+    """Of each, a replay behind others of its own, as steps follow each other: the median of DRAWS rounds, the graphs
+    in turns in each, with random tokens, the same for all. Experts that happen to be chosen set one step apart from
+    the next by some 2 %."""
+    most = max(len(graph.step.tokens) for graph in graphs)
+    device = graphs[0].step.tokens.device
     times: list[list[float]] = [[] for _ in graphs]
-    for turn in range(REPLAYS + 5):
-        for graph, own in zip(graphs, times):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+    for _ in range(1 + DRAWS):
+        with torch.inference_mode():
+            tokens = torch.randint(vocab_size, (most,), device=device)
+            for graph in graphs:
+                graph.step.tokens.copy_(tokens[: len(graph.step.tokens)])
+        events = []
+        for graph in graphs:
             graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 5:
-                own.append(begin.elapsed_time(end))
-    return [statistics.median(own) for own in times]
+            events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            events[-1][0].record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            events[-1][1].record()
+        torch.cuda.synchronize(device)
+        for own, (begin, end) in zip(times, events):
+            own.append(begin.elapsed_time(end) / REPLAYS)
+    return [statistics.median(own[1:]) for own in times]
 
 
 def breakdown(graph: Replayable, reads: list[tuple[str, float]]) -> list[str]:
