@@ -122,7 +122,7 @@ class Earnings:
     def prompted(self, requests: int, context: int) -> None:
         """The next step has a prompt: the best moment to begin with a draft model, if it is about to be tried."""
         size = self._of(requests, context)
-        if size.trial is None and size.left <= SOON and len(size.ways) > 1 and self._next(size) == Way.ALL:
+        if size.trial is None and size.left <= SOON and self._next(size) == Way.ALL:
             self._try(size, requests, context)
 
     def earned(self, requests: int, context: int, way: Way, tokens: int, seconds: float, steps: int = 1) -> None:

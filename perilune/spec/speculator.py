@@ -204,7 +204,7 @@ class Speculator:
             return 1
         if way == Way.PLAIN:
             return SAMPLED
-        known = self._acceptance.chains >= SETTLED and self._earnings.settled(len(plan.work), 0)
+        known = self._acceptance.chains >= SETTLED and self._earnings.settled(*self._shape(plan))
         return DRAFTED if known else 1
 
     def _shape(self, plan: StepPlan) -> tuple[int, int]:
