@@ -53,6 +53,7 @@ CASES = [
         for i, o in ((K2.hidden, 2112), (8192, 7168), (5120, 24))
     ),
     Case(4, 18432, 72, big=True),
+    *(Case(t, K2.hidden, 67584 + 8, wide=True, big=True) for t in (1, 4, 5)),
     Case(0, 64, 8),
     Case(3, 40, 17),
     Case(5, 24, 1, strided=True),

@@ -279,12 +279,13 @@ __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
 #pragma unroll
     for (int u = 0; u < CHUNKS; u += 2) acc.add(piece(u), piece(u + 1), x, k0 + u * W::CHUNK);
   } else {
-    const int second = k0 / W::CHUNK % 2;
-    if (second) {
-      acc.add(piece(0), x, k0 - W::CHUNK, 1);
-    } else {
-      acc.add(piece(0), x, k0, 0);
+    const int second = k0 / W::CHUNK % 2;  // whether it begins with the second half of a block
+    if (second) acc.add(piece(0), x, k0 - W::CHUNK, 1);
+#pragma unroll
+    for (int u = 0; u + 1 < CHUNKS; u += 2) {
+      acc.add(piece(u + second), piece(u + 1 + second), x, k0 + (u + second) * W::CHUNK);
     }
+    if (!second) acc.add(piece(CHUNKS - 1), x, k0 + (CHUNKS - 1) * W::CHUNK, 0);
   }
 }
 

@@ -42,6 +42,16 @@ def test_a_row_does_not_depend_on_the_others(kind: str, normed: bool) -> None:
         assert torch.equal(some, together[3 : 3 + count]), count
 
 
+def test_larger_copies_of_a_long_matrix_give_the_same_rows() -> None:
+    x = rows(5, 7168, 8).to(BFLOAT16)
+    w = (rows(67584, 7168, 9) * 7168**-0.5).to(BFLOAT16)
+    together = run_streamed(x, w, True)  # five rows take copies of 256 bytes, up to four take 448
+    want = x.double() @ w.double().T
+    assert (together.double() - want).norm() <= 1e-5 * want.norm()
+    for first, count in ((0, 1), (1, 4)):
+        assert torch.equal(run_streamed(x[first : first + count], w, True), together[first : first + count]), count
+
+
 @pytest.mark.parametrize("width", (7168, 8192))
 def test_rows_split_between_two_processors_are_the_same_rows(width: int) -> None:
     x, w = rows(8, width + 8, 6).to(BFLOAT16)[:, :width], (rows(2120, width, 7) * width**-0.5).to(BFLOAT16)
