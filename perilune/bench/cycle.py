@@ -3,7 +3,7 @@
 A cycle verifies K drafts, accepts, and has a draft model draft the next K. Random weights accept nothing, so the drafts
 verified are random tokens and how many of them are right is declared; neither changes what a cycle computes. The draft
 model has the shape of the published ones with latent attention: one layer, dense, its input three of the target's
-states, a head of its own over the whole vocabulary, all in bfloat16.
+states, a head of its own over the whole vocabulary.
 
 Plain steps, verify steps and whole cycles are timed on one engine, one after the other. For the whole model the layers
 that are missing are added to each at what one more layer costs its graph (microscope.py).
@@ -36,13 +36,14 @@ from perilune.core.plan import StepPlan
 from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
 from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.eagle3_load import to_fp8
 from perilune.model.synthetic import random_draft
 from perilune.ops import latents
 from perilune.spec.eagle3 import LONGEST, Eagle3Drafter
 from perilune.spec.speculator import Speculator
 
 AUX = (1, 2, 3)  # layers whose outputs the draft model reads: in a slice other ones than in the model
-DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary, bf16"
+DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
 TOKENS = 4 * STEPS + 64  # that a request decodes, at most
 
 
@@ -57,6 +58,7 @@ def measure(
     kernels: bool = False,
     rest_dtype: str = "dtype",
     kv_dtype: str = "auto",
+    draft_dtype: str = "fp8",
 ) -> dict[str, Any]:
     """One row of the ledger: `draft` tokens verified and drafted per request and cycle, `accepted` tokens declared to
     come of it. With rest_dtype "fp8" the target's weights become FP8 for good."""
@@ -91,7 +93,7 @@ def measure(
             for line in breakdown(graphs[-1], reads):
                 report(line)
         engine.speculator = _Guesses(draft, engine.info.vocab_size, chain=draft)
-        engine.runner.call(engine.runner.follow, _drafter(bench, engine))
+        engine.runner.call(engine.runner.follow, _drafter(bench, engine, fp8=draft_dtype == "fp8"))
         cycle_ms = step_ms(engine, scattered=False)
         assert engine.runner.graphs is not None and engine.runner.graphs.broken is None, engine.runner.graphs
     finally:
@@ -114,7 +116,7 @@ def measure(
         "context": context,
         "draft": draft,
         "draft_source": "eagle3",
-        "drafter": DRAFTER,
+        "drafter": f"{DRAFTER}, {'fp8' if draft_dtype == 'fp8' else 'bf16'}",
         "expert_format": "int4-g32",
         "rest_dtype": "bf16" if rest_dtype == "dtype" else rest_dtype,
         "kv_dtype": "fp8" if kv_dtype == "fp8" else "bf16",
@@ -173,12 +175,14 @@ class _Guesses(Speculator):
         return self._length
 
 
-def _drafter(bench: Bench, engine: Engine) -> Eagle3Drafter:
+def _drafter(bench: Bench, engine: Engine, *, fp8: bool) -> Eagle3Drafter:
     """Of the target's shape, and with its embedding."""
     target, sizes = shape(bench.name, bench.layers), engine.config
     assert sizes.kv_blocks and sizes.block_size and sizes.max_model_len
     config = Eagle3Config.from_dict(config_for(target, aux_ids=AUX))
     weights = random_draft(config, bench.weights.embed)
+    if fp8:
+        to_fp8(weights, bench.weights)
     drafter = Eagle3Drafter(config, weights, config.aux_layers(target.num_hidden_layers))
     drafter.allocate(
         sizes.kv_blocks,

@@ -52,6 +52,13 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     show_default=True,
     help="With --shape: the KV cache in bfloat16, or in FP8.",
 )
+@click.option(
+    "--draft-dtype",
+    type=click.Choice(["dtype", "fp8"]),
+    default="fp8",
+    show_default=True,
+    help="With --shape and --draft: the draft model's weights, as the engine has them by default, or in bfloat16.",
+)
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
@@ -68,6 +75,7 @@ def command(
     accepted: float | None,
     rest_dtype: str,
     kv_dtype: str,
+    draft_dtype: str,
     kernels: bool,
     tokens: int,
     device: str,
@@ -96,7 +104,9 @@ def command(
                 if accepted is None:
                     rows.append(bench.decode(b, c, say, **form))
                 else:
-                    rows.append(cycle.measure(bench, b, c, say, draft=draft, accepted=accepted, **form))
+                    rows.append(
+                        cycle.measure(bench, b, c, say, draft=draft, accepted=accepted, draft_dtype=draft_dtype, **form)
+                    )
         finish(rows, directory)
         return
     rows = []

@@ -34,8 +34,8 @@ def field_option(kind: Config, name: str) -> Callable[[F], F]:
 
 
 def draft_options(function: F) -> F:
-    """`--draft`, `--draft-tokens` and `--drafter`; a command takes their values as it takes other engine options."""
-    for name in ("drafter", "draft_tokens", "draft"):
+    """`--draft`, `--draft-tokens`, `--drafter`, `--draft-dtype`; a command takes them as other engine options."""
+    for name in ("draft_dtype", "drafter", "draft_tokens", "draft"):
         function = field_option(EngineConfig, name)(function)
     return function
 

@@ -68,6 +68,11 @@ class EngineConfig:
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
+    draft_dtype: Literal["auto", "dtype", "fp8"] = _doc(
+        "weights of the draft model: as dtype says, or fp8; auto: fp8 on Hopper GPUs and where rest_dtype is fp8. "
+        "No answer depends on it",
+        "auto",
+    )
     log_rejected: str | None = _doc(
         "directory for drafts that were not followed, with the text before, for `draft mine`; default: none is kept",
         None,

@@ -66,7 +66,7 @@ class Engine:
         choices = Choices([])
         device = resolve_device(config, choices)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
-        config, drafter_dir = resolve_draft(config, model_dir, choices)
+        config, drafter_dir = resolve_draft(config, model_dir, device, choices)
         self._rejected = _rejected_log(config, choices)
         worker = compute_thread(config.threads)
         try:
@@ -341,7 +341,8 @@ def _build(
     dtype = getattr(torch, config.dtype)
     drafter = None
     if drafter_dir is not None:
-        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device)
+        fp8 = config.draft_dtype == "fp8"
+        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8)
     config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:

@@ -12,7 +12,7 @@ from perilune.core.errors import ConfigError
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.hub import resolve_model
-from perilune.ops import latents
+from perilune.ops import compile, latents
 from perilune.spec.drafter import Drafter
 
 GB = 1e9
@@ -64,8 +64,10 @@ def resolve_dtypes(
     return config, getattr(torch, dtype), latents.PACKED if kv_dtype == "fp8" else getattr(torch, kv_dtype)
 
 
-def resolve_draft(config: EngineConfig, model_dir: Path, choices: Choices) -> tuple[EngineConfig, Path | None]:
-    """Says who drafts, and where the draft model lies if that is one."""
+def resolve_draft(
+    config: EngineConfig, model_dir: Path, device: torch.device, choices: Choices
+) -> tuple[EngineConfig, Path | None]:
+    """Says who drafts, and if a draft model does, where it lies and what its weights become."""
     path = model_dir / "drafter" if config.drafter is None else resolve_model(config.drafter)
     found = (path / "config.json").is_file()
     if config.drafter is not None and not found:
@@ -83,7 +85,12 @@ def resolve_draft(config: EngineConfig, model_dir: Path, choices: Choices) -> tu
                 f"draft={draft!r} needs a draft model, and {model_dir.name} brings none: give one with"
                 " drafter=DIRECTORY, or use draft='suffix'"
             )
-        return dataclasses.replace(config, draft=draft), path
+        draft_dtype = config.draft_dtype
+        if draft_dtype == "auto":
+            draft_dtype = "fp8" if config.rest_dtype == "fp8" or compile.is_hopper(device) else "dtype"
+            if draft_dtype == "fp8":
+                choices.note("draft_dtype", draft_dtype, "half of what drafting reads; no answer depends on it")
+        return dataclasses.replace(config, draft=draft, draft_dtype=draft_dtype), path
     return dataclasses.replace(config, draft=draft), None
 
 

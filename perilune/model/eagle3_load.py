@@ -1,5 +1,6 @@
 """Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.fp8_rest import quantize
 from perilune.model.survey import spell
-from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
+from perilune.model.weights import Attention, Dense, Linear, Mlp, Weights
 
 LAYER = "midlayer."
 _OTHER_LAYER = "layers.0."
@@ -73,9 +74,6 @@ def load_draft(
 
     dtype  of its weights; that of `shared`
 
-    Where the target's head is FP8 the draft's matrices become it too: they are most of what a drafting step reads, and
-    no rounding of a draft can change an answer.
-
     Raises CheckpointError naming the key, the tensor, or what does not fit the target.
     """
     config = Eagle3Config.from_directory(path)
@@ -91,14 +89,11 @@ def load_draft(
             pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in names]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-        narrow = isinstance(shared.lm_head, Fp8)
-
-        def linear(*names: str) -> Linear:
-            weight = read(*names)
-            return quantize(weight)[0] if narrow and weight.shape[1] % FP8_WIDTH == 0 else Dense(weight)
+        def linear(*names: str) -> Dense:
+            return Dense(read(*names))
 
         if has("lm_head.weight"):
-            lm_head = linear("lm_head.weight")
+            lm_head: Linear = linear("lm_head.weight")
         elif config.draft_vocab_size == target.vocab_size and config.hidden_size == target.hidden_size:
             lm_head = shared.lm_head
         else:
@@ -127,6 +122,16 @@ def load_draft(
     return config, weights
 
 
+def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
+    """Replaces the draft's own matrices by FP8 ones: they are most of what a drafting step reads, and no rounding of a
+    draft can change an answer. What it shares with `target` stays as it is."""
+    for holder in (weights, weights.attention, weights.mlp):
+        for field in dataclasses.fields(holder):
+            old = getattr(holder, field.name)
+            if isinstance(old, Dense) and old is not target.lm_head and old.weight.shape[1] % FP8_WIDTH == 0:
+                setattr(holder, field.name, quantize(old.weight)[0])
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of the draft in `path` as stored, on the CPU, by the names that `expected` has; checked as for
     `load_draft`, but for the target."""
@@ -137,9 +142,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: checkpoint.read(own) for name, own in stored.items()}
 
 
-def _attention(
-    c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Linear]
-) -> Attention | HeadAttention:
+def _attention(c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Dense]) -> Attention | HeadAttention:
     at = f"{LAYER}self_attn"
     if c.form == "mha":
         qkv = linear(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight")

@@ -64,11 +64,15 @@ def on_cpu(stem: str, device: torch.device, *needs: tuple[bool, str]) -> bool | 
     return found if isinstance(found, str) else True
 
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+
+
 def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
     """`when` of an implementation in the CUDA file `ops/<source>`: True, or the first reason against it."""
     if device.type != "cuda":
         return "for CUDA"
-    if torch.cuda.get_device_capability(device) != HOPPER:
+    if not is_hopper(device):
         return "for Hopper GPUs (sm_90)"
     for met, text in needs:
         if not met:

@@ -16,7 +16,7 @@ from torch import Tensor
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3, Eagle3Weights
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import load_draft
+from perilune.model.eagle3_load import load_draft, to_fp8
 from perilune.model.kimi_k2 import Span, Step
 from perilune.model.weights import Weights
 from perilune.ops.branch import branch
@@ -27,10 +27,12 @@ LONGEST = 8
 
 
 def load_drafter(
-    path: Path, target: KimiConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
+    path: Path, target: KimiConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> "Eagle3Drafter":
     """The draft in `path` for a model that is loaded; CheckpointError if it cannot be, or is another model's."""
     config, own = load_draft(path, target, weights, dtype=dtype, device=device)
+    if fp8:
+        to_fp8(own, weights)
     return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers))
 
 

@@ -18,8 +18,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.batch import build
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import expected, load_draft
-from perilune.model.fp8_rest import quantize
+from perilune.model.eagle3_load import expected, load_draft, to_fp8
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Attention, Dense, Fp8, Weights
@@ -427,13 +426,11 @@ def test_checkpoints_that_are_refused(tmp_path: Path, target: tuple[KimiConfig, 
     says("use the draft of this model", MLA | {"vocab_size": V + 8, "draft_vocab_size": V})
 
 
-def test_a_draft_is_fp8_where_its_target_is(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
-    config, wide = target[0], random_weights(target[0], dtype=torch.float32, device="cpu")
-    head = torch.randn(V, 64)
-    narrow = dataclasses.replace(wide, lm_head=quantize(head)[0])
+def test_a_draft_in_fp8_drafts_nearly_the_same(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
+    config, wide = target
     path = written(tmp_path, MLA, tensors_of(Eagle3Config.from_dict(MLA), 2))
-    exact = load_draft(path, config, wide, dtype=torch.float32, device="cpu")[1]
-    rounded = load_draft(path, config, narrow, dtype=torch.float32, device="cpu")[1]
+    exact, rounded = (load_draft(path, config, wide, dtype=torch.float32, device="cpu")[1] for _ in range(2))
+    to_fp8(rounded, wide)
     assert isinstance(exact.attention, Attention) and isinstance(rounded.attention, Attention)
     old, new = exact.attention.qkv_a, rounded.attention.qkv_a
     assert isinstance(old, Dense) and isinstance(new, Fp8)
@@ -448,6 +445,17 @@ def test_a_draft_is_fp8_where_its_target_is(tmp_path: Path, target: tuple[KimiCo
         got.append(drafter.propose(followed([work(0, text[:9], 0, (3,))], [text], aux, [8], 16), 2))
     assert got[0] is not None and got[1] is not None
     assert torch.allclose(got[0].confidence[:, 0], got[1].confidence[:, 0], rtol=0.2)
+
+
+def test_a_head_that_is_the_targets_stays_as_it_is(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
+    config, head = target[0], Dense(torch.randn(V, 64))
+    path = written(tmp_path, MLA, tensors_of(Eagle3Config.from_dict(MLA), 2))
+    own = load_draft(path, config, target[1], dtype=torch.float32, device="cpu")[1]
+    own.lm_head = head
+    to_fp8(own, dataclasses.replace(target[1], lm_head=head))
+    assert own.lm_head is head
+    to_fp8(own, target[1])
+    assert isinstance(own.lm_head, Fp8)
 
 
 def test_the_drafter_is_one(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
