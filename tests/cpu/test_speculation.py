@@ -437,9 +437,10 @@ class TestDraftModel:
         params = [replace(p, max_tokens=30) for kind in ("hot", "penalties", "ends") for p in PARAMS[kind]]
         prompts = [PROMPTS[i % len(PROMPTS)] * (1 + i % 2) for i in range(len(params))]
         expected = plain.generate(prompts, params)
-        for setting in ({}, TIGHT):
+        for setting in (dict(draft_dtype="fp8"), TIGHT):
             config = CONFIG | setting | dict(draft=draft, draft_tokens=draft_tokens, drafter=str(drafter))
             with LLM(tiny, **config) as llm:
+                assert llm.config.draft_dtype == ("fp8" if setting is not TIGHT else "dtype")
                 alike(llm.generate(prompts, params), expected)
                 stats = llm._engine.stats()  # type: ignore[union-attr]
                 if draft_tokens is not None:
