@@ -95,10 +95,12 @@ class Bench:
         """What one MoE layer must read for one decode step."""
         layer = self.weights.layers[-1]
         assert isinstance(layer.ffn, Moe)
+        a = layer.attention
+        unread = sum(t.nbytes for t in _tensors(a.w_uv if batch == 1 and a.uv_fp8 else a.uv_fp8))
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
         c = shape(self.name, self.layers)
         kv = batch * context * latents.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
-        return sum(t.nbytes for t in _tensors(layer)) - experts * (1 - distinct / c.n_routed_experts) + kv
+        return sum(t.nbytes for t in _tensors(layer)) - unread - experts * (1 - distinct / c.n_routed_experts) + kv
 
     def layer_reads(
         self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16
@@ -114,6 +116,7 @@ class Bench:
         def size(*trees: object) -> float:
             return sum(t.nbytes for tree in trees for t in _tensors(tree))
 
+        w_uv = a.uv_fp8 if batch == 1 and a.uv_fp8 else a.w_uv
         many = batch > router.MAX_ROWS  # then the shared expert and the router's gate are kernels of their own
         return [
             *([("shared gate and up", size(moe.shared.gate_up))] if many else []),
@@ -138,9 +141,9 @@ class Bench:
             ),
             ("attention", float(kv)),
             *(
-                [("combine, W_UV, o", size(a.w_uv, a.o))]
+                [("combine, W_UV, o", size(w_uv, a.o))]
                 if batch == 1
-                else [("combine, W_UV", size(a.w_uv)), ("o", size(a.o))]
+                else [("combine, W_UV", size(w_uv)), ("o", size(a.o))]
             ),
             ("norm", 0.0),
             *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),

@@ -174,13 +174,15 @@ def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
 
 def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
     """The numbers of weights by how GPUs share them, and the bytes of the routed experts as stored."""
-    routed_rows = linear = unquantised = whole_linear = whole = 0
+    routed_rows = linear = embedding = kv_b = whole_linear = whole = 0
     for name, (rows, *inputs) in expected(config).items():
         size = rows * (inputs[0] if inputs else 1)
         if ".mlp.experts." in name:
             routed_rows += rows
-        elif name.endswith(("embed_tokens.weight", ".kv_b_proj.weight")):
-            unquantised += size
+        elif name.endswith("embed_tokens.weight"):
+            embedding += size
+        elif name.endswith(".kv_b_proj.weight"):
+            kv_b += size
         elif not is_linear(name):
             whole += size
         elif name.endswith(_WHOLE):
@@ -191,7 +193,8 @@ def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
         routed=config.parameters().routed,
         routed_rows=routed_rows,
         linear=linear,
-        unquantised=unquantised,
+        embedding=embedding,
+        kv_b=kv_b,
         whole_linear=whole_linear,
         whole=whole + found.vision_bytes // 2,
         kv_values=config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim),

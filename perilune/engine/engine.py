@@ -328,6 +328,8 @@ def _build(
 ) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None]:
     """Loads the weights, sizes the rest by the memory that is left, and allocates it."""
     model_config, weights = source()
+    if config.kv_dtype == "fp8":
+        to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
         loss = to_fp8(weights)
         choices.note(
@@ -336,8 +338,6 @@ def _build(
             f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
             f"worst {loss.worst_db:.1f} dB ({loss.worst})",
         )
-    if config.kv_dtype == "fp8":
-        to_fp8_latents(weights)
     dtype = getattr(torch, config.dtype)
     drafter = None
     if drafter_dir is not None:

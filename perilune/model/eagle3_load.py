@@ -14,9 +14,9 @@ from perilune.formats.dense import FLOATS
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.fp8_rest import quantize
+from perilune.model.fp8_rest import quantize, round_values
 from perilune.model.survey import spell
-from perilune.model.weights import Attention, Dense, Linear, Mlp, Weights
+from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
 
 LAYER = "midlayer."
 _OTHER_LAYER = "layers.0."
@@ -130,6 +130,9 @@ def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
             old = getattr(holder, field.name)
             if isinstance(old, Dense) and old is not target.lm_head and old.weight.shape[1] % FP8_WIDTH == 0:
                 setattr(holder, field.name, quantize(old.weight)[0])
+    a = weights.attention
+    if isinstance(a, Attention) and isinstance(a.o, Fp8):
+        a.uv_fp8 = round_values(a.w_uv)[0]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -21,11 +21,15 @@ def constant(latent: int) -> float:
 
 
 def to_fp8_latents(weights: Weights) -> None:
-    """Moves the weights of kv_a_norm into w_uk and w_uv, in place. A second time changes nothing."""
+    """Moves the weights of kv_a_norm into w_uk and w_uv, in place; w_uv's FP8 copy is to be made again. A second time
+    changes nothing."""
     for layer in weights.layers:
         a = layer.attention
         c = constant(a.kv_a_norm.shape[0])
         factor = a.kv_a_norm.float() / c
+        if bool((factor == 1).all()):
+            continue
+        a.uv_fp8 = None
         a.w_uk.copy_(a.w_uk.float() * factor)
         a.w_uv.copy_(a.w_uv.float() * factor.unsqueeze(-1))
         a.kv_a_norm = torch.full_like(a.kv_a_norm, c)

@@ -211,9 +211,10 @@ def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: floa
     if isinstance(w.o, Int4):
         attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
         return apply(w.o, attended.flatten(1))
+    copy = (None, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
     return mla_output(
-        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, w.o.weight, _scale(w.o)
-    )
+        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, *copy, w.o.weight, _scale(w.o),
+    )  # fmt: skip
 
 
 def _scale(w: Dense | Fp8) -> Tensor | None:

@@ -43,6 +43,7 @@ class Attention:
     w_uk: torch.Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
     w_uv: torch.Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
     o: Linear  # [D, H v]
+    uv_fp8: Fp8 | None = None  # where o is FP8: the very numbers of w_uv, for one token's kernel; scale [H, v]
 
 
 @dataclass(slots=True)

@@ -69,6 +69,16 @@ def quantize_rows(w: Tensor) -> tuple[Tensor, Tensor]:
     return (w.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 
 
+def quantize_exactly(w: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 [..], scale, w's shape with 1 for `dim`, float32): scales are powers of two, the least with which no value
+    along `dim` exceeds e4m3's largest, so that bfloat16 holds every product of the two."""
+    largest = w.float().abs().amax(dim, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / LARGEST)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)
+    scale = (exponent + 127 << 23).view(torch.float32)
+    return (w.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 def reference(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
     x32 = (x if norm is None else norm_reference(x, norm, eps)).float()
     y = x32 @ (w.float() * scale.unsqueeze(-1)).T

@@ -20,8 +20,7 @@ namespace {
 constexpr int KS = 8, GROUPS = WARPS / KS;  // warps that share a tile; tiles at once
 constexpr int ASKERS = 2, ASKED = WARPS / ASKERS, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + ASKERS * 32;
 constexpr int LATENTS = mla::LATENT / WARPS;      // of a head, a warp's
-constexpr int VALUES = LATENTS * mla::VALUE * 2;  // bytes of W_UV that they meet
-constexpr int VALUES_OPEN = 4;                    // such parts on their way, of those an asker asks for
+constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way, of those an asker asks for
 constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
@@ -46,11 +45,12 @@ struct Args {
   const bf16* partials;  // of the ranges, as attention leaves them
   const float* weights;
   const int *query_start, *context;
-  const bf16* w_uv;    // [H, LATENT, VALUE]
-  const uint8_t* w;    // [D, H VALUE]
-  const float* scale;  // [D], of e4m3
-  uint32_t* board;     // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
-  bf16* y;             // [D]
+  const uint8_t* w_uv;    // [H, LATENT, VALUE]
+  const float* uv_scale;  // [H, VALUE], of e4m3
+  const uint8_t* w;       // [D, H VALUE]
+  const float* scale;     // [D], of e4m3
+  uint32_t* board;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
+  bf16* y;                // [D]
   int ctas, B, H, D, least;
 };
 
@@ -77,6 +77,24 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   return yes;
 }
 
+// 8 weights that lie together, as floats.
+template <typename W>
+__device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
+  const auto take = [&v](const float2(&pairs)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) v[n * 2] = pairs[n].x, v[n * 2 + 1] = pairs[n].y;
+  };
+  if constexpr (W::BYTES == 1) {
+    const uint2 w = *reinterpret_cast<const uint2*>(from);
+    const uint2 low = e4m3::halves(w.x), high = e4m3::halves(w.y);
+    const auto floats = [](const uint32_t& pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); };
+    take({floats(low.x), floats(low.y), floats(high.x), floats(high.y)});
+  } else {
+    const uint4 w = *reinterpret_cast<const uint4*>(from);
+    take({widen(w.x), widen(w.y), widen(w.z), widen(w.w)});
+  }
+}
+
 // Values k .. k + 7 to where `multiply` looks for them (stream.cuh).
 template <typename W>
 __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32_t (&pairs)[4]) {
@@ -95,12 +113,14 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
   using Value = typename W::Value;
   constexpr bool RAISED = W::BYTES == 1;
   constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // of a warp
+  constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of W_UV that its latents meet
   constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages beside its part of W_UV
-  static_assert(OWN >= VALUES && OWN % 64 == 0);
+  static_assert(OWN >= VALUES && OWN % 64 == 0 && VALUES % 64 == 0);
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * OWN);
   __shared__ float sums[2][WARPS][4 * TILE];
   __shared__ __align__(16) float products[WARPS][mla::VALUE];
+  __shared__ float value_scales[RAISED ? mla::VALUE : 1];
   __shared__ uint64_t barriers[WARPS][STAGES], values_full[WARPS], values_read;
   __shared__ uint32_t largest[RAISED ? WARPS : 1], turn_shared, multiplying;
 
@@ -150,8 +170,7 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
         if (elected()) {
           barrier_expect(&values_full[w], VALUES);
           bulk_load_once(memory + (w + 1) * OWN - VALUES,
-                         a.w_uv + (static_cast<int64_t>(head) * mla::LATENT + w * LATENTS) * mla::VALUE, VALUES,
-                         &values_full[w]);
+                         a.w_uv + (static_cast<int64_t>(head) * WARPS + w) * VALUES, VALUES, &values_full[w]);
         }
       }
     }
@@ -190,6 +209,7 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
     float* latents = reinterpret_cast<float*>(xs) + warp * ASIDE;
     float* shares = latents + LATENTS;
     mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
+    if (RAISED && threadIdx.x < mla::VALUE) value_scales[threadIdx.x] = a.uv_scale[head * mla::VALUE + threadIdx.x];
     mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
     __syncwarp();
     const int ranges = found->ranges, slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
@@ -256,18 +276,14 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
     __syncwarp();
     barrier_wait(&values_full[warp], 0);
     float y[8] = {};  // 8 values of two rows of W_UV at a time
-    const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 16;
+    const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 8 * W::BYTES;
 #pragma unroll
     for (int j = 0; j < LATENTS / 2; j++) {
-      const uint4 w = *reinterpret_cast<const uint4*>(mine + j * (VALUES / LATENTS * 2));
+      float w[8];
+      eight<W>(mine + j * (VALUES / LATENTS * 2), w);
       const float latent = latents[j * 2 + lane / 16];
-      const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const float2 u = widen(words[n]);
-        y[n * 2] += u.x * latent;
-        y[n * 2 + 1] += u.y * latent;
-      }
+      for (int n = 0; n < 8; n++) y[n] += w[n] * latent;
     }
 #pragma unroll
     for (float& z : y) z += __shfl_xor_sync(~0u, z, 16);
@@ -286,6 +302,7 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
         const float2 p = *reinterpret_cast<const float2*>(&products[w][threadIdx.x * 2]);
         low += p.x, high += p.y;
       }
+      if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
       uint32_t* to = a.board + head * (mla::VALUE / 2) + threadIdx.x;
       announce::put(to + turn_shared * (i / 2), written(narrow(low, high)));
       announce::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
@@ -397,16 +414,18 @@ int start(const Args& a, int64_t sms, void* stream) {
 }  // namespace
 
 // partials, weights: as `mla_decode` leaves them for one token of H heads (32 or 64), with as many CTAs (at most 160)
-// and `least`. scale: null for bf16 weights, else those of the rows of e4m3 weights. board: H VALUE + 2 words, zero at
-// first, of this stream and of launches of this H alone. sms: processors, at least H; D at least 32 for each.
+// and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values. board:
+// H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least H; D at
+// least 32 for each.
 API int mla_output(const void* partials, const void* weights, const void* query_start, const void* context,
-                   const void* w_uv, const void* w, const void* scale, void* board, void* y, int64_t ctas, int64_t B,
-                   int64_t H, int64_t D, int64_t least, int64_t sms, void* stream) {
+                   const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* board, void* y,
+                   int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least, int64_t sms, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
                static_cast<const float*>(weights),
                static_cast<const int*>(query_start),
                static_cast<const int*>(context),
-               static_cast<const bf16*>(w_uv),
+               static_cast<const uint8_t*>(w_uv),
+               static_cast<const float*>(uv_scale),
                static_cast<const uint8_t*>(w),
                static_cast<const float*>(scale),
                static_cast<uint32_t*>(board),

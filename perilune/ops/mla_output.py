@@ -2,7 +2,8 @@
 
 q_full [T, H, R + r], cache, tables, query_start, context, scale and w_uv [H, R, v] are those of `mla_decode`, and so is
 what it says on reading without waiting. w [D, H v] as q_full, or e4m3 with w_scale [D] float32, by which the sums are
-multiplied; y [T, D] as q_full. The latent output and o are rounded to q_full's type; sums are fp32, rounded once.
+multiplied; then uv_fp8 [H, R, v] e4m3 and uv_scale [H, v] float32 are the very numbers of w_uv, else None; y [T, D] as
+q_full. The latent output and o are rounded to q_full's type; sums are fp32, rounded once.
 
 "cuda" is for one token: attention's launch, and one for all that follows (mla_output.cu), which reads w and w_uv from
 before attention has ended. "composed" is the ops one by one.
@@ -63,14 +64,20 @@ TOL = {
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     args = mla_decode.inputs(c, g)
-    w, w_scale = g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5), None
+    w, w_scale, uv_fp8, uv_scale = g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5), None, None, None
     if c.fp8:
         w, w_scale = linear_fp8.quantize_rows(w)
-    return {**args, "w": w, "w_scale": w_scale}
+        w_uv = args["w_uv"] * torch.exp2(g.randn(c.H, 1, c.v)).to(w_scale.dtype)
+        uv_fp8, uv_scale = linear_fp8.quantize_exactly(w_uv, 1)
+        args["w_uv"] = (uv_fp8.float() * uv_scale).to(args["w_uv"].dtype)
+        uv_scale = uv_scale.squeeze(1)
+    return {**args, "uv_fp8": uv_fp8, "uv_scale": uv_scale, "w": w, "w_scale": w_scale}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
-    return mla_decode.cost(c, dtype) + costs.linear(sum(c.counts), c.H * c.v, c.D, 1 if c.fp8 else dtype.itemsize)
+    T = sum(c.counts)
+    rest = mla_decode.cost(c, dtype) + costs.linear(T, c.H * c.v, c.D, 1 if c.fp8 else dtype.itemsize)
+    return rest + costs.Cost(0, (1 - dtype.itemsize) * c.H * c.R * c.v if c.fp8 and T == 1 else 0)
 
 
 def reference(
@@ -81,6 +88,8 @@ def reference(
     context: Tensor,
     scale: float,
     w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
@@ -90,12 +99,12 @@ def reference(
     return linear_fp8.reference(o, None, w, w_scale, 0.0, wide=False)
 
 
-op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 7))
+op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 9))
 
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_output.cu", "mla_output", "p" * 9 + "l" * 6 + "p")
+    return compile.function("mla_output.cu", "mla_output", "p" * 10 + "l" * 6 + "p")
 
 
 @functools.cache
@@ -135,14 +144,16 @@ def cuda(
     context: Tensor,
     scale: float,
     w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
     if not all(met for met, _ in mla_decode.needs(q_full, cache)):  # which w does not decide
-        return composed(q_full, cache, tables, query_start, context, scale, w_uv, w, w_scale)
+        return composed(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)
     (_, H, _), D, device = q_full.shape, w.shape[0], q_full.device
     assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
-    assert w.is_contiguous(), f"{w.stride()=}"
+    assert all(t.is_contiguous() for t in (w, uv_fp8, uv_scale) if t is not None), f"{w.stride()=}"
     tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
     partials, weights = mla_decode.attend(q_full, cache, tables, query_start, context, scale, None, None)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -152,7 +163,8 @@ def cuda(
         weights.data_ptr(),
         query_start.data_ptr(),
         context.data_ptr(),
-        w_uv.data_ptr(),
+        (w_uv if uv_fp8 is None else uv_fp8).data_ptr(),
+        None if uv_scale is None else uv_scale.data_ptr(),
         w.data_ptr(),
         None if w_scale is None else w_scale.data_ptr(),
         _board(device, stream, H).data_ptr(),
@@ -178,6 +190,8 @@ def composed(
     context: Tensor,
     scale: float,
     w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
@@ -193,15 +207,19 @@ def mla_output(
     context: Tensor,
     scale: float,
     w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
     mla_decode.check(q_full, cache, tables, query_start, context, w_uv)
     assert w.shape[1] == w_uv.shape[0] * w_uv.shape[2], f"{w.shape=} {w_uv.shape=}"
     if w_scale is None:
-        assert w.dtype == q_full.dtype, f"{w.dtype=} {q_full.dtype=}"
+        assert w.dtype == q_full.dtype and uv_fp8 is None and uv_scale is None, f"{w.dtype=} {q_full.dtype=}"
     else:
+        assert uv_fp8 is not None and uv_fp8.shape == w_uv.shape and uv_fp8.dtype == latents.E4M3, f"{w_uv.shape=}"
+        assert uv_scale is not None and uv_scale.shape == w_uv.shape[::2] and uv_scale.dtype == FLOAT32
         assert w.dtype == latents.E4M3 and w_scale.shape == w.shape[:1] and w_scale.dtype == FLOAT32, (
             f"{w.dtype=} {w_scale.shape=} {w_scale.dtype=}"
         )
-    return op(q_full, cache, tables, query_start, context, scale, w_uv, w, w_scale)
+    return op(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)

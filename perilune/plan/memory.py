@@ -35,7 +35,8 @@ class Model:
     routed: int  # of routed experts
     routed_rows: int  # outputs of all their matrices
     linear: int  # of other linear layers that are split
-    unquantised: int  # of the token embedding and kv_b_proj: split, never FP8
+    embedding: int  # split, never FP8
+    kv_b: int  # of kv_b_proj: split; where the rest is FP8, there is a copy of its half for values in FP8
     whole_linear: int  # of linear layers that every GPU holds
     whole: int  # of anything else that every GPU holds
     kv_values: int  # of one token, all layers
@@ -71,9 +72,9 @@ def footprints(model: Model, stored: float, width: float = 2.0) -> tuple[Footpri
 
     width  bytes of every other weight that is not FP8
     """
-    rest, whole = width * (model.linear + model.unquantised), width * (model.whole_linear + model.whole)
+    rest, whole = width * (model.linear + model.embedding + model.kv_b), width * (model.whole_linear + model.whole)
     fp8 = 1 + 4 / FP8_BLOCK
-    narrow_rest = fp8 * model.linear + width * model.unquantised
+    narrow_rest = fp8 * model.linear + width * model.embedding + (width + 0.5) * model.kv_b
     narrow_whole = fp8 * model.whole_linear + width * model.whole
     compact = (0.5 + 1 / 32) * model.routed + 2.0 * model.routed_rows
     return (

@@ -327,7 +327,8 @@ def test_plan_is_that_of_the_notebook():
     int4_form, compact, narrow, fp4 = memory.footprints(model, stored)
     assert stored == pytest.approx(570.76e9, rel=1e-4) and int4_form.per_gpu(1) == pytest.approx(595.1e9, rel=1e-3)
     assert compact.per_gpu(1) == pytest.approx(563.7e9, rel=1e-3) and narrow.per_gpu(1) == pytest.approx(
-        553e9, rel=2e-3
+        553e9 + 61 * 64 * 128 * 512,
+        rel=2e-3,  # copies of W_UV
     )
     assert model.kv_values * 2 == 70_272 and fp4.split == pytest.approx(int4_form.split, rel=1e-6)
     fits = {

@@ -19,10 +19,12 @@ from perilune.engine.graphs import NARROWEST, rounded_up, table_width
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3
 from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.fp8_kv import to_fp8_latents
 from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.model.synthetic import random_draft, random_weights
 from perilune.model.weights import Dense, Fp8, Int4Experts, Moe, Weights
+from perilune.ops.linear_fp8 import quantize_exactly
 
 TINY = KimiConfig.from_dict(
     {
@@ -131,7 +133,7 @@ def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
 def test_fp8_is_what_its_dequantised_weights_compute() -> None:
     narrow = tiny_weights()
     loss = to_fp8(narrow)
-    assert loss.matrices == 3 * 5 + 1 and 25 < loss.worst_db <= loss.sqnr_db < 40 and loss.saved_bytes > 0
+    assert loss.matrices == 3 * 6 + 1 and 25 < loss.worst_db <= loss.sqnr_db < 40 and loss.saved_bytes > 0
     widened = tiny_weights()
     for layer, small in zip(widened.layers, narrow.layers):
         pairs = [(layer.attention, small.attention, f) for f in ("qkv_a", "q_b", "o")]
@@ -140,12 +142,48 @@ def test_fp8_is_what_its_dequantised_weights_compute() -> None:
             fp8 = getattr(made, field)
             assert isinstance(fp8, Fp8)
             setattr(to, field, Dense(fp8.weight.float() * fp8.scale.unsqueeze(-1)))
+        a, attention = small.attention, layer.attention
+        assert a.uv_fp8 is not None
+        assert torch.equal(a.w_uv, a.uv_fp8.weight.float() * a.uv_fp8.scale[:, None])
+        assert 0 < (attention.w_uv - a.w_uv).norm() < 0.04 * attention.w_uv.norm()
+        attention.w_uv = a.w_uv
     assert isinstance(narrow.lm_head, Fp8)
     widened.lm_head = Dense(narrow.lm_head.weight.float() * narrow.lm_head.scale.unsqueeze(-1))
     tokens = list(range(5, 25))
     got, want = logits(narrow, tokens), logits(widened, tokens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert (got - logits(tiny_weights(), tokens)).norm() > 1e-3 * want.norm()  # it did change something
+
+
+def test_values_are_rounded_once_and_anew_for_narrow_latents() -> None:
+    weights = tiny_weights()
+    to_fp8(weights)
+    a = weights.layers[1].attention
+    before, copy = a.w_uv.clone(), a.uv_fp8
+    assert to_fp8(weights).matrices == 0 and a.uv_fp8 is copy and torch.equal(a.w_uv, before)
+    to_fp8_latents(weights)
+    assert a.uv_fp8 is None and not torch.equal(a.w_uv, before)
+    assert to_fp8(weights).matrices == len(weights.layers)
+    assert a.uv_fp8 is not None and torch.equal(a.w_uv, a.uv_fp8.weight.float() * a.uv_fp8.scale[:, None])
+    to_fp8_latents(weights)
+    assert a.uv_fp8 is not None
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_bfloat16_holds_e4m3_times_powers_of_two(dim: int) -> None:
+    random = torch.Generator().manual_seed(dim)
+    w = torch.randn(3, 40, 40, generator=random)
+    w *= torch.exp2(torch.randint(-30, 30, (3, 1, 40) if dim == 1 else (3, 40, 1), generator=random))
+    w[0, 0] = w[0, :, 0] = 0
+    q, scale = quantize_exactly(w, dim)
+    rounded = q.float() * scale
+    assert torch.equal(rounded, rounded.bfloat16().float()) and (scale.log2() % 1 == 0).all()
+    largest = q.float().abs().amax(dim)
+    assert ((largest >= 224) | (largest == 0)).all() and largest.max() <= 448
+    normal = q.float().abs() >= 2.0**-6
+    assert ((rounded - w).abs() <= w.abs() / 16)[normal].all()
+    again, own = quantize_exactly(rounded, dim)
+    assert torch.equal(again.float() * own, rounded)
 
 
 def test_the_engine_says_what_fp8_cost() -> None:

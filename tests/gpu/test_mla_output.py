@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops import mla_decode, mla_output
+from perilune.ops import linear_fp8, mla_decode, mla_output
 from perilune.ops.case import BFLOAT16, K2, Make
 from perilune.ops.linear import linear
 
@@ -75,7 +75,9 @@ def test_two_streams_at_once() -> None:
 def test_values_of_any_size(size: float) -> None:
     """Products with e4m3 weights are of fp16."""
     args = _inputs(300, 64, True, 5)
-    args["w_uv"] = (args["w_uv"].float() * size).to(BFLOAT16)
-    args["w_uv"][3] *= 300
+    w_uv = args["w_uv"].float() * size
+    w_uv[3] *= 300
+    args["uv_fp8"], scale = linear_fp8.quantize_exactly(w_uv, 1)
+    args["w_uv"], args["uv_scale"] = (args["uv_fp8"].float() * scale).to(BFLOAT16), scale.squeeze(1)
     y, expected = _run(args).double(), mla_output.reference(*args.values()).double()
     assert (y - expected).norm() <= mla_output.TOL["y"][BFLOAT16].norm * expected.norm()
