@@ -7,9 +7,11 @@ residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsno
 as residual with a_scale None, or float8_e4m3fn with a_scale [i + R + r] float32; q_norm [i]; w_q and q_scale likewise;
 the rest as `mla_project` has it; q_full [T, H, R + r] as residual.
 
-"cuda" (mla_input.cu) is one launch for one token of a model of Kimi K2's widths, in which the stream of weights does
-not stop between the products. Its CTAs tell each other their results through a board, one to a stream: launches of one
-stream follow each other. All of them must be on the GPU at once. "composed" is the three ops.
+"cuda" is one launch for up to four tokens of a model of Kimi K2's widths (mla_input.cu for one, mla_input_few.cu for
+more), in which the stream of weights does not stop between the products. Its CTAs tell each other their results through
+a board, one to a stream: launches of one stream follow each other. All of them must be on the GPU at once. "composed"
+is the three ops. What a token gets does not depend on the others within 2 to 4 tokens; one token alone, and one of more
+than four, gets other bits, because sums are taken in another order or the normalised y is rounded.
 """
 
 import functools
@@ -26,7 +28,8 @@ from perilune.ops.registry import Op
 
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of w_a
 PROCESSORS = OUTER // 16  # two tiles of rows to a processor
-BOARD_BYTES = 64 << 10
+MOST_TOKENS = 4
+BOARD_BYTES = 160 << 10
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,15 @@ class Case(Sized):
 
 
 CASES = [
-    *(Case(t, K2.heads, K2.hidden, K2.q_rank, parts=9, fp8=fp8, big=True) for t in (1, 4, 16) for fp8 in (False, True)),
+    *(
+        Case(t, K2.heads, K2.hidden, K2.q_rank, parts=9, fp8=fp8, big=True)
+        for t in (1, 2, 3, 4, 5, 16)
+        for fp8 in (False, True)
+    ),
     *(Case(1, K2.heads, K2.hidden, K2.q_rank, parts=p, fp8=fp8, big=True) for p in (0, 1) for fp8 in (False, True)),
-    Case(1, K2.heads, K2.hidden, K2.q_rank, parts=9, padding=1, big=True),
-    Case(1, 48, K2.hidden, K2.q_rank, parts=2, big=True),
+    *(Case(t, K2.heads, K2.hidden, K2.q_rank, parts=9, padding=1, big=True) for t in (1, 2, 4)),
+    *(Case(t, 48, K2.hidden, K2.q_rank, parts=2, big=True) for t in (1, 3)),
+    Case(4, PROCESSORS // 2 - 1, K2.hidden, K2.q_rank, fp8=True, big=True),
     *(Case(t, parts=5, fp8=fp8) for t in (1, 5) for fp8 in (False, True)),
     Case(3, 2, 48, 40, 16, 24, 8, padding=1),
     Case(0),
@@ -128,14 +136,15 @@ op = Op("mla_input", CASES, TOL, inputs, cost, reference, decides=(0, 12))
 
 
 @functools.cache
-def board(device: torch.device, stream: int) -> Tensor:
-    """Where the CTAs of the kernel tell each other their results: mla_input.cu."""
+def board(device: torch.device, stream: int, tokens: int) -> Tensor:
+    """Where the CTAs of launches of so many tokens tell each other their results: mla_input.cu."""
     return torch.zeros(BOARD_BYTES, dtype=torch.uint8, device=device)
 
 
 @functools.cache
-def _kernel() -> Any:
-    return compile.function("mla_input.cu", "mla_input", "ppllpfppppp" + "pppp" + "llpf" + "ppplp")
+def _kernel(few: bool) -> Any:
+    name = "mla_input_few" if few else "mla_input"
+    return compile.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
 
 
 def _processors(device: torch.device) -> int:
@@ -148,10 +157,10 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     kimi = D == K2.hidden and a.q_norm.shape[0] == K2.q_rank and n == K2.nope and R == K2.latent
     least, most = mla_project.LEAST_HEADS, (PROCESSORS - 1) // 2
     return compile.on_hopper(
-        "mla_input.cu",
+        "mla_input.cu" if T == 1 else "mla_input_few.cu",
         device,
         (a.residual.dtype == BFLOAT16, "bfloat16"),
-        (T == 1, "one token"),
+        (1 <= T <= MOST_TOKENS, f"1 to {MOST_TOKENS} tokens"),
         (kimi and least <= H <= most, f"Kimi K2's widths and {least} to {most} heads"),
         ((a.a_scale is None) == (a.q_scale is None), "weights of one type"),
         *new_rows.needs(a.cache),
@@ -179,10 +188,10 @@ def cuda(
     inner_eps: float,
 ) -> Tensor:
     assert w_a.is_contiguous() and w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_a.stride()=} {w_q.stride()=}"
-    x, H = x.contiguous(), w_uk.shape[0]
-    out = torch.empty(1, H, K2.latent + K2.rope, dtype=BFLOAT16, device=residual.device)
+    x, T, H = x.contiguous(), x.shape[0], w_uk.shape[0]
+    out = torch.empty(T, H, K2.latent + K2.rope, dtype=BFLOAT16, device=residual.device)
     stream = torch.cuda.current_stream(residual.device).cuda_stream
-    failed = _kernel()(
+    failed = _kernel(T > 1)(
         residual.data_ptr(),
         x.data_ptr(),
         x.shape[1] if x.dim() == 3 else 1,
@@ -198,7 +207,8 @@ def cuda(
         inner_eps,
         w_uk.data_ptr(),
         out.data_ptr(),
-        board(residual.device, stream).data_ptr(),
+        board(residual.device, stream, T).data_ptr(),
+        *((T,) if T > 1 else ()),
         H,
         stream,
     )
