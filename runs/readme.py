@@ -99,12 +99,38 @@ def layers() -> str:
     return "\n".join(lines)
 
 
+def cycles() -> str:
+    """Whole cycles of speculation at full shapes, the newest of each kind of draft model."""
+    rows: dict[tuple, dict] = {}
+    for line in (ROOT / "bench/results/decode.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "whole_over_plain" in row and row["balanced"]:
+            rows[row["batch"], row["context"], row["rest_dtype"], row["draft"], row["drafter"]] = row
+    lines = [
+        "| Kimi K2.5 shapes, 61 layers, one user | draft model | plain step | cycle | drafting | tokens a cycle "
+        "| over plain | on | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in sorted(rows):
+        r = rows[key]
+        lines.append(
+            f"| {r['draft']} drafts a cycle, context {r['context']:,}, {r['rest_dtype']} rest | EAGLE-3 in "
+            f"{r['drafter'].rsplit(', ', 1)[1]} | {r['whole_plain_ms']:.2f} ms | {r['whole_step_ms']:.2f} ms | "
+            f"{100 * r['draft_share']:.1f} % | {r['acceptance_length']:g} ({r['acceptance']}) | "
+            f"{r['whole_over_plain']:.2f} | {r['gpu']} | {r['commit']} |"
+        )
+    return "\n".join(lines)
+
+
 def file_map() -> str:
     rows = ["| file under `perilune/` | lines | what |", "|---|---|---|"]
     for name, what in FILES:
         lines = len((ROOT / "perilune" / name).read_text().splitlines())
         rows.append(f"| `{name}` | {lines} | {what} |")
     return "\n".join(rows)
+
+
+MEASURED = {"layers": layers, "cycles": cycles, "table": table}
 
 
 def block(text: str, name: str) -> re.Match[str]:
@@ -120,7 +146,7 @@ def replaced(text: str, name: str, content: str) -> str:
 
 def stale(text: str) -> str | None:
     """What is out of date, or None. Line counts may drift by a third before they count as stale."""
-    if block(text, "table")[2] != table() or block(text, "layers")[2] != layers():
+    if any(block(text, name)[2] != made() for name, made in MEASURED.items()):
         return "the measured tables differ from bench/results"
     written = dict(re.findall(r"\| `(\S+)` \| (\d+) \|", block(text, "files")[2]))
     real = dict(re.findall(r"\| `(\S+)` \| (\d+) \|", file_map()))
@@ -138,8 +164,8 @@ def main() -> None:
         if why := stale(text):
             sys.exit(f"README.md is stale ({why}): run python runs/readme.py")
         return
-    for name, content in (("layers", layers()), ("table", table()), ("files", file_map())):
-        text = replaced(text, name, content)
+    for name, made in {**MEASURED, "files": file_map}.items():
+        text = replaced(text, name, made())
     README.write_text(text)
 
 

@@ -1,15 +1,17 @@
 """A whole cycle of speculation, on the exact shapes of a large model with random weights, in the engine's own graphs.
 
-A cycle verifies K drafts, accepts, and has a draft model draft the next K. Random weights accept nothing, so the drafts
-verified are random tokens and how many of them are right is declared; neither changes what a cycle computes. The draft
-model has the shape of the published ones with latent attention: one layer, dense, its input three of the target's
-states, a head of its own over the whole vocabulary.
+A cycle verifies K drafts, accepts, and has a draft model draft the next K, as the engine does where so many are asked
+for. Random weights accept nothing, so how many are right is declared, which changes nothing of what a cycle computes.
+What is verified are random tokens, as a random draft model's would soon all be the same. The draft model has the shape
+of the published ones with latent attention: one layer, dense, its input three of the target's states, a head of its own
+over the whole vocabulary.
 
 Plain steps, verify steps and whole cycles are timed on one engine, one after the other. For the whole model the layers
 that are missing are added to each at what one more layer costs its graph (microscope.py).
 """
 
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,7 @@ from perilune.spec.speculator import Speculator
 
 AUX = (1, 2, 3)  # layers whose outputs the draft model reads: in a slice other ones than in the model
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
+COUNTED = 4  # cycles whose experts are counted
 TOKENS = 4 * STEPS + 64  # that a request decodes, at most
 
 
@@ -79,7 +82,7 @@ def measure(
             )
             engines.append(engine)
             start(engine, batch, context, TOKENS)
-            for name, speculator in (("plain", None), ("verify", _Guesses(draft, engine.info.vocab_size, chain=0))):
+            for name, speculator in (("plain", None), ("verify", _Guesses(draft, engine.info.vocab_size))):
                 engine.speculator = speculator
                 steps[name] = step_ms(engine, scattered=speculator is None)
                 assert engine.runner.graphs is not None
@@ -92,9 +95,13 @@ def measure(
             reads = bench.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
             for line in breakdown(graphs[-1], reads):
                 report(line)
-        engine.speculator = _Guesses(draft, engine.info.vocab_size, chain=draft)
-        engine.runner.call(engine.runner.follow, _drafter(bench, engine, fp8=draft_dtype == "fp8"))
-        cycle_ms = step_ms(engine, scattered=False)
+        drafter = _drafter(bench, engine, fp8=draft_dtype == "fp8")
+        engine.speculator = Speculator(suffix=False, longest=drafter.longest, fixed=draft, shared=False)
+        for rid in range(batch):
+            engine.speculator.open(rid, ())
+        engine.runner.call(engine.runner.follow, drafter)
+        cycle_ms = step_ms(engine)
+        cycle_distinct = statistics.mean(distinct_experts(engine) for _ in range(COUNTED))
         assert engine.runner.graphs is not None and engine.runner.graphs.broken is None, engine.runner.graphs
     finally:
         for engine in engines:
@@ -105,7 +112,7 @@ def measure(
     model = SHAPES[bench.name]["num_hidden_layers"]
     missing = model - bench.layers
     whole, whole_plain = cycle_ms + missing * slope, plain_ms + missing * plain_slope
-    draft_ms = cycle_ms - verify_ms
+    draft_ms = cycle_ms - verify9
     row = {
         "bench": "decode",
         "shape": bench.name,
@@ -141,13 +148,16 @@ def measure(
         "whole_over_plain": round(accepted * whole_plain / whole, 3),
         "draft_share": round(draft_ms / whole, 4),
         "distinct_experts": round(distinct, 2),
-        "balanced": balanced(shape(bench.name, bench.layers), distinct, batch * (draft + 1)),
+        "cycle_distinct_experts": round(cycle_distinct, 2),
+        "balanced": all(
+            balanced(shape(bench.name, bench.layers), d, batch * (draft + 1)) for d in (distinct, cycle_distinct)
+        ),
         "ceiling_tb_s": CEILING_TB_S,
         "measured_read_tb_s": round(bench.read_tb_s, 3),
         "method": f"step, verify, plain: medians of {STEPS} engine steps with {bench.layers} layers; draft_ms: step - "
-        f"verify; us_per_layer: (graph of {bench.layers} layers - graph of {bench.layers - STEP}) / {STEP}, medians of "
-        f"{DRAWS} draws of tokens, {REPLAYS} replays on end, in turns; whole: step + {missing} x us_per_layer; "
-        "weights, KV, drafts random",
+        f"verify graph; us_per_layer: (graph of {bench.layers} layers - graph of {bench.layers - STEP}) / {STEP}, "
+        f"medians of {DRAWS} draws of tokens, {REPLAYS} replays on end, in turns; whole: step + {missing} x "
+        "us_per_layer; weights, KV and what verify steps verify random",
         **ledger.circumstances(),
     }
     report(
@@ -161,18 +171,18 @@ def measure(
 
 
 class _Guesses(Speculator):
-    """So many random drafts for every request, whatever it says, and a chain that nobody looks at."""
+    """So many random drafts for every request, whatever it says."""
 
-    def __init__(self, count: int, vocabulary: int, *, chain: int) -> None:
+    def __init__(self, count: int, vocabulary: int) -> None:
         super().__init__(suffix=True, fixed=count, shared=False)
-        self._count, self._vocabulary, self._length = count, vocabulary, chain
+        self._count, self._vocabulary = count, vocabulary
         self._random = random.Random(0)
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
         return {w.rid: [self._random.randrange(self._vocabulary) for _ in range(self._count)] for w in plan.work}
 
     def chain(self, plan: StepPlan) -> int:
-        return self._length
+        return 0
 
 
 def _drafter(bench: Bench, engine: Engine, *, fp8: bool) -> Eagle3Drafter:

@@ -32,7 +32,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
 from perilune.model.synthetic import random_weights
 from perilune.model.weights import Dense, Int4Experts, Moe, Weights
-from perilune.ops import latents, mla_project, router
+from perilune.ops import latents, mla_input, mla_project, router
 from perilune.ops.timing import measure_roof
 
 STEP = 4  # layers between the two engines
@@ -124,7 +124,7 @@ class Bench:
             *([("shared down", size(moe.shared.down))] if many else []),
             *(
                 [("norm, qkv_a, q_b, W_UK", size(a.qkv_a, a.q_b, a.w_uk))]
-                if batch == 1
+                if batch <= mla_input.MOST_TOKENS
                 else [
                     ("norm", 0.0),
                     ("qkv_a", size(a.qkv_a)),
@@ -260,7 +260,7 @@ def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
 def step_ms(engine: Engine, *, scattered: bool = True) -> float:
     """Median of STEPS engine steps, from the end of one to the end of the next, so that nothing falls in between.
 
-    `scattered`: with other tokens each time, which steps without drafts take from the runner's buffer.
+    `scattered`: with other tokens each time, which steps take from the runner's buffers unless the host knows them.
     """
     ends = []
     for turn in range(WARM_UP + STEPS):
@@ -273,9 +273,12 @@ def step_ms(engine: Engine, *, scattered: bool = True) -> float:
 
 
 def _scatter(engine: Engine) -> None:
-    """Another random token for every request: greedy requests of a random model soon all say the same."""
+    """Another random token for every request, and other drafts: greedy requests of a random model soon all say the
+    same, and so do drafts of a random draft model."""
+    assert engine.runner.graphs is not None
     with torch.inference_mode():
-        engine.runner.last_tokens.random_(0, engine.info.vocab_size)
+        for tokens in (engine.runner.last_tokens, engine.runner.graphs.ahead):
+            tokens.random_(0, engine.info.vocab_size)
 
 
 def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
