@@ -145,8 +145,14 @@ class Bench:
                 if batch == 1
                 else [("combine, W_UV", size(w_uv)), ("o", size(a.o))]
             ),
-            ("norm", 0.0),
-            *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),
+            *(
+                [("norm, router, choice", size(moe.gate))]
+                if batch == 1
+                else [
+                    ("norm", 0.0),
+                    *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),
+                ]
+            ),
             ("gate and up", hit * size(e.gate_up_packed, e.gate_up_scale) + (0 if many else size(moe.shared.gate_up))),
             ("down", hit * size(e.down_packed, e.down_scale) + (0 if many else size(moe.shared.down))),
         ]
@@ -289,23 +295,28 @@ def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
 def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as above."""
     seen: list[Tensor] = []
-    real = kimi_k2.router
+    choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_router")}
 
-    def recording(*args: Any) -> tuple[Tensor, Tensor]:
-        ids, weights = real(*args)
-        seen.append(ids)
-        return ids, weights
+    def recording(real: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            made = real(*args)
+            seen.append(made[-2])
+            return made
+
+        return run
 
     engine.step()
     if scattered:
         engine.runner.call(_scatter, engine)
     engine.runner.graphs.broken = "counting experts"
-    kimi_k2.router = recording  # type: ignore[assignment]
+    for name, real in choosing.items():
+        setattr(kimi_k2, name, recording(real))
     try:
         engine.step()
         engine.runner.call(torch.cuda.synchronize)
     finally:
-        kimi_k2.router = real
+        for name, real in choosing.items():
+            setattr(kimi_k2, name, real)
         engine.runner.graphs.broken = None
     return statistics.mean(len(ids.unique()) for ids in seen)
 

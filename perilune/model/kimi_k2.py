@@ -44,6 +44,7 @@ from perilune.ops.mla_plain import mla_plain
 from perilune.ops.mla_project import mla_project
 from perilune.ops.mla_query import mla_query
 from perilune.ops.mla_rotate import mla_rotate
+from perilune.ops.mla_router import mla_router
 from perilune.ops.moe_int4 import moe_int4
 from perilune.ops.norm_linear import norm_linear
 from perilune.ops.rmsnorm import rmsnorm
@@ -123,13 +124,18 @@ class KimiK2:
         )
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
-            if i == 0:
-                attended = self._attention(layer.attention, x, cos, sin, step, pages)
-            else:
-                attended = self._attention_after(x, layer, h, cos, sin, step, pages)
+            q_full = None
+            if i > 0 and _absorbed(layer.attention, step):
+                q_full = self._queries_after(x, layer, h, cos, sin, step, pages)
+            elif i > 0:
+                x = add_rmsnorm(h, x, layer.input_norm, self.eps)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
-            x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+            if q_full is None:
+                attended = self._attention(layer.attention, x, cos, sin, step, pages)
+                x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+            else:
+                x = self._after_queries(q_full, layer, h, step, pages)
         x = add_rmsnorm(h, x, self.weights.norm, self.eps)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
@@ -141,18 +147,30 @@ class KimiK2:
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         return mla(w, x, cos, sin, step, pages, self.qk_norm_eps, self.scale)
 
-    def _attention_after(
+    def _queries_after(
         self, x: Tensor, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor
     ) -> Tensor:
         """Of a layer whose input is h + x, which h is then; x as `_ffn` gives it."""
-        w, span = layer.attention, step.absorbed
-        if step.plain is not None or span is None or isinstance(w.qkv_a, Int4) or isinstance(w.q_b, Int4):
-            return self._attention(w, add_rmsnorm(h, x, layer.input_norm, self.eps), cos, sin, step, pages)
-        q_full = mla_input(
+        w = layer.attention
+        assert not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
+        return mla_input(
             h, x, layer.input_norm, w.qkv_a.weight, _scale(w.qkv_a), w.q_a_norm, w.q_b.weight, _scale(w.q_b),
             w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, self.eps, self.qk_norm_eps,
         )  # fmt: skip
-        return _attend(w, q_full, span, pages, self.scale)
+
+    def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
+        """As `_ffn`, of a layer whose attention has these queries and is added to h."""
+        w, ffn, span, c = layer.attention, layer.ffn, step.absorbed, self.config
+        assert span is not None
+        if isinstance(ffn, Mlp) or isinstance(w.o, Int4):
+            attended = _attend(w, q_full, span, pages, self.scale)
+            return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+        x, ids, shares = mla_router(
+            q_full, pages, span.tables, span.query_start, span.context, self.scale, w.w_uv, *_values(w), w.o.weight,
+            _scale(w.o), h, layer.post_norm, self.eps, ffn.gate, ffn.bias, c.num_experts_per_tok, c.n_group,
+            c.topk_group, c.routed_scaling_factor, c.norm_topk_prob,
+        )  # fmt: skip
+        return _mixture(ffn, x, ids, shares)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
@@ -162,19 +180,7 @@ class KimiK2:
         ids, shares = router(
             x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
         )
-        e, shared = w.experts, w.shared
-        if isinstance(e, Int4Experts | Int4CompactExperts):
-            rows = {"gate_up_row": e.gate_up_row, "down_row": e.down_row} if isinstance(e, Int4CompactExperts) else {}
-            held = _held(shared)
-            parts = moe_int4(
-                x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale,
-                *(held or (None, None)), **rows,
-            )  # fmt: skip
-            if held is None and shared is not None:
-                parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
-            return parts
-        routed = _experts(e, x, ids, shares)
-        return routed if shared is None else routed + mlp(shared, x)
+        return _mixture(w, x, ids, shares)
 
 
 def mla(
@@ -211,10 +217,20 @@ def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: floa
     if isinstance(w.o, Int4):
         attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
         return apply(w.o, attended.flatten(1))
-    copy = (None, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
     return mla_output(
-        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, *copy, w.o.weight, _scale(w.o),
+        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, *_values(w), w.o.weight, _scale(w.o),
     )  # fmt: skip
+
+
+def _absorbed(w: Attention, step: Step) -> bool:
+    """Whether all rows attend in the absorbed form and `mla_input` can make their queries."""
+    rows = step.plain is None and step.absorbed is not None
+    return rows and not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
+
+
+def _values(w: Attention) -> tuple[Tensor | None, Tensor | None]:
+    """W_UV in FP8, as one token's kernel reads it, and its scales."""
+    return (None, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
 
 
 def _scale(w: Dense | Fp8) -> Tensor | None:
@@ -223,6 +239,23 @@ def _scale(w: Dense | Fp8) -> Tensor | None:
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:
     return apply(w.down, swiglu(apply(w.gate_up, x)))
+
+
+def _mixture(w: Moe, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """As `KimiK2._ffn`, of experts that are chosen."""
+    e, shared = w.experts, w.shared
+    if isinstance(e, Int4Experts | Int4CompactExperts):
+        rows = {"gate_up_row": e.gate_up_row, "down_row": e.down_row} if isinstance(e, Int4CompactExperts) else {}
+        held = _held(shared)
+        parts = moe_int4(
+            x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale,
+            *(held or (None, None)), **rows,
+        )  # fmt: skip
+        if held is None and shared is not None:
+            parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
+        return parts
+    routed = _experts(e, x, ids, shares)
+    return routed if shared is None else routed + mlp(shared, x)
 
 
 def _held(shared: Mlp | None) -> tuple[Tensor, ...] | None:

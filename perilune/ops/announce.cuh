@@ -1,6 +1,7 @@
 // What the router tells the experts' kernel while it still runs, for one token: that x is there, and its choices.
 // Whoever has been told either may use what the kernels before the router left, ahead of its own
-// wait_for_predecessor(): they have ended.
+// wait_for_predecessor(): they have ended. Where x is the norm of what mla_output.cu hands over (mla_router.cu), it is
+// told in which half of that board this is, and may make x itself.
 //
 // Words of a board in global memory, one board to a stream. A word carries the number of the launch that wrote it,
 // which no other launch has, so that what others left means nothing; and where a graph launches the same again, the
@@ -11,7 +12,7 @@
 namespace announce {
 
 constexpr int ID_BITS = 10, MAX_CHOICES = 32;
-constexpr int CHOICES = 32;  // where they begin on the board; word 0 says that x is there
+constexpr int CHOICES = 32;  // where they begin on the board; word 0 says that x is there, word 1 the turn
 
 __device__ __forceinline__ uint32_t glance(const uint32_t* p) {
   uint32_t v;
@@ -20,6 +21,31 @@ __device__ __forceinline__ uint32_t glance(const uint32_t* p) {
 }
 __device__ __forceinline__ void put(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// What a kernel hands over word by word: a pair of bf16, inverted, but never zero, which is where there is nothing yet.
+__device__ __forceinline__ uint32_t written(uint32_t pair) { return ~pair ? ~pair : 0x80000000u; }
+__device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
+__device__ __forceinline__ uint4 glance16(const uint32_t* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// Which half of its board the kernel before writes in this launch.
+__device__ __forceinline__ void tell_turn(uint32_t* board, uint32_t launch, uint32_t turn) {
+  put(board + 1, launch << 1 | turn);
+}
+// By one thread.
+__device__ __forceinline__ uint32_t wait_for_turn(const uint32_t* board, uint32_t launch) {
+  uint32_t v;
+  do {
+    v = glance(board + 1);
+  } while (v >> 1 != launch);
+  return v & 1;
 }
 
 __device__ __forceinline__ void tell_x(uint32_t* board, uint32_t launch) {
@@ -50,7 +76,7 @@ __device__ __forceinline__ int choice_of(uint32_t word) { return static_cast<int
 // By one warp of a kernel before which all have read it.
 __device__ __forceinline__ void wipe(uint32_t* board) {
   const int lane = threadIdx.x % 32;
-  if (lane == 0) board[0] = 0;
+  if (lane < 2) board[lane] = 0;
   board[CHOICES + lane] = 0;
 }
 

@@ -3,7 +3,9 @@
 //
 // As three launches, the memory idles at two seams, while sums of one product become the input of the next. Here one
 // ring of slots brings a CTA its part of all three matrices, in order, so that what follows is on its way while the
-// CTAs tell each other their results (mla_input.cuh): first each its piece of the residual, then its rows of qkv_a.
+// CTAs tell each other their results: first each its piece of the residual, then its rows of qkv_a. They do so in words
+// of a pair of values and a tag, the number of the launch, which says that the pair is this launch's: there is no flag
+// to wait for before reading.
 //
 // All CTAs must be on the GPU together, one to a processor: every one waits for all.
 #include "mla_input.cuh"
@@ -12,13 +14,53 @@ using namespace before_attention;
 
 namespace {
 
-// Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
+constexpr int KS_A = 8;  // warps that share a tile of qkv_a
+constexpr int QUADS_EACH = (QUADS + CONSUMERS - 1) / CONSUMERS;
+constexpr int INNER_QUADS = INNER / 4, INNER_WARPS = INNER_QUADS / 32;
+static_assert(PIECES % 32 == 0 && INNER_QUADS % 32 == 0 && INNER_QUADS <= CONSUMERS);
+
+// Behind the ring lie x and q_a, and at the end parts of the last sums.
 template <typename W>
-__device__ __forceinline__ int place_of(int k) {
-  constexpr int LANE = 16 / W::BYTES;
-  const int second = W::BYTES == 1 ? k / 8 % 2 : k / W::CHUNK % 2;
-  return k / stream::BLOCK * stream::BLOCK + k / LANE % 4 * 16 + second * 4 + k / 4 % 2 * 2;
+struct Plan : Slots<W> {
+  using S = Slots<W>;
+  static constexpr int PITCH_UK = S::SPAN_UK, EACH_UK = S::ROWS_UK / WARPS, EARLY = S::WINDOW;
+  static constexpr int X_BYTES = stream::pitch_of(HIDDEN) * 2;
+  static constexpr int SHARED = S::RING + X_BYTES + stream::pitch_of(INNER) * 2;
+  static_assert(S::SPAN_A == KS_A * SHARE * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
+  static_assert(WARPS * COLUMNS * 4 <= SHARED - S::RING);
+};
+
+// A word: low half a pair, high half a tag.
+struct Board {
+  uint32_t launches, unused[31];
+  uint64_t x[HIDDEN / 2];       // times the norm's weights
+  uint64_t pieces[PIECES * 2];  // of x: sum of squares before the weights, largest value after
+  uint64_t qkv[OUTER / 2];
+};
+
+using Args = Arguments<Board>;
+
+__device__ __forceinline__ ulonglong2 look(const uint64_t* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
 }
+__device__ __forceinline__ void tell(uint64_t* p, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ bool told(const ulonglong2& v, uint32_t tag) { return v.x >> 32 == tag && v.y >> 32 == tag; }
+__device__ __forceinline__ uint64_t word(uint32_t tag, uint32_t pair) {
+  return static_cast<uint64_t>(tag) << 32 | pair;
+}
+
+template <typename W>
+struct Shared {
+  float sums[WARPS][TILE], q_sums[KS_Q][TILES][TILE], q_scales[ROWS], squares[INNER_WARPS];
+  uint32_t most[INNER_WARPS];
+  float x_scale, x_raise;
+  __align__(16) uint32_t nope[NOPE_ROWS / 2];  // the other CTA's
+  uint64_t full[Plan<W>::STAGES], empty[Plan<W>::STAGES], told, handed;
+};
 
 template <typename W>
 __device__ __forceinline__ void put(typename W::Value* to, uint32_t low, uint32_t high, float raise) {
@@ -33,20 +75,6 @@ __device__ __forceinline__ void put(typename W::Value* to, uint32_t low, uint32_
   auto* words = reinterpret_cast<uint32_t*>(to);
   words[0] = low, words[4] = high;
 }
-__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t weights) {
-  const float2 f = widen(pair), w = widen(weights);
-  return narrow(f.x * w.x, f.y * w.y);
-}
-__device__ __forceinline__ float squares_of(uint32_t low, uint32_t high) {
-  const float2 a = widen(low), b = widen(high);
-  return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
-}
-// Of a warp: bits of the largest value, without its sign.
-__device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
-  const float2 a = widen(low), b = widen(high);
-  const float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
-  return __reduce_max_sync(~0u, __float_as_uint(most));
-}
 
 // The sums of the one token: row g of a tile.
 __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
@@ -55,9 +83,6 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
   const float v = even + __shfl_xor_sync(~0u, odd, 2);
   if (t == 0) to[g] = v;
 }
-
-// All threads but the copying warp's.
-__device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
 
 // By a warp: adds x to this CTA's piece of the residual and tells it, times the norm's weights, of which each lane that
 // `publishes` has four.
@@ -202,7 +227,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_input_kernel(const __grid_cons
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();  // the barriers are there, and the other's memory
   if (warp == WARPS) {
-    copy<W>(a, shared, memory);
+    copy<P>(a, shared, memory);
     __syncwarp();
     wait_for_predecessor();
     return;

@@ -3,21 +3,80 @@
 // As mla_input.cu, but for more tokens there is more to tell and less room for the ring beside it: of the residual each
 // lane takes from the board what it will multiply, into registers, and W_UK is multiplied by the tensor cores.
 //
+// CTAs tell in words that are zero until they are told. There are two sets of them, in turns: a launch empties the next
+// one's.
+//
 // All CTAs must be on the GPU together, one to a processor: every one waits for all. A token's sums are the same
 // whatever their number.
-#include "mla_input_few.cuh"
+#include "announce.cuh"
+#include "mla_input.cuh"
 
-using namespace before_attention_few;
+using namespace before_attention;
 
 namespace {
 
-// Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
-template <typename W>
-__device__ __forceinline__ int place_of(int k) {
-  constexpr int LANE = 16 / W::BYTES;
-  const int second = W::BYTES == 1 ? k / 8 % 2 : k / W::CHUNK % 2;
-  return k / stream::BLOCK * stream::BLOCK + k / LANE % 4 * 16 + second * 4 + k / 4 % 2 * 2;
+using announce::put;
+
+constexpr int MOST_TOKENS = 4;
+constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
+static_assert(OCTETS % 32 == 0 && COLUMNS == WARPS * 16);
+
+// Behind the ring lie the tokens' q_a. Rows of W_UK are such that eight share no bank.
+template <typename W, int T>
+struct Plan : Slots<W> {
+  using S = Slots<W>;
+  static constexpr int PITCH_UK = S::SPAN_UK + 16, EARLY = S::WINDOW - 1;
+  static constexpr int Q_PITCH = stream::pitch_of(INNER), SHARED = S::RING + T * Q_PITCH * 2;
+  static_assert(S::SPAN_A == WARPS * stream::BLOCK * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
+  static_assert(S::ROWS_UK % 16 == 0);
+};
+
+// Words are pairs of values, or a float, inverted: no result is all ones.
+struct Board {
+  uint32_t launches, unused[31];
+  uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order
+  uint32_t pieces[2][MOST_TOKENS][PIECES];  // sums of squares of x before the weights
+  uint32_t qkv[2][MOST_TOKENS][OUTER / 2];
+};
+
+using Args = Arguments<Board>;
+
+// Word `at` of a token, which is emptied in the next launch's set.
+template <int WORDS>
+__device__ __forceinline__ void tell(uint32_t (&set)[2][MOST_TOKENS][WORDS], int turn, int token, int at, uint32_t v) {
+  put(&set[turn][token][at], ~v);
+  set[turn ^ 1][token][at] = 0;
 }
+__device__ __forceinline__ uint4 look(const uint32_t* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
+__device__ __forceinline__ uint4 inverted(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
+// Four words, once they are told. A warp that has waited comes together by __syncwarp().
+__device__ __forceinline__ uint4 seen(const uint32_t* p) {
+  uint4 v;
+  do v = look(p);
+  while (misses(v));
+  return inverted(v);
+}
+
+template <typename W, int T>
+struct Shared {
+  union {  // of qkv_a, and when those have been told of q_b
+    float a_sums[WARPS][TILES_A][T * TILE];
+    float q_sums[KS_Q][TILES][T * TILE];
+  };
+  float q_scales[ROWS], squares[T * INNER_WARPS];
+  uint32_t most[T * INNER_WARPS];
+  float x_scale[T], q_scale[T];
+  uint32_t nope[2][T][NOPE_ROWS / 2 + 4];  // by each CTA of the cluster; the tokens' rows share no bank
+  uint64_t full[Plan<W, T>::STAGES], empty[Plan<W, T>::STAGES], told, handed;
+};
 
 // A pair as fp16, times `by`.
 __device__ __forceinline__ uint32_t raised(uint32_t pair, float by) {
@@ -25,21 +84,6 @@ __device__ __forceinline__ uint32_t raised(uint32_t pair, float by) {
   const __half2 h = __floats2half2_rn(f.x * by, f.y * by);
   return *reinterpret_cast<const uint32_t*>(&h);
 }
-__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t weights) {
-  const float2 f = widen(pair), w = widen(weights);
-  return narrow(f.x * w.x, f.y * w.y);
-}
-__device__ __forceinline__ float squares_of(uint32_t low, uint32_t high) {
-  const float2 a = widen(low), b = widen(high);
-  return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
-}
-// Of a warp: bits of the largest value, without its sign.
-__device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
-  const float2 a = widen(low), b = widen(high);
-  const float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
-  return __reduce_max_sync(~0u, __float_as_uint(most));
-}
-
 // The sums of row g of a tile: to[token * TILE + g].
 template <int T>
 __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, float lowered = 1) {
@@ -52,9 +96,6 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
     if (2 * t + i < T) to[(2 * t + i) * TILE + g] = v;
   }
 }
-
-// All threads but the copying warp's.
-__device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
 
 // By a warp: adds a token's x to this CTA's piece of the residual and tells it, times the norm's weights, of which each
 // lane that `publishes` has four.
@@ -196,7 +237,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_input_few_kernel(const __grid_
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();  // the barriers are there, and the other's memory
   if (warp == WARPS) {
-    copy<W, T>(a, shared, memory);
+    copy<P>(a, shared, memory);
     __syncwarp();
     wait_for_predecessor();
     return;

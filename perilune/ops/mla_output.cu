@@ -50,21 +50,11 @@ struct Args {
   const uint8_t* w;       // [D, H VALUE]
   const float* scale;     // [D], of e4m3
   uint32_t* board;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
-  bf16* y;                // [D]
+  bf16* y;                // [D]; null if there is a residual
+  bf16* residual;         // [D], to which y is added; or null
+  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the board
   int ctas, B, H, D, least;
 };
-
-// A word of the board is a pair inverted, but never zero: zero is where there is nothing yet.
-__device__ __forceinline__ uint32_t written(uint32_t pair) { return ~pair ? ~pair : 0x80000000u; }
-__device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
-__device__ __forceinline__ uint4 glance16(const uint32_t* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
 
 // Whether the phase of this parity is over, without waiting.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
@@ -304,7 +294,7 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
       }
       if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
       uint32_t* to = a.board + head * (mla::VALUE / 2) + threadIdx.x;
-      announce::put(to + turn_shared * (i / 2), written(narrow(low, high)));
+      announce::put(to + turn_shared * (i / 2), announce::written(narrow(low, high)));
       announce::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
     }
   } else {
@@ -324,10 +314,10 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
       waits = false;
 #pragma unroll
       for (int n = 0; n < PIECES; n++) {
-        if (real(n) && misses(v[n])) v[n] = glance16(words + n * 128);
+        if (real(n) && announce::misses(v[n])) v[n] = announce::glance16(words + n * 128);
       }
 #pragma unroll
-      for (int n = 0; n < PIECES; n++) waits |= real(n) && misses(v[n]);
+      for (int n = 0; n < PIECES; n++) waits |= real(n) && announce::misses(v[n]);
     } while (__any_sync(~0u, waits));
     uint32_t most = 0;
 #pragma unroll
@@ -376,6 +366,8 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
   int stage = 0, phase = 0;
   for (int pass = 0; tile < tiles; pass ^= 1, tile += step) {
     X acc;
+    float old = 0;
+    if (a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
     if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
     for (int n = 0; n < loads; n++) {
       barrier_wait(&barriers[warp][stage], phase);
@@ -399,7 +391,18 @@ __global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constan
       float v = 0;
 #pragma unroll
       for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
-      a.y[tile * TILE + lane] = __float2bfloat16(RAISED ? v * scale : v);
+      const bf16 y = __float2bfloat16(RAISED ? v * scale : v);
+      const int row = tile * TILE + lane;
+      if (a.residual == nullptr) {
+        a.y[row] = y;
+      } else {
+        const bf16 sum = __float2bfloat16(old + __bfloat162float(y));
+        const uint32_t mine = __bfloat16_as_ushort(sum), pair = mine | __shfl_down_sync(0xff, mine, 1) << 16;
+        uint32_t* to = a.fresh + row / 2;
+        if (lane % 2 == 0) announce::put(to + turn_shared * (a.D / 2), announce::written(pair));
+        a.residual[row] = sum;
+        if (lane % 2 == 0) announce::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+      }
     }
   }
 }
@@ -408,6 +411,8 @@ template <typename W>
 int start(const Args& a, int64_t sms, void* stream) {
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
+  // Else a processor may be set up with less shared memory than this and mla_router.cu's CTA beside it take.
+  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
@@ -419,7 +424,8 @@ int start(const Args& a, int64_t sms, void* stream) {
 // least 32 for each.
 API int mla_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* board, void* y,
-                   int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least, int64_t sms, void* stream) {
+                   void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
+                   int64_t sms, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
                static_cast<const float*>(weights),
                static_cast<const int*>(query_start),
@@ -430,6 +436,8 @@ API int mla_output(const void* partials, const void* weights, const void* query_
                static_cast<const float*>(scale),
                static_cast<uint32_t*>(board),
                static_cast<bf16*>(y),
+               static_cast<bf16*>(residual),
+               static_cast<uint32_t*>(fresh),
                static_cast<int>(ctas),
                static_cast<int>(B),
                static_cast<int>(H),

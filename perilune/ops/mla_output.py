@@ -104,7 +104,7 @@ op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 9))
 
 @functools.cache
 def _kernel() -> Any:
-    return compile.function("mla_output.cu", "mla_output", "p" * 10 + "l" * 6 + "p")
+    return compile.function("mla_output.cu", "mla_output", "p" * 12 + "l" * 6 + "p")
 
 
 @functools.cache
@@ -169,6 +169,8 @@ def cuda(
         None if w_scale is None else w_scale.data_ptr(),
         _board(device, stream, H).data_ptr(),
         y.data_ptr(),
+        None,
+        None,
         len(partials),
         len(context),
         H,
@@ -199,6 +201,30 @@ def composed(
     return linear.linear(o, w) if w_scale is None else linear_fp8.linear_fp8(o, None, w, w_scale)
 
 
+def check(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+) -> None:
+    mla_decode.check(q_full, cache, tables, query_start, context, w_uv)
+    assert w.shape[1] == w_uv.shape[0] * w_uv.shape[2], f"{w.shape=} {w_uv.shape=}"
+    if w_scale is None:
+        assert w.dtype == q_full.dtype and uv_fp8 is None and uv_scale is None, f"{w.dtype=} {q_full.dtype=}"
+    else:
+        assert uv_fp8 is not None and uv_fp8.shape == w_uv.shape and uv_fp8.dtype == latents.E4M3, f"{w_uv.shape=}"
+        assert uv_scale is not None and uv_scale.shape == w_uv.shape[::2] and uv_scale.dtype == FLOAT32
+        assert w.dtype == latents.E4M3 and w_scale.shape == w.shape[:1] and w_scale.dtype == FLOAT32, (
+            f"{w.dtype=} {w_scale.shape=} {w_scale.dtype=}"
+        )
+
+
 def mla_output(
     q_full: Tensor,
     cache: Tensor,
@@ -212,14 +238,5 @@ def mla_output(
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
-    mla_decode.check(q_full, cache, tables, query_start, context, w_uv)
-    assert w.shape[1] == w_uv.shape[0] * w_uv.shape[2], f"{w.shape=} {w_uv.shape=}"
-    if w_scale is None:
-        assert w.dtype == q_full.dtype and uv_fp8 is None and uv_scale is None, f"{w.dtype=} {q_full.dtype=}"
-    else:
-        assert uv_fp8 is not None and uv_fp8.shape == w_uv.shape and uv_fp8.dtype == latents.E4M3, f"{w_uv.shape=}"
-        assert uv_scale is not None and uv_scale.shape == w_uv.shape[::2] and uv_scale.dtype == FLOAT32
-        assert w.dtype == latents.E4M3 and w_scale.shape == w.shape[:1] and w_scale.dtype == FLOAT32, (
-            f"{w.dtype=} {w_scale.shape=} {w_scale.dtype=}"
-        )
+    check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
     return op(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)

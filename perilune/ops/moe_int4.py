@@ -18,8 +18,9 @@ it is calls of its own. Between these, sums run in another order. moe_int4_few.c
 its tokens, moe_int4_many.cu for every 8 (gate_up 7, for K2's sizes), which is why it wins above. An id that is no
 expert is passed over and its row left unwritten. From 2 tokens on x must be older than ids: gate_up may read it while
 the kernel that writes ids still runs (router.py's does not let it start before). For a lone token it starts before x is
-there if the router announces these ids (`router.announced`), and waits for its predecessor if not. Launches of one
-stream share counters; another stream has its own.
+there if the router announces these ids (`router.announced`), and waits for its predecessor if not; where x is the norm
+of what is still being handed over (mla_router.py), it makes the very same x itself. Launches of one stream share
+counters; another stream has its own.
 "cuda_prefill" (moe_int4_prefill.py) is for more tokens: grouped products on wgmma, P = 1.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
@@ -191,7 +192,7 @@ def _add_shared(
 @functools.cache
 def _gate_up(source: str) -> Any:
     if source == LONE:
-        return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 11 + "l" * 7 + "p")
+        return compile.function(LONE, "moe_int4_lone_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
     if source == FEW:
         return compile.function(FEW, "moe_int4_few_gate_up", "p" * 10 + "l" * 7 + "p")
     return compile.function(MANY, "moe_int4_many_gate_up", "p" * 5 + "l" * 6 + "p")
@@ -254,6 +255,8 @@ def cuda(
     partial: bool,
 ) -> Tensor:
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
+    processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
+    told = router.announced(x, ids, stream)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     many = T > MAX_FEW and gate_up_row is None
     rides = shared_down.shape[1] if shared_down is not None and T <= MAX_SHARED and shared_down.shape[1] <= I else 0
@@ -268,16 +271,19 @@ def cuda(
     upper, lower = at(shared_gate_up, rides), at(shared_down, rides)
     upper_scale, lower_scale = at(shared_gate_up_scale, rides), at(shared_down_scale, rides)
     source = LONE if T == 1 and k <= MAX_CHOICES else MANY if many else FEW
-    processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
     sizes = (k, E, D, I, rides) if source == LONE else (T, k, E, D, I) if many else (T, k, E, D, I, rides)
     shared_rows = () if many else (h_shared,)
     taken: tuple[int, ...] = () if many else (_counters(x.device, stream).data_ptr(),)
+    begin: tuple[int | float | None, ...] = ()
     if source == LONE:
-        taken += (router.board(x.device, stream).data_ptr(), router.announced(ids, stream))
+        taken += (router.board(x.device, stream).data_ptr(), told.number)
+        begin = (None, None, 0.0)
+        if told.source is not None:
+            begin = (told.source.fresh.data_ptr(), told.source.norm.data_ptr(), told.source.eps)
     extra = () if many else (at(gate_up_row), upper, upper_scale)
     failed = _gate_up(source)(
         x.data_ptr(), ids.data_ptr(), gate_up_packed.data_ptr(), gate_up_scale.data_ptr(), *extra, h.data_ptr(),
-        *shared_rows, *taken, *sizes, processors, stream,
+        *shared_rows, *taken, *begin, *sizes, processors, stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up_packed.shape=} {rides=}"
     extra = () if many else (at(down_row), lower, lower_scale)

@@ -50,6 +50,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
   using Base::SHARE;
   using Base::SLOT;
   using Base::stage;
+  using Base::stage_fresh;
   using Base::UNIT_ROWS;
   using Base::WARPS;
 
@@ -174,7 +175,11 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       if (GATE_UP) let_successor_start();  // not before: who starts after this kernel may take the ids as written
       waited = true;
     };
-    if (GATE_UP && a.launch) {
+    Window window{0, 0};
+    if (GATE_UP && a.launch && a.fresh != nullptr) {
+      stage_fresh(a);
+      window.end = a.K / 8;
+    } else if (GATE_UP && a.launch) {
       announce::wait_for_x(a.board, a.launch);
     } else {
       wait();
@@ -183,7 +188,6 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       if (lane == 0) *a.counter = 0;
       if (a.launch) announce::wipe(a.board);
     }
-    Window window{0, 0};
     for (int u = shared_units.first; u < shared_units.end; u++) {
       float total[4];
       if (a.shared.factor == nullptr) {
@@ -192,7 +196,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         Base::template dense_tile<true>(a, buffer, window, from, phase, total);
       }
       if (++buffer == a.scale_buffers) buffer = 0;
-      wait();
+      if (!GATE_UP || !a.launch) wait();  // who has been told of x may write: nobody reads what was there before
       finish(total[0], total[2], [&](int row, float v, float up) {
         const int at = (u * RT + rt) * ROWS + row;
         if (GATE_UP) {
@@ -202,7 +206,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         }
       });
     }
-    wait();
+    if (!GATE_UP || !a.launch) wait();
     barrier_wait(&barriers().planned, 0);
 
     const Plan& p = plan_of();
@@ -274,6 +278,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         x += PIECE * 4;
         start += PIECE / 16;
       }
+      wait();
       finish(above_sum * factor_upper, below_sum * factor_lower, [&](int row, float v, float up) {
         const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
         if (GATE_UP) {
@@ -283,6 +288,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         }
       });
     }
+    wait();
   }
 
   static __device__ void run(const Args& a, const Maps& maps) {
@@ -304,8 +310,9 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
   }
 };
 
+// Registers: both CTAs of gate_up find room on a processor beside mla_router.cu's.
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
-__global__ __launch_bounds__((KS * RT + 1) * 32, CTAS) void moe_int4_lone_kernel(
+__global__ __maxnreg__(GATE_UP ? 88 : 72) void moe_int4_lone_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
   Kernel<GATE_UP, COMPACT, KS, RT>::run(a, maps);
 }
@@ -356,12 +363,14 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
 // `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. board: of announce.cuh;
-// launch: the router's whose choice is announced there, or 0. Returns -1 for sizes it cannot take.
+// launch: the router's whose choice is announced there, or 0. fresh, norm, eps: what
+// mla_router.cu makes x of, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
 API int moe_int4_lone_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
-                              void* board, int64_t launch, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S,
-                              int64_t sms, void* stream) {
+                              void* board, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
+                              int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
   Args a = {};
+  a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
   a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
   a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
   a.in = a.in_shared = static_cast<const bf16*>(x);

@@ -2,6 +2,7 @@
 // part of a slot: activations as they are staged, scales, tiles of the shared expert.
 #pragma once
 #include "announce.cuh"
+#include "fresh.cuh"
 #include "moe_int4_values.cuh"
 
 namespace moe {
@@ -32,6 +33,9 @@ struct Args {
   int64_t routed_rows, shared_rows;
   uint32_t* board;    // announce.cuh; down makes it zero again
   uint32_t launch;    // of the router that announces; 0: gate_up waits for its predecessor
+  const uint32_t* fresh;  // gate_up: what x is the norm of, as mla_router.cu reads it; null: x is read
+  const bf16* norm;       // [K], with it
+  float eps;
   uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
   int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
   int slots;          // of the ring
@@ -165,6 +169,43 @@ struct Lone {
         if (piece % 4 == 0 && piece < a.K / 8) {
           reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
         }
+      }
+    }
+    meet_all();
+  }
+
+  // As `stage`, of the norm of what is still being handed over: x to the bit, as mla_router.cu makes it.
+  static __device__ __forceinline__ void stage_fresh(const Args& a) {
+    static_assert(!GATE_UP || WARPS == fresh::WARPS);
+    __shared__ __align__(16) float squares[8];
+    __shared__ uint32_t turn_shared;
+    const int lane = threadIdx.x % 32, pieces = a.K / 8;
+    uint4 w[fresh::PIECES];
+    fresh::load_weights(w, a.norm, pieces);
+    if (threadIdx.x < 32) {  // lanes 0-7 and 8-15 look at a half each, and lane 16 at which it is
+      const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.board + 1;
+      uint32_t said, there;
+      do {
+        const uint32_t v = announce::glance(at);
+        said = __shfl_sync(~0u, v, 16);
+        there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
+      } while (said >> 1 != a.launch || there != 0xff);
+      if (lane == 0) turn_shared = said & 1;
+    }
+    meet_all();
+    uint4 v[fresh::PIECES] = {};
+    while (!fresh::look(v, a.fresh + turn_shared * (a.K / 2), pieces)) {
+    }
+    fresh::normalise(v, w, pieces, a.eps, squares, [] { meet_all(); });
+#pragma unroll
+    for (int n = 0; n < fresh::PIECES; n++) {
+      const int piece = fresh::piece_of(n);
+      *reinterpret_cast<uint4*>(memory(a.xs) + min(piece, pieces) * 16) = raised(v[n], RAISED / 16);
+      float sum = total(v[n]);
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (piece % 4 == 0 && piece < pieces) {
+        reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
       }
     }
     meet_all();

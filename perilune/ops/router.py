@@ -7,8 +7,9 @@ x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds;
 -> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router.cu) is one launch for up to 16
 rows. A lone row is announced (announce.cuh): the kernel that follows may start before x is there, and learns of x and
 of the choice from a board; `announced` says by which number. With more rows, it may start when x is there (see
-moe_int4.py). Launches of one stream share a board and scratch; another stream has its own. "cuda_many" (router_many.cu)
-chooses from the logits that a product gives in fp32.
+moe_int4.py). Launches of one stream share a board and scratch; another stream has its own. `mla_router` announces its
+choice likewise, and what x is made of. "cuda_many" (router_many.cu) chooses from the logits that a product gives in
+fp32.
 """
 
 import functools
@@ -27,6 +28,7 @@ from perilune.ops.registry import Op
 
 MAX_ROWS = 16  # of the CUDA kernel
 MOST_EXPERTS = 512
+MOST_CHOICES = 32
 MOST_CHUNKS = 14  # of 32 values of a row: what a warp holds
 
 
@@ -172,14 +174,38 @@ def _sums(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(8 * MAX_ROWS * MOST_EXPERTS, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True)
+class Source:
+    """What x is the norm of, on a board (mla_output.cu) on which it may still be being written."""
+
+    fresh: Tensor
+    norm: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Announced:
+    """How a launch tells of x and of its choice (announce.cuh). number: 0 if it does not."""
+
+    number: int = 0
+    source: Source | None = None
+
+
 _numbers = itertools.count()
-_latest: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by stream
+_latest: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], Announced]] = {}  # by stream
 
 
-def announced(ids: Tensor, stream: int) -> int:
-    """The number under which the latest launch of the stream announces these ids; 0 if it is another's or does not."""
+def announce(x: Tensor, ids: Tensor, stream: int, source: Source | None = None) -> int:
+    """The number for a launch of the stream that will announce x and ids."""
+    number = next(_numbers) % ((1 << 22) - 1) + 1
+    _latest[stream] = weakref.ref(x), weakref.ref(ids), Announced(number, source)
+    return number
+
+
+def announced(x: Tensor, ids: Tensor, stream: int) -> Announced:
+    """How the latest launch of the stream announces these; by no number if they are another's or it does not."""
     found = _latest.get(stream)
-    return found[1] if found is not None and found[0]() is ids else 0
+    return found[2] if found is not None and found[0]() is x and found[1]() is ids else Announced()
 
 
 @functools.cache
@@ -199,18 +225,17 @@ def _launch() -> Any:
             _parts(a.x.shape[1]) > 0 and a.gate.shape[0] % 8 == 0 and a.gate.shape[0] <= MOST_EXPERTS,
             "a width in 32s up to 28,672 and experts in 8s up to 512",
         ),
-        (a.n_group == a.topk_group and a.top_k <= 32, "no groups"),
+        (a.n_group == a.topk_group and a.top_k <= MOST_CHOICES, "no groups"),
     ),
 )
 def cuda(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
-    x, (T, D), E = x.contiguous(), x.shape, gate.shape[0]
+    given, x, (T, D), E = x, x.contiguous(), x.shape, gate.shape[0]
     parts, stream = _parts(D), torch.cuda.current_stream(x.device).cuda_stream
     ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, top_k, device=x.device)
-    number = next(_numbers) % ((1 << 22) - 1) + 1 if T == 1 else 0
-    _latest[stream] = weakref.ref(ids), number
+    number = announce(given, ids, stream) if T == 1 else 0
     failed = _launch()(
         x.data_ptr(),
         gate.data_ptr(),
@@ -275,13 +300,17 @@ def cuda_many(
     return ids, weights
 
 
-def router(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
+def check(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int) -> None:
     E = gate.shape[0]
     assert gate.shape[1] == x.shape[1] and bias.shape == (E,), f"{x.shape=} {gate.shape=} {bias.shape=}"
     assert gate.dtype in (FLOAT32, BFLOAT16) and bias.dtype == FLOAT32, f"{gate.dtype=} {bias.dtype=}"
     assert 0 < topk_group <= n_group and E % n_group == 0 and 0 < top_k <= E // n_group * topk_group, (
         f"{E=} {n_group=} {topk_group=} {top_k=}"
     )
+
+
+def router(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
+) -> tuple[Tensor, Tensor]:
+    check(x, gate, bias, top_k, n_group, topk_group)
     return op(x, gate, bias, top_k, n_group, topk_group, scale, norm)

@@ -1,7 +1,5 @@
 """How the router's launch is cut, and whose choice it announces: no GPU needed."""
 
-import weakref
-
 import pytest
 import torch
 
@@ -22,9 +20,13 @@ def test_a_width_that_cannot_be_cut_is_refused(width: int) -> None:
 
 
 def test_only_the_latest_launch_of_a_stream_announces_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = torch.zeros(1, 8), torch.zeros(1, 8)
-    monkeypatch.setattr(router, "_latest", {7: (weakref.ref(first), 3)})
-    assert router.announced(first, 7) == 3
-    assert router.announced(second, 7) == router.announced(first, 8) == router.announced(first.clone(), 7) == 0
-    router._latest[7] = weakref.ref(second), 4
-    assert router.announced(first, 7) == 0 and router.announced(second, 7) == 4
+    monkeypatch.setattr(router, "_latest", {})
+    x, first, second, nobody = torch.zeros(1, 4), torch.zeros(1, 8), torch.zeros(1, 8), router.Announced()
+    source = router.Source(torch.zeros(4), torch.ones(4), 1e-5)
+    number = router.announce(x, first, 7, source)
+    assert number > 0 and router.announced(x, first, 7) == router.Announced(number, source)
+    assert router.announced(x, second, 7) == router.announced(x, first, 8) == nobody
+    assert router.announced(x, first.clone(), 7) == router.announced(x.clone(), first, 7) == nobody
+    other = router.announce(x, second, 7)
+    assert other != number and router.announced(x, second, 7) == router.Announced(other)
+    assert router.announced(x, first, 7) == nobody

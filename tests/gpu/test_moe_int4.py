@@ -70,7 +70,7 @@ def test_a_choice_that_is_announced(fp8: bool) -> None:
     def step() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = given * 2
         ids, weights = router.op.impls["cuda"].run(x, gate, bias, case.k, 1, 1, 1.0, True)
-        assert router.announced(ids, torch.cuda.current_stream().cuda_stream) > 0
+        assert router.announced(x, ids, torch.cuda.current_stream().cuda_stream).number > 0
         return x, ids, weights, _run({**args, "x": x, "ids": ids, "weights": weights}, [])
 
     graph = torch.cuda.CUDAGraph()
