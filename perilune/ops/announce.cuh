@@ -1,7 +1,7 @@
 // What the router tells the experts' kernel while it still runs, for one token: that x is there, and its choices.
 // Whoever has been told either may use what the kernels before the router left, ahead of its own
-// wait_for_predecessor(): they have ended. Where x is the norm of what mla_output.cu hands over (mla_router.cu), it is
-// told in which half of that board this is, and may make x itself.
+// wait_for_predecessor(): they have ended. Of a kernel that hands over what x is the norm of (mla_router.cu), it is told
+// in which half of that board this is, and makes x itself.
 //
 // Words of a board in global memory, one board to a stream. A word carries the number of the launch that wrote it,
 // which no other launch has, so that what others left means nothing; and where a graph launches the same again, the
@@ -12,7 +12,7 @@
 namespace announce {
 
 constexpr int ID_BITS = 10, MAX_CHOICES = 32;
-constexpr int CHOICES = 32;  // where they begin on the board; word 0 says that x is there, word 1 the turn
+constexpr int CHOICES = 32;  // where they begin on the board; word 0 says that x is there
 
 __device__ __forceinline__ uint32_t glance(const uint32_t* p) {
   uint32_t v;
@@ -35,18 +35,20 @@ __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
   return v;
 }
 
-// Which half of its board the kernel before writes in this launch.
-__device__ __forceinline__ void tell_turn(uint32_t* board, uint32_t launch, uint32_t turn) {
-  put(board + 1, launch << 1 | turn);
-}
-// By one thread.
-__device__ __forceinline__ uint32_t wait_for_turn(const uint32_t* board, uint32_t launch) {
+// Word 1: which half of its board the kernel before writes in this launch, and on which processor the choice is made.
+constexpr int PROCESSOR_BITS = 8;
+__device__ __forceinline__ uint32_t processor() {
   uint32_t v;
-  do {
-    v = glance(board + 1);
-  } while (v >> 1 != launch);
-  return v & 1;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
+  return v & ((1 << PROCESSOR_BITS) - 1);
 }
+__device__ __forceinline__ void tell_turn(uint32_t* board, uint32_t launch, uint32_t turn) {
+  put(board + 1, (launch << PROCESSOR_BITS | processor()) << 1 | turn);
+}
+__device__ __forceinline__ bool told_turn(uint32_t word, uint32_t launch) {
+  return word >> (PROCESSOR_BITS + 1) == launch;
+}
+__device__ __forceinline__ uint32_t processor_of(uint32_t word) { return word >> 1 & ((1 << PROCESSOR_BITS) - 1); }
 
 __device__ __forceinline__ void tell_x(uint32_t* board, uint32_t launch) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(board), "r"(launch) : "memory");

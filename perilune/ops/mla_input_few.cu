@@ -84,6 +84,7 @@ __device__ __forceinline__ uint32_t raised(uint32_t pair, float by) {
   const __half2 h = __floats2half2_rn(f.x * by, f.y * by);
   return *reinterpret_cast<const uint32_t*>(&h);
 }
+
 // The sums of row g of a tile: to[token * TILE + g].
 template <int T>
 __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, float lowered = 1) {

@@ -3,9 +3,10 @@
 //
 // Each CTA has some rows of the gate in shared memory long before, reads the new residual from the board that
 // mla_output.cu writes, normalises all of it, and puts the scores of its rows. The last CTA, which has no rows, writes
-// x, watches for the scores and picks the experts. What a CTA does once it has the residual is rehearsed before: the
-// first run of any instruction takes microseconds while weights stream. A CTA takes so little that both of the experts'
-// next launch find room beside it, while one of mla_output's is still there or as soon as it is not.
+// x, watches for the scores and picks the experts. Nobody is told of x: the experts' kernel makes it itself. What a CTA
+// does once it has the residual is rehearsed before: the first run of any instruction takes microseconds while weights
+// stream. A CTA takes so little that both of the experts' next launch find room beside it, while one of mla_output's is
+// still there or as soon as it is not.
 #include "fresh.cuh"
 #include "router_pick.cuh"
 #include "wgmma.cuh"
@@ -14,7 +15,6 @@ using namespace hopper;
 
 namespace {
 
-__host__ __device__ constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 constexpr int THREADS = fresh::THREADS, WARPS = fresh::WARPS, PIECES = fresh::PIECES;
 
 struct Args {
@@ -37,20 +37,18 @@ __device__ __forceinline__ uint32_t written(float v) {
 }
 
 // The choice, by all warps. Each looks for the scores of 32 EACH experts in a row and lists its best; then it finds
-// how many of all lists are before each of these. Of equal ones the first expert is chosen.
+// how many of all lists are before each of these. Of equal ones the first expert is chosen. K: top_k, or 0.
 template <int EACH>
 struct Choosing {
   float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];
-  uint2 best[WARPS][32];  // key, expert
+  uint64_t best[WARPS][32];  // the key, and the expert inverted
   int ids[32];
 };
 
-__device__ __forceinline__ bool before(const uint2& a, const uint2& b) { return a.x > b.x || (a.x == b.x && a.y < b.y); }
-
-template <int EACH>
+template <int EACH, int K>
 __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool rehearsal) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, E = a.choice.E, first = warp * EACH * 32 + lane;
-  const int top_k = a.choice.top_k;
+  const int top_k = K ? K : a.choice.top_k;
   uint32_t seen[EACH] = {};
   bool missing;
   do {
@@ -70,10 +68,9 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
     key[n] = first + n * 32 < E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
     c.scores[first + n * 32] = score;
   }
-#pragma unroll 1
+#pragma unroll(K ? K : 1)
   for (int k = 0; k < top_k; k++) {
-    uint32_t best = key[EACH - 1];
-    uint32_t own = first + (EACH - 1) * 32;
+    uint32_t best = key[EACH - 1], own = first + (EACH - 1) * 32;
 #pragma unroll
     for (int n = EACH - 2; n >= 0; n--) {
       if (key[n] >= best) best = key[n], own = first + n * 32;
@@ -85,7 +82,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
       won = own == least;
     }
     if (won) {
-      c.best[warp][k] = {top, own};
+      c.best[warp][k] = static_cast<uint64_t>(top) << 32 | ~own;
 #pragma unroll
       for (int n = 0; n < EACH; n++) key[n] = first + n * 32 == own ? 0 : key[n];
     }
@@ -93,18 +90,21 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
   __syncthreads();
   // Four lanes count for an expert.
 #pragma unroll 1
-  for (int k = lane / 4; k < divide_up(top_k, 8) * 8; k += 8) {
-    const uint2 mine = c.best[warp][min(k, top_k - 1)];
+  for (int k = lane / 4; k < (top_k + 7) / 8 * 8; k += 8) {
+    const uint64_t mine = c.best[warp][min(k, top_k - 1)];
     int rank = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      for (int n = lane % 4; n < top_k; n += 4) rank += before(c.best[w][n], mine);
+#pragma unroll
+      for (int n = 0; n < (K + 3) / 4; n++) rank += c.best[w][lane % 4 + n * 4] > mine;
+      for (int n = lane % 4 + (K + 3) / 4 * 4; n < top_k; n += 4) rank += c.best[w][n] > mine;
     }
     rank += __shfl_xor_sync(~0u, rank, 1);
     rank += __shfl_xor_sync(~0u, rank, 2);
-    if (lane % 4 == 0 && k < top_k && rank < top_k && mine.x) {
-      if (!rehearsal) announce::tell_choice(a.board, a.launch, rank, static_cast<int>(mine.y));
-      c.ids[rank] = static_cast<int>(mine.y);
+    if (lane % 4 == 0 && k < top_k && rank < top_k && mine >> 32) {
+      const int id = static_cast<int>(~static_cast<uint32_t>(mine));
+      if (!rehearsal) announce::tell_choice(a.board, a.launch, rank, id);
+      c.ids[rank] = id;
     }
   }
   __syncthreads();
@@ -122,7 +122,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
   }
 }
 
-template <int EACH, int ROWS>
+template <int EACH, int ROWS, int K>
 __global__ __launch_bounds__(THREADS, 3) void mla_router_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(16) float squares[8];
@@ -177,9 +177,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_router_kernel(const __grid_con
           if (fresh::piece_of(n) < pieces) *reinterpret_cast<uint4*>(a.x + fresh::piece_of(n) * 8) = v[n];
         }
       }
-      __syncthreads();
-      if (tid == THREADS - 32 && !rehearsal) announce::tell_x(a.board, a.launch);
-      choose<EACH>(a, choosing, rehearsal);
+      choose<EACH, K>(a, choosing, rehearsal);
     } else {
       float d[ROWS][4] = {}, acc[ROWS];
 #pragma unroll
@@ -233,7 +231,9 @@ API int mla_router(const void* fresh, void* launches, const void* norm, const vo
                eps};
   if (rows < 3 || rows > 4 || D % 256 || D > THREADS * PIECES * 8) return -1;
   const unsigned ctas = static_cast<unsigned>((E + rows - 1) / rows) + 1;
-  auto kernel = rows == 3 ? mla_router_kernel<2, 3> : mla_router_kernel<3, 4>;
+  auto kernel = rows == 4    ? mla_router_kernel<3, 4, 0>
+                : top_k == 8 ? mla_router_kernel<2, 3, 8>
+                             : mla_router_kernel<2, 3, 0>;
   if (E > (rows == 3 ? WARPS * 64 : routing::MOST_EXPERTS)) return -1;
   return launch(kernel, dim3(ctas), dim3(THREADS), rows * D * 2, stream, 1, a);
 }

@@ -62,7 +62,9 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
     bool planned = false;
-    int ahead = 0;  // gate_up: a unit taken before it is needed
+    int ahead = 0;       // gate_up: a unit taken before it is needed
+    int opened = 0;      // gate_up: slots asked for at first
+    uint32_t heard = 0;  // gate_up: what the board said of choice `lane`
     auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_told = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || announce::told(word, a.launch))) return;
@@ -75,9 +77,11 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
       const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
       for (int n = 0; n < slots; n++) {
-        const bool looks = GATE_UP && a.launch && !planned;
-        const uint32_t word = looks ? announce::glance_choice(a.board, a.k) : 0;
         uint64_t* barrier = &barriers().full[into];
+        if (GATE_UP && opened < a.slots) {  // one at a time: what others hand over would arrive behind a whole ring
+          if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
+          opened++;
+        }
         barrier_wait_to_refill(&barriers().empty[into], phase);
         if (elected()) {
           const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
@@ -101,7 +105,10 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         }
         __syncwarp();
         if (++into == a.slots) into = 0, phase ^= 1;
-        if (looks) plan_if_told(word);
+        if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
+          plan_if_told(heard);
+          heard = announce::glance_choice(a.board, a.k);
+        }
       }
       if (++buffer == a.scale_buffers) buffer = 0;
     };

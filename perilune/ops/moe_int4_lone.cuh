@@ -189,8 +189,12 @@ struct Lone {
         const uint32_t v = announce::glance(at);
         said = __shfl_sync(~0u, v, 16);
         there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
-      } while (said >> 1 != a.launch || there != 0xff);
+      } while (!announce::told_turn(said, a.launch) || there != 0xff);
       if (lane == 0) turn_shared = said & 1;
+      if (announce::processor_of(said) == announce::processor()) {  // where experts are chosen, that goes first
+        while (!__all_sync(~0u, lane >= a.k || announce::told(announce::glance_choice(a.board, a.k), a.launch))) {
+        }
+      }
     }
     meet_all();
     uint4 v[fresh::PIECES] = {};
