@@ -4,8 +4,9 @@
 // CTA h makes the values of head h, if there is such a head, and hands them to all by a board in global memory. Then
 // each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
 // the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
-// attention and the hand-over wait for would arrive behind it. A CTA takes no more than 166 KB and 32,768 registers, so
-// that the router's, the next kernel but one, can wait on the same processors.
+// attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
+// handed over too, by another board, to mla_router.cu and the experts' kernel. A CTA takes no more than 166 KB and
+// 32,768 registers, so that a router's can wait on the same processors.
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
@@ -412,7 +413,8 @@ int start(const Args& a, int64_t sms, void* stream) {
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
   // Else a processor may be set up with less shared memory than this and mla_router.cu's CTA beside it take.
-  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                       cudaSharedmemCarveoutMaxShared);
   return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
