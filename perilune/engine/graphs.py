@@ -47,7 +47,7 @@ MAX_REQUESTS = 256
 MAX_ROWS = 512
 EACH = (1, 2, 3, 4, 6, 9)  # tokens of a request that there are graphs for
 AHEAD = max(EACH) + 2  # the column where a chain's ids begin in what a step brings; MAX_DRAFTS further, its confidences
-NARROWEST = 32  # blocks in a table
+NARROWEST = 24  # blocks in a table: of 64 positions, as many as mla_decode.attend_one leaves room beside
 SPARE_BYTES = 512 << 20  # left for a capture; where there is less, cached memory is given back first
 WIDENING = 4
 

@@ -277,9 +277,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
       const auto unseen = [&](int r) {
         return min(work.end, work.context - work.count + quotient(work.row + skipped + r, H) + 1);
       };
-      attend_quarter(rows + (static_cast<int64_t>(work.first_token) * H + work.row + skipped) * WIDTH,
-                     min(QUARTER, work.rows - skipped), shared + TILE_BYTES, shared, work.start, work.end, scale,
-                     partial + skipped * 64, weights + skipped * gridDim.x + work.slot, gridDim.x, arrived, unseen);
+      attend_quarter<Short<KEYS, KEYS>>(
+          rows + (static_cast<int64_t>(work.first_token) * H + work.row + skipped) * WIDTH,
+          min(QUARTER, work.rows - skipped), shared + TILE_BYTES, shared, work.start, work.end, scale,
+          partial + skipped * 64, weights + skipped * gridDim.x + work.slot, gridDim.x, arrived, unseen);
       return;
     }
     int tiles = ceil_div(work.end - work.start, KEYS);

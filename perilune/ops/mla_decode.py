@@ -36,6 +36,8 @@ from perilune.ops.registry import Op
 ROWS = 64  # (token, head) pairs of one tile, as in the kernel
 GROUP = 16  # positions copied together; blocks of the cache hold whole groups
 LEAST = 64  # positions worth a CTA of their own
+FEW = 48  # the same where one token's context is short, by the table's width
+QUARTER = 16  # heads of a CTA there
 MOST_ROWS = 512  # of "rows"
 
 
@@ -161,6 +163,11 @@ def _kernel() -> Any:
 
 
 @functools.cache
+def _few() -> Any:
+    return compile.function("mla_decode.cu", "mla_attend_few", "ppllplppppllfp")
+
+
+@functools.cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -217,6 +224,39 @@ def attend(
     )
     assert not failed, f"mla_decode does not start: CUDA error {failed}"
     return partials, weights
+
+
+def attend_one(
+    q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> tuple[Tensor, Tensor, int]:
+    """What `attend` gives for one token of 32 or 64 heads, and the positions worth a range of their own: fewer where
+    the table is so narrow that attention's CTAs, one a processor, lie beside those of the kernel after it
+    (mla_attend_short.cuh).
+    """
+    (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    slots = processors(device)
+    if B != 1 or cache.dtype != BFLOAT16 or -(-M * block_size // FEW) * (H // QUARTER) > slots:
+        return *attend(q_full, cache, tables, query_start, context, scale, None, None), LEAST
+    partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
+    weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)
+    failed = _few()(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        block_size,
+        tables.data_ptr(),
+        M,
+        query_start.data_ptr(),
+        context.data_ptr(),
+        partials.data_ptr(),
+        weights.data_ptr(),
+        H,
+        slots,
+        scale,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"mla_attend_few does not start: CUDA error {failed}"
+    return partials, weights, FEW
 
 
 @op.impl(

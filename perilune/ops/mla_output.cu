@@ -5,8 +5,8 @@
 // each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
 // the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
 // attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
-// handed over too, by another board, to mla_router.cu and the experts' kernel. A CTA takes no more than 166 KB and
-// 32,768 registers, so that a router's can wait on the same processors.
+// handed over too, by another board, to mla_router.cu and the experts' kernel. A CTA takes no more than 166 KB and 48
+// registers a thread, so that it lies beside one of attention's (mla_attend_short.cuh), then one of the router's.
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32
 }
 
 template <typename W>
-__global__ __launch_bounds__(THREADS, 2) void output_kernel(const __grid_constant__ Args a) {
+__global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   using R = Ring<W>;
   using S = Stage<R::ROW>;
   using X = Sums<4>;
@@ -412,7 +412,7 @@ template <typename W>
 int start(const Args& a, int64_t sms, void* stream) {
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
-  // Else a processor may be set up with less shared memory than this and mla_router.cu's CTA beside it take.
+  // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
   cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout,
                        cudaSharedmemCarveoutMaxShared);
   return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);

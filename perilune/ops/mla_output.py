@@ -6,7 +6,8 @@ multiplied; then uv_fp8 [H, R, v] e4m3 and uv_scale [H, v] float32 are the very 
 q_full. The latent output and o are rounded to q_full's type; sums are fp32, rounded once.
 
 "cuda" is for one token: attention's launch, and one for all that follows (mla_output.cu), which reads w and w_uv from
-before attention has ended. "composed" is the ops one by one.
+before attention has ended, or has its queries if the table is narrow (mla_attend_short.cuh): so a token's last bits
+depend on the table's width too. "composed" is the ops one by one.
 """
 
 import functools
@@ -44,6 +45,8 @@ CASES = [
     *(_one(300, H=32, block_size=16, fp8=fp8) for fp8 in (False, True)),
     *(_one(70, D=4232, block_size=16, fp8=fp8) for fp8 in (False, True)),
     *(_one(1030, packed=True, fp8=fp8) for fp8 in (False, True)),
+    *(_one(c, fp8=c % 2 == 0) for c in (16, 47, 48, 49, 97, 1472, 1473)),  # tables of more are wide
+    *(_one(c, H=32, block_size=16) for c in (48, 1999, 3152, 3153)),
     _one(1500, scale=200.0),
     _one(0),
     _one(130, H=16),
@@ -155,7 +158,7 @@ def cuda(
     assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
     assert all(t.is_contiguous() for t in (w, uv_fp8, uv_scale) if t is not None), f"{w.stride()=}"
     tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    partials, weights = mla_decode.attend(q_full, cache, tables, query_start, context, scale, None, None)
+    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
     stream = torch.cuda.current_stream(device).cuda_stream
     y = torch.empty(1, D, dtype=q_full.dtype, device=device)
     failed = _kernel()(
@@ -175,7 +178,7 @@ def cuda(
         len(context),
         H,
         D,
-        mla_decode.LEAST,
+        least,
         mla_decode.processors(device),
         stream,
     )

@@ -217,7 +217,7 @@ def cuda(
     weights_of = (uv_fp8, uv_scale, w, w_scale, norm, gate, bias)
     assert all(t.is_contiguous() for t in weights_of if t is not None), f"{w.stride()=} {gate.stride()=}"
     tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    partials, weights = mla_decode.attend(q_full, cache, tables, query_start, context, scale, None, None)
+    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
     stream = torch.cuda.current_stream(device).cuda_stream
     boards = _boards(device, stream, H, D, E)
     # Made before the launches and while what those read is held: the second one may write them before the first ends.
@@ -229,7 +229,7 @@ def cuda(
         partials.data_ptr(), weights.data_ptr(), query_start.data_ptr(), context.data_ptr(),
         (w_uv if uv_fp8 is None else uv_fp8).data_ptr(), None if uv_scale is None else uv_scale.data_ptr(),
         w.data_ptr(), None if w_scale is None else w_scale.data_ptr(), boards.values.data_ptr(), None,
-        residual.data_ptr(), boards.fresh.data_ptr(), len(partials), len(context), H, D, mla_decode.LEAST,
+        residual.data_ptr(), boards.fresh.data_ptr(), len(partials), len(context), H, D, least,
         mla_decode.processors(device), stream,
     )  # fmt: skip
     assert not failed, f"mla_output does not start: CUDA error {failed}"

@@ -207,7 +207,7 @@ def test_graph_sizes() -> None:
         1, 2, 3, 4, 6, 6, 8, 12, 16, 32, 96, 128, 256,
     ]  # fmt: skip
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
-    assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [32, 32, 128, 512]
+    assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [24, 24, 96, 1536]
     assert table_width(5, 20) == 20 and table_width(600, 700) == 700
 
 

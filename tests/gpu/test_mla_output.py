@@ -56,6 +56,26 @@ def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
             assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (64, 16), (32, 32)])
+def test_attention_beside_it_is_attention_before_it(heads: int, block_size: int, fp8: bool) -> None:
+    """A wider table, which holds no more, takes the kernel that leaves no room beside it."""
+    most = mla_decode.processors(CUDA) // (heads // mla_decode.QUARTER) * mla_decode.FEW // block_size
+    for context in (1, (most - 1) * block_size, *torch.randint(2, (most - 1) * block_size + 1, (8,)).tolist()):
+        case = mla_output.Case((1,), (context,), heads, block_size=block_size, D=K2.hidden, fp8=fp8)
+        args = mla_output.inputs(case, Make(BFLOAT16, CUDA, context))
+        tables = args["tables"]
+        wider = tables[:, -1:].expand(1, most + 1 - tables.shape[1])
+        wide = args | {"tables": torch.cat([tables, wider], 1)}
+        leasts = [
+            mla_decode.attend_one(*(a[n] for n in ("q_full", "cache", "tables", "query_start", "context", "scale")))[2]
+            for a in (args, wide)
+        ]
+        assert leasts == [mla_decode.FEW, mla_decode.LEAST]
+        y, expected = _run(args).double(), _run(wide).double()
+        assert (y - expected).norm() <= mla_output.TOL["y"][BFLOAT16].norm * expected.norm()
+
+
 def test_two_streams_at_once() -> None:
     inputs = [_inputs(c, 64, fp8, c) for c, fp8 in ((1024, False), (2000, True))]
     want = [_run(args) for args in inputs]
