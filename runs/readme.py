@@ -40,15 +40,23 @@ PEER_PREFILL = {1000: 5.9, 4000: 17.5, 10000: 40.4}
 
 
 def latest(bench: str, *, shapes: bool = False) -> list[dict]:
-    """The newest row of each configuration: of a model's real weights, or of a slice of exact shapes."""
+    """Of each configuration, of a model's real weights or of a slice of exact shapes, the newest commit's row: where it
+    was measured several times, the median."""
     keys = ("model", "shape", "batch", "context", "tokens", "gpu", "rest_dtype", "kv_dtype", "draft")
-    rows: dict[tuple, dict] = {}
+    rows: dict[tuple, list[dict]] = {}
     for line in (ROOT / "bench/results" / f"{bench}.jsonl").read_text().splitlines():
         row = json.loads(line)
         if ("shape" in row) == shapes and row.get("balanced", True):
             prefill = (row.get("expert_format"), row.get("cached") or 0) if bench == "prefill" else ()
-            rows[(*(row.get(k) for k in keys), *prefill)] = row
-    return list(rows.values())
+            rows.setdefault((*(row.get(k) for k in keys), *prefill), []).append(row)
+    return [median(some) for some in rows.values()]
+
+
+def median(rows: list[dict]) -> dict:
+    """Of the rows of the last one's commit; of two in the middle the slower one."""
+    newest = [r for r in rows if r["commit"] == rows[-1]["commit"]]
+    measure = next(k for k in ("us_per_layer", "ms_per_layer", "step_ms") if k in newest[0])
+    return sorted(newest, key=lambda r: r[measure])[len(newest) // 2]
 
 
 def table() -> str:
