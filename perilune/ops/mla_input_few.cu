@@ -15,7 +15,7 @@ using namespace before_attention;
 
 namespace {
 
-using announce::put;
+using announce::glance16, announce::misses, announce::put;
 
 constexpr int MOST_TOKENS = 4;
 constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
@@ -47,20 +47,11 @@ __device__ __forceinline__ void tell(uint32_t (&set)[2][MOST_TOKENS][WORDS], int
   put(&set[turn][token][at], ~v);
   set[turn ^ 1][token][at] = 0;
 }
-__device__ __forceinline__ uint4 look(const uint32_t* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
 __device__ __forceinline__ uint4 inverted(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
 // Four words, once they are told. A warp that has waited comes together by __syncwarp().
 __device__ __forceinline__ uint4 seen(const uint32_t* p) {
   uint4 v;
-  do v = look(p);
+  do v = glance16(p);
   while (misses(v));
   return inverted(v);
 }
@@ -148,7 +139,7 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int 
   const uint32_t* from = a.board->x[turn][min(g % 4, T - 1)] + warp * (stream::BLOCK / 2) + t * 8 + g / 4 * 4;
   barrier_wait(&shared.told, 0);  // looking earlier slows down who publishes
 #pragma unroll
-  for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) x[n] = look(from + n * APART);
+  for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) x[n] = glance16(from + n * APART);
   if (warp >= WARPS - T) {
     const int token = WARPS - 1 - warp;
     const uint4 v = seen(a.board->pieces[turn][token] + lane * 4);
@@ -162,7 +153,7 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int 
     missing = false;
 #pragma unroll
     for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) {
-      if (misses(x[n])) x[n] = look(from + n * APART), missing = true;
+      if (misses(x[n])) x[n] = glance16(from + n * APART), missing = true;
     }
   } while (missing);
   __syncwarp();
@@ -334,14 +325,14 @@ __global__ __launch_bounds__(THREADS, 1) void mla_input_few_kernel(const __grid_
     uint4 v[Q_EACH];
 #pragma unroll
     for (int n = 0; n < Q_EACH; n++) {
-      if (tid + n * CONSUMERS < Q_ALL) v[n] = look(at(n));
+      if (tid + n * CONSUMERS < Q_ALL) v[n] = glance16(at(n));
     }
     bool missing;
     do {
       missing = false;
 #pragma unroll
       for (int n = 0; n < Q_EACH; n++) {
-        if (tid + n * CONSUMERS < Q_ALL && misses(v[n])) v[n] = look(at(n)), missing = true;
+        if (tid + n * CONSUMERS < Q_ALL && misses(v[n])) v[n] = glance16(at(n)), missing = true;
       }
     } while (missing);
     __syncwarp();
