@@ -178,9 +178,6 @@ class _Guesses(Speculator):
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
         return {w.rid: [self._random.randrange(self._vocabulary) for _ in range(self._count)] for w in plan.work}
 
-    def chain(self, plan: StepPlan) -> int:
-        return 0
-
 
 def _verified(engine: Engine) -> int:
     """How many tokens, all of them others, the cycle that ran last verified."""

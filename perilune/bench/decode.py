@@ -28,11 +28,9 @@ from perilune.ops.timing import measure_roof
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes a decode step reads: `always` whatever the routing, but for `not_alone` of them if it is of one token, and
-    `per_expert` for each distinct expert and layer."""
+    """Bytes a decode step reads: `always` whatever the routing, `per_expert` for each distinct expert and layer."""
 
     always: int
-    not_alone: int
     per_expert: int
     moe_layers: int
     routed: int
@@ -45,19 +43,16 @@ class Footprint:
 
     def step_bytes(self, batch: int, context: int) -> float:
         experts = self.moe_layers * self.distinct(batch) * self.per_expert
-        return self.always - (self.not_alone if batch == 1 else 0) + experts + batch * context * self.kv_per_token
+        return self.always + experts + batch * context * self.kv_per_token
 
 
 def footprint(model: KimiK2, pages: torch.Tensor) -> Footprint:
     weights, config = model.weights, model.config
     moe = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, Moe)]
     expert_bytes = sum(_bytes(m.experts) for m in moe)
-    attention = [layer.attention for layer in weights.layers]
-    copies, copied = sum(_bytes(a.uv_fp8) for a in attention), sum(_bytes(a.w_uv) for a in attention if a.uv_fp8)
     # Of the embedding a step reads one row per token: nothing beside the rest.
     return Footprint(
-        always=_bytes(weights) - expert_bytes - weights.embed.nbytes - copies,
-        not_alone=copied - copies if pages.is_cuda else 0,
+        always=_bytes(weights) - expert_bytes - weights.embed.nbytes,
         per_expert=expert_bytes // (len(moe) * config.n_routed_experts) if moe else 0,
         moe_layers=len(moe),
         routed=config.n_routed_experts,

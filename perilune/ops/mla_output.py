@@ -138,6 +138,59 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     )
 
 
+def launch(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    board: Tensor,
+    y: Tensor | None,
+    residual: Tensor | None = None,
+    fresh: Tensor | None = None,
+) -> None:
+    """Both launches of one token. The second one writes `y` [1, D], or if that is None adds to `residual` [1, D] and
+    hands the sums over by `fresh`; `board` is its own. Whoever writes before it has ended must have his memory before
+    this is called: what it reads besides is free again afterwards."""
+    (_, H, _), D, device = q_full.shape, w.shape[0], q_full.device
+    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
+    assert all(t.is_contiguous() for t in (w, uv_fp8, uv_scale) if t is not None), f"{w.stride()=}"
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
+
+    def at(t: Tensor | None) -> int | None:
+        return None if t is None else t.data_ptr()
+
+    failed = _kernel()(
+        partials.data_ptr(),
+        weights.data_ptr(),
+        query_start.data_ptr(),
+        context.data_ptr(),
+        at(w_uv if uv_fp8 is None else uv_fp8),
+        at(uv_scale),
+        w.data_ptr(),
+        at(w_scale),
+        board.data_ptr(),
+        at(y),
+        at(residual),
+        at(fresh),
+        len(partials),
+        len(context),
+        H,
+        D,
+        least,
+        mla_decode.processors(device),
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"mla_output does not start: CUDA error {failed}"
+
+
 @op.impl("cuda", when=_fits, alone=True)
 def cuda(
     q_full: Tensor,
@@ -154,35 +207,10 @@ def cuda(
 ) -> Tensor:
     if not all(met for met, _ in mla_decode.needs(q_full, cache)):  # which w does not decide
         return composed(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)
-    (_, H, _), D, device = q_full.shape, w.shape[0], q_full.device
-    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
-    assert all(t.is_contiguous() for t in (w, uv_fp8, uv_scale) if t is not None), f"{w.stride()=}"
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    y = torch.empty(1, D, dtype=q_full.dtype, device=device)
-    failed = _kernel()(
-        partials.data_ptr(),
-        weights.data_ptr(),
-        query_start.data_ptr(),
-        context.data_ptr(),
-        (w_uv if uv_fp8 is None else uv_fp8).data_ptr(),
-        None if uv_scale is None else uv_scale.data_ptr(),
-        w.data_ptr(),
-        None if w_scale is None else w_scale.data_ptr(),
-        _board(device, stream, H).data_ptr(),
-        y.data_ptr(),
-        None,
-        None,
-        len(partials),
-        len(context),
-        H,
-        D,
-        least,
-        mla_decode.processors(device),
-        stream,
-    )
-    assert not failed, f"mla_output does not start: CUDA error {failed}"
+    y = torch.empty(1, w.shape[0], dtype=q_full.dtype, device=q_full.device)
+    stream = torch.cuda.current_stream(q_full.device).cuda_stream
+    board = _board(q_full.device, stream, q_full.shape[1])
+    launch(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, board, y)
     return y
 
 

@@ -141,11 +141,6 @@ op = Op("mla_router", CASES, TOL, inputs, cost, reference, decides=(0, 9))
 
 
 @functools.cache
-def _add() -> Any:
-    return compile.function("mla_output.cu", "mla_output", "p" * 12 + "l" * 6 + "p")
-
-
-@functools.cache
 def _choose() -> Any:
     return compile.function("mla_router.cu", "mla_router", "p" * 10 + "l" * 6 + "ffp")
 
@@ -213,26 +208,18 @@ def cuda(
             q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm,
             eps, gate, bias, top_k, n_group, topk_group, factor, normalise,
         )  # fmt: skip
-    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
-    weights_of = (uv_fp8, uv_scale, w, w_scale, norm, gate, bias)
-    assert all(t.is_contiguous() for t in weights_of if t is not None), f"{w.stride()=} {gate.stride()=}"
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
+    assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
     stream = torch.cuda.current_stream(device).cuda_stream
     boards = _boards(device, stream, H, D, E)
-    # Made before the launches and while what those read is held: the second one may write them before the first ends.
+    # Before the launches: the second one of `launch` has not ended when these are written.
     x = torch.empty_like(residual)
     ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
     shares = torch.empty(1, top_k, device=device)
     number = router.announce(x, ids, stream, router.Source(boards.fresh, norm, eps))
-    failed = _add()(
-        partials.data_ptr(), weights.data_ptr(), query_start.data_ptr(), context.data_ptr(),
-        (w_uv if uv_fp8 is None else uv_fp8).data_ptr(), None if uv_scale is None else uv_scale.data_ptr(),
-        w.data_ptr(), None if w_scale is None else w_scale.data_ptr(), boards.values.data_ptr(), None,
-        residual.data_ptr(), boards.fresh.data_ptr(), len(partials), len(context), H, D, least,
-        mla_decode.processors(device), stream,
+    mla_output.launch(
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, boards.values, None,
+        residual, boards.fresh,
     )  # fmt: skip
-    assert not failed, f"mla_output does not start: CUDA error {failed}"
     failed = _choose()(
         boards.fresh.data_ptr(), boards.launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
         x.data_ptr(), boards.scores.data_ptr(), router.board(device, stream).data_ptr(), ids.data_ptr(),
