@@ -95,7 +95,7 @@ class Grammars:
 
     def compile(self, constraint: Constraint, prompt: tuple[int, ...]) -> "Future[Session]":
         """The answer's beginning; the future raises EngineError if it cannot be."""
-        return self._compiler.submit(self._compile, constraint, prompt[-1])
+        return self._compiler.submit(self._compile, constraint, prompt)
 
     def open(self, rid: int, session: Session) -> None:
         self._sessions[rid] = session
@@ -205,12 +205,14 @@ class Grammars:
                 first += w.drafts + 1
         return found
 
-    def _compile(self, constraint: Constraint, last: int) -> Session:
+    def _compile(self, constraint: Constraint, prompt: tuple[int, ...]) -> Session:
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             known = self._vocabulary
-            opened = last == known.tokenizer.special_id("<think>")
+            # Behind <think> the prompt may hold the beginning of the thought, which is text.
+            last = next(filter(known.tokenizer.is_special, reversed(prompt)), None)
+            opened = last is not None and last == known.tokenizer.special_id("<think>")
             return Session(Enforcer(known, constraint, opened=opened), known.words)
         except (GrammarError, CheckpointError) as e:
             raise EngineError(f"the constraint cannot be enforced: {e}") from e
