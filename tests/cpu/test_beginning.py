@@ -1,4 +1,4 @@
-"""Answers whose beginning the client wrote: prompts, streams, forms and /tokenize of a continued message."""
+"""Answers that the client has begun: prompts, streams, forms and /tokenize of a continued message."""
 
 import json
 from typing import Any
