@@ -155,7 +155,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
         if key not in fields:
             raise ConfigError(f"unknown config key {key!r}; known: {', '.join(sorted(fields))}")
         if not _fits(value, hints[key]):
-            raise ConfigError(f"{key} must be {_spell(hints[key])}, not {value!r}")
+            raise ConfigError(f"{key} must be {spelled(hints[key])}, not {value!r}")
     return kind(**values)
 
 
@@ -193,7 +193,8 @@ def _is_mapping(origin: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _spell(hint: Any) -> str:
+def spelled(hint: Any) -> str:
+    """The values that a field of this type takes, in words, for errors and for docs/configuration.md."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, args))
@@ -202,6 +203,6 @@ def _spell(hint: Any) -> str:
     if origin is tuple:
         return "a list of strings"
     if args:
-        return " or ".join(_spell(a) for a in args if a is not type(None))
+        return " or ".join(spelled(a) for a in args if a is not type(None))
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return names.get(hint, str(hint))
