@@ -118,7 +118,7 @@ class ServerConfig:
     served_model_name: str | None = _doc("name clients use; default: the model's own", None)
     api_key: str | None = _doc("if set, requests must carry it as a bearer token", None)
     chat_template: str | None = _doc(
-        "family member whose prompts are written, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
+        "family member to write prompts for, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
         None,
     )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
@@ -128,7 +128,7 @@ class ServerConfig:
         False,
     )
     cors_origins: tuple[str, ...] = _doc(
-        "origins of web pages whose scripts may call the server, e.g. https://chat.example.org; * allows all", ()
+        "origins of web pages with scripts that may call the server, e.g. https://chat.example.org; * allows all", ()
     )
 
     def __post_init__(self) -> None:
