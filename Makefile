@@ -4,22 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= kimi-nano
 PORT ?= 8000
+XDIST := --numprocesses auto --maxprocesses 8 --dist worksteal
+# Scheduler, KV cache, text and grammar: tests that never import torch.
+FAST := tests/cpu/test_blocks.py tests/cpu/test_prefix.py tests/cpu/test_scheduler.py tests/cpu/test_suffix.py \
+  tests/cpu/test_stream.py tests/cpu/test_chat.py tests/cpu/test_members.py tests/cpu/test_family.py \
+  tests/cpu/test_tools.py tests/cpu/test_tokenizer.py tests/cpu/test_grammar.py tests/cpu/test_unordered.py
 
-.PHONY: install serve test check bench format clean
+.PHONY: install serve test fast check bench format clean
 
 install: $(VENV)/.installed
 serve: install
 	$(BIN)/perilune serve $(MODEL) --port $(PORT)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest $(XDIST)
+
+fast: $(VENV)/.test
+	$(BIN)/python -m pytest $(XDIST) -p tests.no_torch $(FAST)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/cpu/test_imports.py
-	$(BIN)/python runs/readme.py --check
+	$(BIN)/python -m runs.readme --check
 
 bench: install
 	$(BIN)/perilune bench decode $(MODEL)

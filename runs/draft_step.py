@@ -82,7 +82,7 @@ def measure(target: KimiConfig, args: argparse.Namespace) -> None:
     }
     if ranks.rank() == 0:
         if args.ledger:
-            ledger.append([record])
+            ledger.append([record], ledger.DEFAULT)
         print(json.dumps(record))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from perilune.core.errors import ConfigError
 
-DEFAULT = Path("bench/results")
+DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherever the caller is
 
 
 def circumstances() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def append(rows: list[dict[str, Any]], directory: Path = DEFAULT) -> Path:
+def append(rows: list[dict[str, Any]], directory: Path) -> Path:
     """Adds rows to their bench's file. One write per call, so that a kill leaves no half row."""
     (bench,) = {row["bench"] for row in rows}
     file = directory / f"{bench}.jsonl"

@@ -19,7 +19,7 @@ def ledger_option(bench: str) -> Callable[[F], F]:
         "directory",
         type=click.Path(path_type=Path),
         default=None,
-        help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is {ledger.DEFAULT}).",
+        help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results).",
     )
 
 

@@ -118,7 +118,7 @@ class ServerConfig:
     served_model_name: str | None = _doc("name clients use; default: the model's own", None)
     api_key: str | None = _doc("if set, requests must carry it as a bearer token", None)
     chat_template: str | None = _doc(
-        "family member whose prompts are written, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
+        "family member to write prompts for, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
         None,
     )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
@@ -128,7 +128,7 @@ class ServerConfig:
         False,
     )
     cors_origins: tuple[str, ...] = _doc(
-        "origins of web pages whose scripts may call the server, e.g. https://chat.example.org; * allows all", ()
+        "origins of web pages with scripts that may call the server, e.g. https://chat.example.org; * allows all", ()
     )
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
         if key not in fields:
             raise ConfigError(f"unknown config key {key!r}; known: {', '.join(sorted(fields))}")
         if not _fits(value, hints[key]):
-            raise ConfigError(f"{key} must be {_spell(hints[key])}, not {value!r}")
+            raise ConfigError(f"{key} must be {spelled(hints[key])}, not {value!r}")
     return kind(**values)
 
 
@@ -193,7 +193,8 @@ def _is_mapping(origin: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _spell(hint: Any) -> str:
+def spelled(hint: Any) -> str:
+    """The values that a field of this type takes, in words, for errors and for docs/configuration.md."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, args))
@@ -202,6 +203,6 @@ def _spell(hint: Any) -> str:
     if origin is tuple:
         return "a list of strings"
     if args:
-        return " or ".join(_spell(a) for a in args if a is not type(None))
+        return " or ".join(spelled(a) for a in args if a is not type(None))
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return names.get(hint, str(hint))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from perilune.core.errors import ConfigError
 from perilune.draft import shards
+from perilune.draft.storage import load_file, save_file
 from perilune.formats.jsonfile import read_object, write_object
 
 ABOUT = "corpus.json"

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft import shards
 from perilune.draft.capture import Capture, Captured
 from perilune.draft.corpus import Corpus, Row
+from perilune.draft.storage import safe_open, save_file
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
 from perilune.formats.jsonfile import read_object, write_object

@@ -17,8 +17,6 @@ from random import Random
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +29,7 @@ from perilune.draft.lessons import Lessons
 from perilune.draft.losses import LOSSES
 from perilune.draft.optimizer import HEAD, Optimizer, distribute
 from perilune.draft.states import States
+from perilune.draft.storage import safe_open, save_file
 from perilune.draft.trainee import Trainee
 from perilune.draft.vocabulary import most_frequent
 from perilune.model.eagle3_config import Eagle3Config

@@ -1,4 +1,5 @@
-"""FP8 in blocks, as Kimi K2's first releases store every linear layer but lm_head.
+"""FP8 in blocks, as Kimi K2's first releases store every linear layer but lm_head
+(docs/formats.md section 3.2).
 
 weight           [..., o, i] float8_e4m3fn
 weight_scale_inv [..., ceil(o/128), ceil(i/128)] float32: multiplied, whatever its name says; blocks at the lower and

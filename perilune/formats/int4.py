@@ -1,4 +1,5 @@
-"""INT4 in the compressed-tensors layout `pack-quantized`: symmetric, one scale per group of 32 inputs.
+"""INT4 in the compressed-tensors layout `pack-quantized`: symmetric, one scale per group of 32 inputs
+(docs/formats.md section 3.3).
 
 weight_packed [..., i/8] int32: element k of a row is q + 8 in bits 4(k%8) .. 4(k%8)+3 of word k//8, q in -8..7, so that
                          byte b of a row holds element 2b in its low nibble and 2b + 1 in its high one

@@ -1,4 +1,4 @@
-"""INT4 with compact scales, our own: one byte for every 32 weights instead of two.
+"""INT4 with compact scales, our own: one byte for every 32 weights instead of two (docs/formats.md section 3.6).
 
 weight_packed    [..., o, i/8] int32, as int4.py's
 weight_scale     [..., o, i/32] uint8 in 1..255

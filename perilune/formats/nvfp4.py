@@ -1,4 +1,5 @@
-"""NVFP4 in ModelOpt's layout: e2m1 values, an e4m3 scale for every 16 of them, a float32 scale for the matrix.
+"""NVFP4 in ModelOpt's layout: e2m1 values, an e4m3 scale for every 16 of them, a float32 scale for the matrix
+(docs/formats.md section 3.4).
 
 weight         [..., o, i/2] uint8: byte b of a row holds element 2b in its low nibble and 2b + 1 in its high one; bits
                0 to 2 of a nibble choose from E2M1, bit 3 is the sign

@@ -1,4 +1,5 @@
-"""NVFP4 in the compressed-tensors layout `nvfp4-pack-quantized`; nvfp4.py has the numbers.
+"""NVFP4 in the compressed-tensors layout `nvfp4-pack-quantized`; nvfp4.py has the numbers
+(docs/formats.md section 3.7).
 
 weight_packed       [o, i/2] uint8, as ModelOpt's weight
 weight_scale        [o, i/16] float8_e4m3fn

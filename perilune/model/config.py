@@ -36,7 +36,7 @@ _ONLY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
-    """The YaRN fields of a configuration; spec: DeepSeek's form, ramp bounds rounded outwards."""
+    """YaRN fields of a configuration; DeepSeek's form, ramp bounds rounded outwards (docs/formats.md section 2.2)."""
 
     factor: float
     original_max_position_embeddings: int

@@ -1,4 +1,5 @@
-"""EAGLE-3 and 3.1 drafts: one decoder layer that guesses the target's next tokens from its hidden states (spec 6).
+"""EAGLE-3 and 3.1 drafts: one decoder layer that guesses the target's next tokens from its hidden states
+(docs/formats.md section 6).
 
 A draft position t pairs the target's feature at t with the *next* token's embedding, and says what follows that token:
 

@@ -1,4 +1,4 @@
-"""The config.json of an EAGLE-3 or 3.1 draft, in the spellings that published ones have (spec section 6).
+"""The config.json of an EAGLE-3 or 3.1 draft, in the spellings that published ones have (docs/formats.md section 6).
 
 A key that is not known to be meaningless here is refused by name: a draft that is run otherwise than it was trained
 still "works", and only accepts less.
@@ -181,7 +181,7 @@ class Eagle3Config:
         """The target's layers whose input is read, 0-based; `target_layers` is the number of all, itself allowed.
 
         Files disagree about what their ids mean. Those that begin with 1 name outputs, so the layer after is meant;
-        others name inputs (the rule of SGLang; spec 6.3).
+        others name inputs (the rule of SGLang; docs/formats.md section 6.3).
         """
         ids = self.aux_layer_ids
         if ids is None:

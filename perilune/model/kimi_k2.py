@@ -1,4 +1,5 @@
-"""The Kimi K2 text model: MLA + mixture of experts, as in the DeepSeek-V3 report with Kimi's sizes (spec section 2).
+"""The Kimi K2 text model: MLA + mixture of experts, as in the DeepSeek-V3 report with Kimi's sizes
+(docs/formats.md section 2).
 
 It holds no state but weights and rope tables, calls only `ops`, and knows neither requests nor devices: a step is
 T tokens of any requests, in any mixture of prompt chunks and single decoded tokens.
@@ -110,7 +111,8 @@ class KimiK2:
 
     def hidden_with_aux(self, step: Step, cache: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[T, D] after the final norm, and [T, len(layers) D]: the residual stream as it enters the layers with these
-        numbers, one beside the other, which is what drafts read (spec 6.3). num_hidden_layers: as it leaves the last.
+        numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
+        num_hidden_layers: as it leaves the last.
         """
         h, x, cos, sin = embed_norm(
             step.tokens,

@@ -1,4 +1,4 @@
-"""INT4 weights as checkpoints hold them (spec section 3.3), in plain torch."""
+"""INT4 weights as checkpoints hold them (docs/formats.md section 3.3), in plain torch."""
 
 import torch
 from torch import Tensor

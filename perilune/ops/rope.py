@@ -1,4 +1,4 @@
-"""Rotary embedding of interleaved pairs (spec section 2.2): y[2i] = x[2i] cos_i - x[2i+1] sin_i,
+"""Rotary embedding of interleaved pairs (docs/formats.md section 2.2): y[2i] = x[2i] cos_i - x[2i+1] sin_i,
 y[2i+1] = x[2i+1] cos_i + x[2i] sin_i.
 
 x [T, H, r], strided in T and H if need be; cos and sin [T, r / 2] float32; y [T, H, r] contiguous, as x.

@@ -1,4 +1,4 @@
-"""Which experts a token goes to and with what weight (noaux_tc, spec section 2.3), all in fp32.
+"""Which experts a token goes to and with what weight (noaux_tc, docs/formats.md section 2.3), all in fp32.
 
 s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group groups with the largest sum of their two
 best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;

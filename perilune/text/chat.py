@@ -1,6 +1,7 @@
 """Messages to prompt. Control tokens are pieces of their own; everything a client wrote is plain text between them.
 
-The grammar of a turn is the same in the whole family; what its members write differently is data (text/family.py).
+The grammar of a turn is the same in the whole family; what its members write differently is data (text/family.py,
+docs/formats.md section 5.4).
 """
 
 from collections.abc import Mapping, Sequence

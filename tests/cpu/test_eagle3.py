@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts: the model against the spec written out, loading, and the drafter's chain with its cache."""
+"""EAGLE-3 drafts: the model against docs/formats.md section 6, loading, the drafter's chain and its cache."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def written(path: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path
     return path
 
 
-# ---- the equations of the spec, for one sequence, nothing cached ---------------------------------------------------
+# ---- the equations of docs/formats.md section 6, for one sequence, nothing cached ------------------------------------
 
 
 def rms(x: Tensor, w: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ COMMAND = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--p
 class Server:
     """A server process in a process group of its own; `lines` is what it printed."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, command: Sequence[str] = COMMAND, **where: Any) -> None:
+        """`where`: cwd and env of the process."""
         self.process = subprocess.Popen(
-            [*COMMAND, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
-        )
+            [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+            **where,
+        )  # fmt: skip
         self.lines: list[str] = []
         self.ready = threading.Event()
         self.url = ""
