@@ -130,8 +130,8 @@ def _answers(
         told["tool JSON"] = "not used: tools are declared in TypeScript"
     else:
         written = "', ' and ': '" if member is not None and member.tools == "tojson" else "compact ones"
-        known = "the template sets separators of its own" if b"separators" in template else "the files set no separators"
-        told["tool JSON"] = f"{known}; {written} are written"
+        known = "the template sets" if b"separators" in template else "the files do not set"
+        told["tool JSON"] = f"{known} separators of JSON; {written} are written"
     generation = path / "generation_config.json"
     said = _json(generation, findings)
     said.pop("transformers_version", None)
