@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from perilune.ops.mla_absorbed import mla_absorbed
 from perilune.ops.rmsnorm import rmsnorm
 from perilune.ops.router import router
 from perilune.ops.sample import sample, weights
-from tests import ran
 
 CPU = torch.device("cpu")
 OPS = registry.all_ops()
@@ -52,70 +50,6 @@ def make(seed: int = 0, dtype: torch.dtype = FLOAT32) -> Make:
 def test_implementations_agree_with_the_reference(name: str, case: Any, dtype: torch.dtype) -> None:
     for verdict in check.check(OPS[name], case, dtype, CPU):
         assert verdict.failed is None, f"{verdict.impl}: {verdict.failed}"
-
-
-@pytest.mark.parametrize(("name", "case", "dtype"), GRID, ids=[f"{n}-{c}-{check.short(d)}" for n, c, d in GRID])
-def test_what_ran_is_what_was_logged(
-    name: str, case: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    ran.what_ran_is_what_was_logged(OPS[name], case, dtype, CPU, caplog)
-
-
-def test_no_implementation_names_another() -> None:
-    """Past the registry, that is; also those for GPUs, which cannot run here. References are made of references."""
-    by_code = ran.implementations()
-    assert len(by_code) > 100
-    found = [
-        f"{op.name}/{impl.name} names {sorted(by_code[other.__code__])}"
-        for op in OPS.values()
-        for impl in op.impls.values()
-        for other in ran.named_in(impl.run)
-        if other.__code__ in by_code
-    ]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ({}, None),
-        ({"q_full": (2, 64, 576)}, "one token"),
-        ({"q_full": (1, 16, 576)}, "32 or 64 heads"),
-        ({"cache": (8, 8, 576)}, "cache blocks of a multiple of 16"),
-        ({"cache": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
-        ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),
-        ({"gate": (384, 7168, FLOAT32)}, "a bfloat16 gate"),
-        ({"gate": (520, 7168)}, "at most 512 experts"),
-        ({"top_k": 40}, "at most 32 choices"),
-        ({"n_group": 8, "topk_group": 4}, "one choice among all experts"),
-    ],
-)
-def test_one_tokens_kernels_say_what_they_need(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], reason: str | None
-) -> None:
-    """As on a Hopper GPU, which is not here: what those kernels do not take they refuse before they are chosen."""
-    monkeypatch.setattr(compile, "is_hopper", lambda device: True)
-    monkeypatch.setattr(compile, "library", lambda source: object())
-    monkeypatch.setattr("perilune.ops.mla_decode.processors", lambda device: 132)
-    sizes = {"q_full": (1, 64, 576), "cache": (8, 64, 576), "w": (7168, 8192), "gate": (384, 7168)}
-    sizes |= {"top_k": 8, "n_group": 1, "topk_group": 1} | other
-
-    def made(size: Any) -> Any:
-        if isinstance(size, int):
-            return size
-        whole = [n for n in size if isinstance(n, int)]
-        return torch.empty(whole, dtype=size[-1] if len(whole) < len(size) else torch.bfloat16, device="meta")
-
-    a = SimpleNamespace(**{name: made(size) for name, size in sizes.items()})
-    want = True if reason is None else f"needs {reason}"
-    assert OPS["mla_router"].impls["cuda"].when(a, torch.device("cuda")) == want
-    own = {"gate", "top_k", "n_group"} & other.keys()
-    assert OPS["mla_output"].impls["cuda"].when(a, torch.device("cuda")) == (True if own else want)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_what_decides_decides(name: str) -> None:
-    ran.what_decides_decides(OPS[name], CPU)
 
 
 def test_every_op_is_registered_under_its_file() -> None:
