@@ -27,7 +27,7 @@ from perilune.text.stream import Reasoning
 ANSWER_TOKENS = 500
 EXTENDED = ("perilune", "vllm", "sglang")  # what servers that know the extension ignore_eos call themselves
 MARGIN = 0.02  # a prompt may be this much shorter than asked for
-MAX_COUNTS = 6  # tries at a prompt of the right length
+MAX_COUNTS = 12  # tries at a prompt of the right length; usual is 1 to 4
 SLACK = 32  # tokens of context left free beside prompt and output
 _FIRST_GUESS = 1.6  # tokens per word before any server has counted
 
@@ -118,39 +118,47 @@ class Prompts:
         self._beside = 0.0  # tokens of the question and the chat template
 
     async def calibrate(self) -> None:
-        """Learns tokens per word from two short unmeasured requests, which also warm the connection up."""
-        many = max(2, min(200, self.tokens // 8))
+        """Learns tokens per word from two short unmeasured requests, which also warm the connection up.
+
+        Both begin with the same nonce: two nonces can differ by several tokens, as much as these few words take.
+        """
+        many, nonce = max(2, min(200, self.tokens // 8)), secrets.token_hex(8)
         counts = []
         for words in (many // 2, many):
-            reply = await self._endpoint.complete({"messages": ask(words, secrets.token_hex(8)), "max_tokens": 2})
+            reply = await self._endpoint.complete({"messages": ask(words, nonce), "max_tokens": 2})
             counts.append(reply.usage.prompt if reply.usage is not None else 0)
         if counts[1] > counts[0] > 0:
             self._per_word = (counts[1] - counts[0]) / (many - many // 2)
             self._beside = max(0.0, counts[1] - self._per_word * many)
 
     async def new(self) -> list[dict[str, Any]]:
-        """Messages of a prompt nobody has seen: within 2 % below `tokens` if the server counts, else about that."""
+        """Messages of a prompt that was never sent before. If the server counts: at most `tokens` tokens, and at least
+        98 % of them wherever some number of words gives that, else the most words that fit. Otherwise about `tokens`.
+        """
         nonce = secrets.token_hex(8)
         goal = self.tokens * (1 - MARGIN / 2)
         words = max(1, round((goal - self._beside) / self._per_word))
-        fits, low, high = None, 0, None  # the longest that is short enough, its words, and the fewest that are too many
+        counted: dict[int, int] = {}  # words: tokens of this text; a text of more words begins with that of fewer
+        low = 0  # the most words that fit
         for _ in range(MAX_COUNTS):
             messages = ask(words, nonce)
             count = await self._endpoint.count(messages)
             if count is None or (1 - MARGIN) * self.tokens <= count <= self.tokens:
                 return messages
-            if count <= self.tokens:
-                fits, low = messages, words
-            else:
-                high = words
-            words = max(low + 1, words + round((goal - count) / self._per_word))
+            counted[words] = count
+            low = max((w for w, n in counted.items() if n <= self.tokens), default=0)
+            high = min((w for w, n in counted.items() if n > self.tokens), default=None)
+            if high == low + 1:
+                break
+            # The slope of this very text as soon as two counts are known: that of the calibration is another text's.
+            first, last = (low, high) if low and high else (min(counted), max(counted))
+            slope = (counted[last] - counted[first]) / (last - first) if first < last else self._per_word
+            words = max(low + 1, words + round((goal - count) / (slope or self._per_word)))
             if high is not None:
                 words = min(words, high - 1)
-            if words <= low:
-                break
-        if fits is None:
+        if not low:
             raise ConfigError(f"{self.tokens} tokens are too few for the question itself: raise --prompt-tokens")
-        return fits
+        return ask(low, nonce)
 
 
 def ask(words: int, nonce: str) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
 from perilune.model.weights import Weights
-from perilune.ops import latents, registry
+from perilune.ops import compile, latents, registry
 from perilune.spec.costs import Costs
 from perilune.spec.drafter import Drafter
 from perilune.spec.eagle3 import load_drafter
@@ -65,6 +65,7 @@ class Engine:
         registry.check_overrides(config.ops)
         choices = Choices([])
         device = resolve_device(config, choices)
+        compile.check_nvcc(device)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
         config, drafter_dir = resolve_draft(config, model_dir, device, choices)
         self._rejected = _rejected_log(config, choices)

@@ -8,6 +8,7 @@ several processes may build at once, and each loads a whole file.
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,6 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger("perilune.ops")
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall")
@@ -78,7 +81,24 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
         if not met:
             return f"needs {text}"
     found = library(source)
+    if isinstance(found, str) and found.startswith(NO_COMPILER):
+        _warn_without_nvcc()
     return found if isinstance(found, str) else True
+
+
+def check_nvcc(device: torch.device) -> None:
+    """For what computes on `device`, at its start: one warning for the process if kernels for it cannot be compiled."""
+    if is_hopper(device) and _nvcc() is None:
+        _warn_without_nvcc()
+
+
+@functools.cache
+def _warn_without_nvcc() -> None:
+    log.warning(
+        "no nvcc: the CUDA kernels for this GPU cannot be compiled, and PyTorch's slower operators run instead; "
+        "install the CUDA toolkit (torch was built for %s) or put its nvcc on the PATH, then start again",
+        torch.version.cuda,
+    )
 
 
 def function(stem: str, name: str, signature: str) -> ctypes._CFuncPtr:

@@ -87,6 +87,7 @@ CASES = [
     Case((1, 1, 2), (0, 40, 0), rows=2),
     Case((1, 2), (200, 300), scale=200.0),
     Case((), (), 2, 8, 8, 8),
+    *(Case((2, 1), (7, 30), 2, R, 24 - R, v) for R, v in ((16, 8), (20, 8), (16, 12))),
     Case((4, 2, 1), (64, 65, 63), 5, 40, 16, 24, 8),
     Case((1, 2), (20, 30), 4, 64, 16, 16, narrow=True),
     Case((1, 2, 1), (20, 30, 0), 4, 64, 16, 16, packed=True, rows=1),
@@ -154,7 +155,7 @@ def reference(
     return out
 
 
-op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w_uv.shape",))
 
 
 @functools.cache
@@ -292,7 +293,8 @@ def _on_cpu(dtype: torch.dtype) -> Any:
         device,
         (a.q_full.dtype == FLOAT32 and a.q_full.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
         (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
-        (a.cache.shape[2] % 8 == 0, "latent and rope widths that are multiples of 8"),
+        (a.cache.shape[2] % 8 == 0, "latent and rope widths that are together a multiple of 8"),
+        (a.w_uv.shape[1] % 8 == 0 and a.w_uv.shape[2] % 8 == 0, "latent and value widths that are multiples of 8"),
     ),
 )
 def cpp(
@@ -305,8 +307,6 @@ def cpp(
     w_uv: Tensor,
 ) -> Tensor:
     (T, H, width), (_, R, v), (N, block_size, _), (B, M) = q_full.shape, w_uv.shape, cache.shape, tables.shape
-    if R % 8 or v % 8:
-        return composed(q_full, cache, tables, query_start, context, scale, w_uv)
     tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
     w_uv = w_uv.contiguous()
     out = torch.empty(T, H, v)

@@ -50,6 +50,7 @@ CASES = [
     _one(1500, scale=200.0),
     _one(0),
     _one(130, H=16),
+    _one(300, block_size=8),
     Case(counts=(0, 1, 0), contexts=(0, 777, 0), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(1,), contexts=(256,), D=384),
@@ -102,7 +103,7 @@ def reference(
     return linear_fp8.reference(o, None, w, w_scale, 0.0, wide=False)
 
 
-op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+op = Op("mla_output", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w.shape",))
 
 
 @functools.cache
@@ -117,13 +118,12 @@ def _board(device: torch.device, stream: int, heads: int) -> Tensor:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    (T, H, width), (D, _) = a.q_full.shape, a.w.shape
+    (T, H, _), D = a.q_full.shape, a.w.shape[0]
     found = compile.on_hopper(
         "mla_output.cu",
         device,
-        (a.q_full.dtype == BFLOAT16, "bfloat16"),
         (T == 1, "one token"),
-        (width == K2.latent + K2.rope, "Kimi's latent width"),
+        *mla_decode.needs(a.q_full, a.cache),
         (H in HEADS, f"{' or '.join(map(str, HEADS))} heads"),
         (D % 8 == 0, "an output width in 8s"),
     )
@@ -205,8 +205,6 @@ def cuda(
     w: Tensor,
     w_scale: Tensor | None,
 ) -> Tensor:
-    if not all(met for met, _ in mla_decode.needs(q_full, cache)):  # which w does not decide
-        return composed(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)
     y = torch.empty(1, w.shape[0], dtype=q_full.dtype, device=q_full.device)
     stream = torch.cuda.current_stream(q_full.device).cuda_stream
     board = _board(q_full.device, stream, q_full.shape[1])

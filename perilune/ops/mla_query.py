@@ -51,6 +51,7 @@ CASES = [
     Case(0),
     Case(3, 2, 16, 24, 8, 4, strided=True),
     Case(5, 3, 8, 16, 4, 16, padding=1, narrow=True),
+    Case(3, 2, 20, 28, 4, 4),
 ]
 TOL = {"q_full": sums(), "cache": rounded()}
 
@@ -96,7 +97,7 @@ def reference(
     return torch.cat([latent, new_rows.rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
 
 
-op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6))
+op = Op("mla_query", CASES, TOL, inputs, cost, reference, decides=(0, 6), also=("w_uk.shape",))
 
 
 @functools.cache
@@ -154,6 +155,7 @@ def _on_cpu(dtype: torch.dtype) -> Any:
         device,
         (a.q.dtype == FLOAT32 and a.q.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
         (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
     ),
 )
 def cpp(
@@ -168,8 +170,6 @@ def cpp(
     eps: float,
 ) -> Tensor:
     (T, H, _), (_, n, R), (N, block_size, width) = q.shape, w_uk.shape, cache.shape
-    if R % 8:
-        return composed(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
     if ckv.stride(1) != 1:
         ckv = ckv.contiguous()
     q, cos, sin, w_uk, slots = q.contiguous(), cos.contiguous(), sin.contiguous(), w_uk.contiguous(), slots.contiguous()

@@ -56,6 +56,9 @@ CASES = [
     _one(1030, packed=True),
     _one(130, wide_gate=True),
     _one(130, H=16),
+    _one(300, block_size=8),
+    _one(300, E=520),
+    _one(300, E=64, k=40),
     _one(0),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(1,), contexts=(256,), D=384, E=16, k=4),
@@ -137,7 +140,8 @@ def reference(
     return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
 
-op = Op("mla_router", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+_ALSO = ("gate.shape", "gate.dtype", "top_k", "n_group", "topk_group")
+op = Op("mla_router", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=_ALSO)
 
 
 @functools.cache
@@ -162,12 +166,19 @@ def _boards(device: torch.device, stream: int, heads: int, D: int, experts: int)
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_output.op.impls["cuda"].when(a, device)
+    found = mla_output.op.impls["cuda"].when(a, device)  # of w it looks at the rows: as many as the gate has columns
     if found is not True:
         return found
-    D = a.w.shape[0]
+    E, D = a.gate.shape
     return compile.on_hopper(
-        "mla_router.cu", device, (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}")
+        "mla_router.cu",
+        device,
+        (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}"),
+        (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
+        (a.n_group == a.topk_group, "one choice among all experts"),
+        (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
+        (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
+        (a.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
     )
 
 
@@ -202,12 +213,6 @@ def cuda(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
     rows = _rows(E, device)
-    simple = gate.dtype == BFLOAT16 and n_group == topk_group and rows <= MOST_GATE and E <= router.MOST_EXPERTS
-    if not simple or top_k > router.MOST_CHOICES or not all(met for met, _ in mla_decode.needs(q_full, cache)):
-        return composed(
-            q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm,
-            eps, gate, bias, top_k, n_group, topk_group, factor, normalise,
-        )  # fmt: skip
     assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
     stream = torch.cuda.current_stream(device).cuda_stream
     boards = _boards(device, stream, H, D, E)

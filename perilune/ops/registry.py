@@ -2,7 +2,9 @@
 
 An op file makes one `Op` and decorates its implementations; their order in the file is the order of preference, and
 the op's reference, always runnable, comes last under the name "reference". The decision for a call is cached under
-the shapes and types of the op's deciding arguments, so that a call costs one dictionary lookup beyond the call itself.
+what the op says decides it (shapes and types of arguments, and single values), so that a call costs one dictionary
+lookup beyond the call itself. The implementation that is decided on and logged is the one that runs: none hands a call
+on to another one of its op, so what it cannot take must be among that.
 """
 
 import contextlib
@@ -10,6 +12,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from perilune.core.errors import ConfigError
 from perilune.ops.case import Tol
@@ -31,6 +33,8 @@ When = Callable[[Any, torch.device], bool | str]
 
 _ops: dict[str, "Op"] = {}
 _overrides: ContextVar[Mapping[str, str] | None] = ContextVar("perilune_op_overrides", default=None)
+_overriding = 0  # contexts that override anything, in all threads: while there is none, calls need not ask for theirs
+_counting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Impl:
     """One way to compute an op. `when(args, device)` is True, or the reason why it cannot run there.
 
     `args` has the call's arguments as attributes. `when` may look at the types and shapes of the op's deciding
-    arguments and at this machine, at nothing else: its answer is cached under those. `alone`: its kernel needs the GPU
-    for itself, see `alone` below.
+    arguments, at what is in its `also` and at this machine, at nothing else: its answer is cached under those. `alone`:
+    its kernel needs the GPU for itself, see `alone` below.
     """
 
     name: str
@@ -57,7 +61,8 @@ class Op:
     """An operation with its contract: cases, tolerances, inputs, cost, and the reference that defines it.
 
     `decides` are the positions of at most two arguments whose shape and type choose the implementation; the first
-    one also gives the device and the size. `cost(case, dtype)` counts what the op must do at least.
+    one also gives the device and the size. `also` has expressions of further arguments, by their names, whose values
+    do: "top_k", "w.shape". `cost(case, dtype)` counts what the op must do at least.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Op:
         reference: Callable[..., Any],
         *,
         decides: tuple[int, ...] = (0,),
+        also: tuple[str, ...] = (),
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
     ) -> None:
         assert name not in _ops, f"op {name} exists twice"
@@ -83,7 +89,7 @@ class Op:
         self.dtypes = dtypes
         self.parameters = tuple(inspect.signature(reference).parameters)
         self.impls: dict[str, Impl] = {}
-        self._key = _key_of_one(*decides) if len(decides) == 1 else _key_of_two(*decides)
+        self._key = _key(self.parameters, decides, also)
         self._decides = decides
         self._decisions: dict[Any, Callable[..., Any]] = {}
         self._logged: dict[Any, str] = {}
@@ -105,7 +111,7 @@ class Op:
         return (*self.impls.values(), Impl(REFERENCE, lambda args, device: True, self.reference))
 
     def __call__(self, *args: Any) -> Any:
-        overrides = _overrides.get()
+        overrides = _overrides.get() if _overriding else None
         key = self._key(args)
         if overrides is not None and (name := overrides.get(self.name)) is not None:
             key = (name, key)
@@ -168,20 +174,16 @@ class Op:
         log.info("%s on %s, %s, size < %d: %s%s%s", self.name, lead.device, types, 1 << size, name, asked, why)
 
 
-def _key_of_one(first: int) -> Callable[[Sequence[Any]], Any]:
-    def key(args: Sequence[Any]) -> Any:
-        a: Tensor = args[first]
-        return (a.shape, a.dtype, a.device)
+def _key(parameters: Sequence[str], decides: Sequence[int], also: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
+    """What decides a call, of its arguments. Compiled: a loop would take longer than all the rest of a call.
 
-    return key
-
-
-def _key_of_two(first: int, second: int) -> Callable[[Sequence[Any]], Any]:
-    def key(args: Sequence[Any]) -> Any:
-        a: Tensor = args[first]
-        b: Tensor = args[second]
-        return (a.shape, a.dtype, a.device, b.shape, b.dtype)
-
+    The device is its index, -1 for the CPU, which is made and compared in less time than a torch.device.
+    """
+    parts = [f"a[{decides[0]}].get_device()", *(f"a[{i}].shape, a[{i}].dtype" for i in decides)]
+    for expression in also:
+        name, *rest = expression.split(".")
+        parts.append(".".join([f"a[{parameters.index(name)}]", *rest]))
+    key: Callable[[Sequence[Any]], Any] = eval(f"lambda a: ({', '.join(parts)})")
     return key
 
 
@@ -219,8 +221,13 @@ def check_overrides(overrides: Mapping[str, str]) -> None:
 @contextlib.contextmanager
 def using(overrides: Mapping[str, str]) -> Iterator[None]:
     """Within it, in this thread, ops named in {op: implementation} run as told; names as in `check_overrides`."""
+    global _overriding
     token = _overrides.set(dict(overrides) or None)
+    with _counting:
+        _overriding += bool(overrides)
     try:
         yield
     finally:
+        with _counting:
+            _overriding -= bool(overrides)
         _overrides.reset(token)

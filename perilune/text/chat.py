@@ -117,7 +117,7 @@ class ChatTemplate:
         if tools:
             out += _message("system", "tool_declare", [declaration(tools, self.member.tools)])
         if self.member.default_system is not None and turns[0].role != "system":
-            out += _message("system", "system", [self.member.default_system])
+            out += [*_message("system", "system", [self.member.default_system]), self.member.after_default_system]
         for i, turn in enumerate(earlier):
             body: list[Piece] = [turn.content]
             if turn.role == "assistant":

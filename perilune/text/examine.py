@@ -126,12 +126,12 @@ def _answers(
         told["chat template"] = f"{where}, {len(template):,} bytes, sha256 {digest[:16]}; {taken}"
     else:
         told["chat template"] = f"none brought; {taken}"
-    if member is not None and member.tools != "json":
+    if member is not None and member.tools == "typescript":
         told["tool JSON"] = "not used: tools are declared in TypeScript"
-    elif b"separators" in template:
-        told["tool JSON"] = "the template sets separators of its own; compact ones are written"
     else:
-        told["tool JSON"] = "separators cannot be told from the files; compact ones are written"
+        written = "', ' and ': '" if member is not None and member.tools == "tojson" else "compact ones"
+        known = "the template sets" if b"separators" in template else "the files do not set"
+        told["tool JSON"] = f"{known} separators of JSON; {written} are written"
     generation = path / "generation_config.json"
     said = _json(generation, findings)
     said.pop("transformers_version", None)

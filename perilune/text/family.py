@@ -25,7 +25,8 @@ class Member:
     """What sets a member's prompts apart. Samplings are (temperature, top_p) as the vendor recommends them."""
 
     name: str
-    default_system: str | None  # said when a conversation does not begin with a system message; None: nothing
+    default_system: str | None  # added when a conversation does not begin with a system message; None: nothing
+    after_default_system: str  # text between the end token of that message and the next message
     tools: DeclarationForm
     thinking: Literal["never", "always", "optional"]
     opens_thought: bool  # the prompt ends in <think>; False: a model that thinks writes it itself
@@ -37,6 +38,7 @@ class Member:
 K2_INSTRUCT = Member(
     name="kimi-k2-instruct",
     default_system=_SYSTEM,
+    after_default_system="\n",
     tools="json",
     thinking="never",
     opens_thought=False,
@@ -44,12 +46,21 @@ K2_INSTRUCT = Member(
     sampling=(0.6, 1.0),
     instant_sampling=(0.6, 1.0),
 )
-K2_INSTRUCT_FIRST = replace(K2_INSTRUCT, name="kimi-k2-instruct-first", default_system=_FIRST_SYSTEM)
+K2_INSTRUCT_FIRST = replace(
+    K2_INSTRUCT,
+    name="kimi-k2-instruct-first",
+    default_system=_FIRST_SYSTEM,
+    after_default_system="",
+    tools="tojson",
+)
 K2_INSTRUCT_0905 = replace(K2_INSTRUCT, name="kimi-k2-instruct-0905")
-K2_THINKING = replace(K2_INSTRUCT, name="kimi-k2-thinking", thinking="always", sampling=(1.0, 1.0))
+K2_THINKING = replace(
+    K2_INSTRUCT, name="kimi-k2-thinking", after_default_system="", thinking="always", sampling=(1.0, 1.0)
+)
 K25 = Member(
     name="kimi-k2.5",
     default_system=None,
+    after_default_system="",
     tools="typescript",
     thinking="optional",
     opens_thought=True,

@@ -2,8 +2,9 @@
 
 K2 up to K2-Thinking reads JSON, K2.5 and later TypeScript. The declaration's bytes matter: a model calls tools
 measurably worse when they are declared in another form. Keys are sorted before anything is written, so that clients
-that order them differently share a prompt's prefix. A schema the TypeScript form cannot express turns the whole
-declaration into JSON, as in training.
+that order them differently share a prompt's prefix; only the first release of K2-Instruct, trained on Jinja's plain
+`tojson`, gets them in the client's order. A schema the TypeScript form cannot express turns the whole declaration into
+compact JSON, as in training.
 """
 
 import json
@@ -27,7 +28,7 @@ class Tool:
     raw: Mapping[str, Any]
 
 
-DeclarationForm = Literal["json", "typescript"]
+DeclarationForm = Literal["tojson", "json", "typescript"]
 Declared = Sequence[Tool | Mapping[str, Any]] | None  # a request's tools, as they came or already parsed
 
 
@@ -58,7 +59,14 @@ def show(value: Any) -> str:
 
 
 def declaration(tools: Sequence[Tool], form: DeclarationForm = "typescript") -> str:
-    """What the `tool_declare` message says: TypeScript, or compact JSON if wanted or if a schema needs it."""
+    """The body of the `tool_declare` message.
+
+    tojson      JSON as the client ordered it, separators ", " and ": "
+    json        compact JSON, keys sorted at every level
+    typescript  TypeScript; "json" for all tools if the schema of one has no TypeScript form
+    """
+    if form == "tojson":
+        return json.dumps([tool.raw for tool in tools], ensure_ascii=False, default=dict)
     entries = [_sorted(tool.raw) for tool in tools]
     if form == "typescript":
         try:

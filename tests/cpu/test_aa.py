@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import perilune
 from perilune.bench import aa
 from perilune.bench.aa import Sample, sample, summary
-from perilune.bench.endpoint import Chunk, Endpoint, EndpointError, Usage
+from perilune.bench.endpoint import Chunk, Endpoint, EndpointError, Reply, Usage
 from perilune.cli import bench_aa
 from perilune.core.errors import ConfigError
+from perilune.text.chat import template_for
 from perilune.text.stream import Content, Reasoning
+from perilune.text.tokenizer import Tokenizer
 from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, usage, whole
+
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 
 
 @pytest.fixture
@@ -188,6 +194,64 @@ def test_a_failing_request_ends_the_run(fake: FakeEndpoint) -> None:
     result = CliRunner().invoke(bench_aa.command, [fake.url, "--parallel", "4"])
     assert isinstance(result.exception, EndpointError) and "answered 503: overloaded" in str(result.exception)
     assert result.stdout == ""
+
+
+class Counting:
+    """Counts like the bundled model's server, without one."""
+
+    def __init__(self) -> None:
+        self.counts = 0
+        self._tokenizer, self._template = Tokenizer.from_directory(NANO), template_for(NANO)
+
+    async def count(self, messages: list[dict[str, Any]]) -> int:
+        self.counts += 1
+        return len(self._template.render_ids(self._tokenizer, messages))
+
+    async def complete(self, body: dict[str, Any]) -> Reply:
+        return Reply("", "", (), None, Usage(await self.count(body["messages"]), 2, None))
+
+
+@pytest.mark.skipif(not (NANO / "config.json").is_file(), reason=f"the bundled model kimi-nano is not at {NANO}")
+def test_a_thousand_prompts_of_the_bundled_model_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """184 tokens: each word takes 1 to 4 of them, the nonce 11 to 16."""
+    rng, server = random.Random(1), Counting()
+    monkeypatch.setattr(aa.secrets, "token_hex", lambda n: rng.randbytes(n).hex())
+
+    async def lengths() -> list[int]:
+        found = []
+        for _ in range(500):
+            prompts = aa.Prompts(server, 184)  # type: ignore[arg-type]
+            await prompts.calibrate()
+            found += [await server.count(await prompts.new()) for _ in range(2)]
+        return found
+
+    found = asyncio.run(lengths())
+    assert all(184 - 3 <= n <= 184 for n in found), sorted(found)[:10]
+    assert server.counts <= 500 * (2 + 2 * (1 + 3)), "two requests to calibrate, 3 tries a prompt on average"
+
+
+@pytest.mark.parametrize("per_word", [0.2, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize("beside", [0.0, 150.0])
+def test_a_wrong_calibration_costs_tries_not_length(
+    monkeypatch: pytest.MonkeyPatch, per_word: float, beside: float
+) -> None:
+    class Server:  # a word takes as many tokens as it has letters
+        async def count(self, messages: list[dict[str, Any]]) -> int:
+            return len(messages[0]["content"].replace(" ", ""))
+
+    rng, server = random.Random(2), Server()
+    monkeypatch.setattr(aa.secrets, "token_hex", lambda n: rng.randbytes(n).hex())
+
+    async def lengths() -> list[int]:
+        found = []
+        for _ in range(30):
+            prompts = aa.Prompts(server, 400)  # type: ignore[arg-type]
+            prompts._per_word, prompts._beside = per_word, beside
+            found.append(await server.count(await prompts.new()))
+        return found
+
+    longest = max(map(len, (*aa._NOUNS, *aa._VERBS, *aa._ADJECTIVES)))
+    assert all(400 - longest < n <= 400 for n in asyncio.run(lengths()))
 
 
 def test_prompts_whose_words_differ_in_length_still_fit() -> None:

@@ -25,8 +25,9 @@ OPENING = ["kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code"]
 KIMI = "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>"
 SYSTEM = {
     "kimi-k2-instruct-first": "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>",
-    "kimi-k2-instruct": KIMI,
-    "kimi-k2-instruct-0905": KIMI,
+    # The published files leave a newline after the message that they add, and after no other.
+    "kimi-k2-instruct": KIMI + "\n",
+    "kimi-k2-instruct-0905": KIMI + "\n",
     "kimi-k2-thinking": KIMI,
     **dict.fromkeys(OPENING, ""),
 }
@@ -42,6 +43,10 @@ WEATHER = {
 AS_JSON = (
     '[{"function":{"description":"Weather","name":"get_weather","parameters":{"properties":{"city":'
     '{"description":"Où?","type":"string"}},"type":"object"}},"type":"function"}]'
+)
+AS_SENT = (
+    '[{"type": "function", "function": {"parameters": {"type": "object", "properties": {"city": {"type": "string", '
+    '"description": "Où?"}}}, "name": "get_weather", "description": "Weather"}}]'
 )
 AS_TYPESCRIPT = (
     "# Tools\n\n## functions\nnamespace functions {\n// Weather\ntype get_weather = (_: {\n  // Où?\n"
@@ -61,10 +66,19 @@ def test_a_members_prompt(name: str) -> None:
     # Only the first message counts.
     late = template.render_text([user(), {"role": "system", "content": "S"}])
     assert late.startswith(SYSTEM[name] + ASK + "<|im_system|>system<|im_middle|>S<|im_end|>")
-    declared = AS_TYPESCRIPT if name in OPENING else AS_JSON
+    declared = AS_TYPESCRIPT if name in OPENING else AS_SENT if name == "kimi-k2-instruct-first" else AS_JSON
     assert template.render_text([user()], tools=[WEATHER]) == (
         f"<|im_system|>tool_declare<|im_middle|>{declared}<|im_end|>{SYSTEM[name]}{ASK}{ANSWER}{thought}"
     )
+
+
+def test_the_newline_after_an_added_system_message_is_a_token(kimi: Tokenizer) -> None:
+    ids = TEMPLATES["kimi-k2-instruct"].render_ids(kimi, [user("Hi")])
+    hello = [163587, 2482, 163601, 18699, 163586, 163588, 69702, 163601]
+    assert ids[:3] == [163594, 14062, 163601] and ids[-11:] == [13, 163586, 198, *hello]
+    assert 198 not in TEMPLATES["kimi-k2-thinking"].render_ids(kimi, [user("Hi")])
+    own = [{"role": "system", "content": "S"}, user("Hi")]
+    assert 198 not in TEMPLATES["kimi-k2-instruct"].render_ids(kimi, own)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

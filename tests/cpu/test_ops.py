@@ -201,6 +201,7 @@ def test_override_holds_inside_its_context_and_thread(doubling: registry.Op) -> 
     for thread in threads:
         thread.join(20)
     assert seen == {"reference": {2.0}, "fast": {102.0}}
+    assert registry._overriding == 0
 
 
 def test_overrides_are_checked() -> None:

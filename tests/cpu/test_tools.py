@@ -207,6 +207,17 @@ def test_the_json_form_is_compact_sorted_at_every_level_and_not_escaped() -> Non
     )
 
 
+def test_the_tojson_form_keeps_the_clients_order_and_jinjas_separators() -> None:
+    raw = {
+        "type": "function",
+        "function": {"name": "f", "description": "上 <b>", "parameters": {"required": ["b"], "properties": {"b": {}}}},
+    }
+    assert declaration(parse_tools([raw, tool(name="g")]), "tojson") == (
+        '[{"type": "function", "function": {"name": "f", "description": "上 <b>", "parameters": {"required": ["b"], '
+        '"properties": {"b": {}}}}}, {"type": "function", "function": {"name": "g", "parameters": null}}]'
+    )
+
+
 def test_parsed_tools() -> None:
     assert parse_tools(None) == ()
     parsed = parse_tools([WEATHER])

@@ -1,6 +1,7 @@
 """The verbs that serve a model for the occasion, as users run them: the bundled model behind real HTTP."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def processes(word: bytes) -> list[str]:
 
 
 def test_evaluate_and_its_server_end_together() -> None:
-    length = "1777"  # recognises this server among others
+    length = str(1500 + os.getpid() % 1000)  # recognises this server among others, also those of a second run beside
     last, _ = run(
         "evaluate", "--count", "4", "--families", "add_sub", "--thinking", "off", "--max-tokens", "64",
         "--max-model-len", length,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from perilune.ops import check, registry
+from tests import ran
 
 CUDA = torch.device("cuda", 0)
 OPS = registry.all_ops()
@@ -18,6 +19,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 def test_implementations_agree_with_the_reference(name: str, case: Any, dtype: torch.dtype) -> None:
     for verdict in check.check(OPS[name], case, dtype, CUDA):
         assert verdict.failed is None, f"{verdict.impl}: {verdict.failed}"
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), GRID, ids=[f"{n}-{c}-{check.short(d)}" for n, c, d in GRID])
+def test_what_ran_is_what_was_logged(
+    name: str, case: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran.what_ran_is_what_was_logged(OPS[name], case, dtype, CUDA, caplog)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_decides_decides(name: str) -> None:
+    ran.what_decides_decides(OPS[name], CUDA)
 
 
 def test_rows_are_sampled_alike_in_any_batch() -> None:
