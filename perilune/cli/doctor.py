@@ -10,7 +10,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
 from perilune.core.finding import Finding
 from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
 from perilune.formats import examine as shards_examine
@@ -25,6 +25,7 @@ from perilune.text import examine as text_examine
 
 GB = 1e9
 KV_BYTES = 2  # bfloat16
+DRAFT_KEYS = 20  # of eagle_config that are shown; published drafts have up to 6
 # Too narrow to split over GPUs: every one of them computes the whole.
 _WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "media_placeholder_token_id")
@@ -152,8 +153,12 @@ def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
         "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size",
         "rms_norm_eps", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "fc_norm",
     )  # fmt: skip
-    told = {"architectures": str(names)} | {k: str(raw[k]) for k in keys if k in raw}
-    return told | {f"eagle_config.{k}": str(v) for k, v in (eagle or {}).items()}
+    told = {"architectures": shown(names)} | {k: shown(raw[k]) for k in keys if k in raw}
+    inner = list(eagle.items()) if isinstance(eagle, dict) else []
+    told |= {f"eagle_config.{shown(k)}": shown(v) for k, v in inner[:DRAFT_KEYS]}
+    if (more := len(inner) - DRAFT_KEYS) > 0:
+        told["eagle_config"] = f"and {more:,} more keys"
+    return told
 
 
 def _plan(report: Report, config: KimiConfig, found: Survey) -> None:

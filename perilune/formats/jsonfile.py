@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.core.errors import CheckpointError
+from perilune.core.files import read_regular
 
 MAX_HEADER = 100_000_000  # bytes of the JSON header of a safetensors file; the format's own bound
 
@@ -15,7 +16,7 @@ MAX_HEADER = 100_000_000  # bytes of the JSON header of a safetensors file; the 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. CheckpointError if the file is absent, unreadable, not JSON or not an object."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError as e:
         raise CheckpointError(f"{path} does not exist: the model directory is incomplete") from e
     except OSError as e:
