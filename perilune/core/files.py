@@ -32,13 +32,13 @@ def exists(path: Path) -> bool:
 def open_regular(path: Path) -> io.FileIO:
     """The regular file `path`, or the one that it links to, unbuffered for reading. OSError for anything else."""
     try:
-        _require_regular(os.stat(path), path)
+        require_regular(os.stat(path), path)
         # Something else may have taken the name since: O_NONBLOCK keeps the open of a FIFO from waiting.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as e:  # a NUL in the name
         raise OSError(errno.EINVAL, f"its name is no file's ({e})", str(path)) from e
     try:
-        _require_regular(os.fstat(handle), path)
+        require_regular(os.fstat(handle), path)
         return io.FileIO(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -54,7 +54,8 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def _require_regular(status: os.stat_result, path: Path) -> None:
+def require_regular(status: os.stat_result, path: Path) -> None:
+    """OSError that says what `path` is, unless it is a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file: put the model's own there", str(path))

@@ -28,13 +28,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return data
 
 
+def spelled(data: Mapping[str, Any]) -> str:
+    """What `write_object` writes."""
+    return json.dumps(data, indent=2, sort_keys=True) + "\n"
+
+
 def write_object(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces `path` in one step, so that no reader ever sees half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:
-            json.dump(data, f, indent=2, sort_keys=True)
-            f.write("\n")
+            f.write(spelled(data))
         Path(temporary).chmod(0o644)  # mkstemp makes files only their owner may read
         os.replace(temporary, path)
     except BaseException:

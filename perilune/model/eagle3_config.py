@@ -13,6 +13,7 @@ from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.formats.jsonfile import read_object
 from perilune.model.config import Keys, Yarn, inverse_frequencies, read_rope, yarn_mscale
 
+DRAFTER = "drafter"  # of a model directory: its own draft model
 ARCHITECTURES: Mapping[str, Literal["mha", "mla"]] = {
     "LlamaForCausalLMEagle3": "mha",
     "Eagle3LlamaForCausalLM": "mha",

@@ -122,6 +122,15 @@ def load_draft(
     return config, weights
 
 
+def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
+    """Checks by its headers that the draft in `path` can be loaded for `target`. CheckpointError as `load_draft`."""
+    config = Eagle3Config.from_directory(path)
+    _check_target(path, config, target)
+    with Checkpoint.open(path) as checkpoint:
+        _check_tensors(checkpoint, _names(checkpoint), config)
+    return config
+
+
 def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
     """Replaces the draft's own matrices by FP8 ones: they are most of what a drafting step reads, and no rounding of a
     draft can change an answer. What it shares with `target` stays as it is."""
