@@ -209,6 +209,7 @@ class Chat:
         self.system = system
         self.tools = tools
         self.messages: list[dict[str, Any]] = []
+        self.failed = False  # whether an answer or a command failed
         self._run = run
         self._read = read
 
@@ -248,12 +249,16 @@ class Chat:
                 try:
                     write_object(Path(rest).expanduser(), {"model": self.backend.name, "messages": self.whole()})
                 except OSError as e:
-                    show_error(f"cannot write {rest}: {e.strerror}")
+                    self._fail(f"cannot write {rest}: {e.strerror}")
                 else:
                     click.secho(f"written to {rest}", dim=True)
             case _:
-                show_error(f"{text.strip()!r} is no command; /help lists them")
+                self._fail(f"{text.strip()!r} is no command; /help lists them")
         return True
+
+    def _fail(self, text: str) -> None:
+        click.secho(f"error: {text}", fg="red", err=True)
+        self.failed = True
 
     def whole(self) -> list[dict[str, Any]]:
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
@@ -296,7 +301,7 @@ class Chat:
             interrupted = True
         except PeriluneError as e:
             printer.end()
-            show_error(str(e))
+            self._fail(str(e))
             return None
         printer.end()
         click.secho(f"[{'interrupted; ' if interrupted else ''}{turn.speed()}]", dim=True)
@@ -347,7 +352,7 @@ def command(
 ) -> None:
     """Talk with MODEL, or with an OpenAI-compatible endpoint if MODEL is its http(s) address.
 
-    /help lists the commands. Lines can also come from a pipe, one question each.
+    /help lists the commands. Lines can also come from a pipe, one question each; exit code 1 if one failed.
     """
     wanted = {k: v for k, v in sampling.items() if v is not None}
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
@@ -373,9 +378,12 @@ def command(
                 click.secho(f"{backend.name}; /help lists the commands, Ctrl-D leaves", dim=True)
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  (line editing and history of input(), where the system has it)
-            Chat(backend, runner.run, read_line, thinking=thinking, system=system, tools=tools).loop()
+            talk = Chat(backend, runner.run, read_line, thinking=thinking, system=system, tools=tools)
+            talk.loop()
         finally:
             runner.run(opened.__aexit__(None, None, None))
+    if talk.failed and not sys.stdin.isatty():
+        raise click.exceptions.Exit(1)
 
 
 @contextlib.asynccontextmanager
@@ -439,7 +447,3 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     except PeriluneError as e:
         raise ConfigError(f"{path}: {e}") from e
     return tools
-
-
-def show_error(text: str) -> None:
-    click.secho(f"error: {text}", fg="red", err=True)

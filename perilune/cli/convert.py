@@ -1,6 +1,5 @@
 """`perilune convert`: a checkpoint in another format, in bounded memory."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -10,15 +9,14 @@ import torch
 
 from perilune.bench import lm_eval
 from perilune.convert import report as quality
-from perilune.convert.calibrate import calibrated
-from perilune.convert.journal import NAME as JOURNAL
-from perilune.convert.stream import RECORD, Conversion, Loss, sizes
+from perilune.convert.calibrate import calibrated, require_same
+from perilune.convert.stream import Conversion, Loss, sizes
 from perilune.convert.target import Layout, Recipe, Scales, Target, To
 from perilune.convert.texts import gather
 from perilune.core.errors import ConfigError
-from perilune.formats.jsonfile import read_object
 from perilune.formats.writer import SHARD_BYTES
 from perilune.model import hub
+from perilune.model.eagle3_config import DRAFTER
 
 GB = 1e9
 
@@ -99,7 +97,8 @@ def command(
 ) -> None:
     """Write the checkpoint SRC (a directory or a hub repository) to DST in another format.
 
-    Repeat the same command to continue a conversion that was stopped. INT4 stays the best source for serving on Hopper
+    A draft model in SRC/drafter is copied along. Repeat the same command to continue a conversion that was stopped, or
+    to check the files of a finished one by their SHA-256s. INT4 stays the best source for serving on Hopper
     GPUs and CPUs, where NVFP4 weights are expanded anyway; NVFP4 is for GPUs that multiply in FP4.
     """
     if not reporting and (min_sqnr is not None or max_kl is not None):
@@ -114,26 +113,22 @@ def command(
     path = hub.resolve_model(source, revision=revision)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     texts = gather(path, report_tokens, text) if reporting and not dry_run else None  # before hours of work
-    finished = (directory / RECORD).is_file() and not (directory / JOURNAL).exists()
-    if finished and reporting and not dry_run:
-        if (made := read_object(directory / RECORD).get("target")) != dataclasses.asdict(target):
-            raise ConfigError(
-                f"{directory} was converted with other options ({made}): give the same, or another directory"
-            )
-        click.echo(f"{directory} is complete: only reporting", err=True)
-    else:
-        with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
-            _show(conversion, directory)
-            if dry_run:
-                return
-            inputs = None
-            if calibrate:
-                conversion.require_apart(directory)
-                run_over = gather(path, calibrate_tokens, text, split="train")
-                key = conversion.fingerprint
+    with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
+        _show(conversion, directory)
+        if dry_run:
+            return
+        conversion.require_apart(directory)
+        key, run_over, inputs = conversion.fingerprint, None, None
+        if calibrate:
+            run_over = gather(path, calibrate_tokens, text, split="train")
+        if conversion.completed(directory, show=True) is not None:
+            if run_over is not None:
+                require_same(directory, run_over, key)
+            _say(f"{directory} is complete already: every file has the SHA-256 that it was written with")
+        else:
+            if run_over is not None:
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
-            loss = conversion.run(directory, inputs=inputs, threads=threads, progress=True)
-        _tell(loss, directory)
+            _tell(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
     if texts is not None:
         record = quality.measure(path, directory, texts=texts, problems=problems, device=torch.device(where), say=_say)
         if tasks is not None:
@@ -156,9 +151,14 @@ def _show(conversion: Conversion, directory: Path) -> None:
     """Sizes before anything is written, and whether they fit."""
     before, parts = conversion.checkpoint.nbytes, sizes(conversion.files)
     click.echo(f"{conversion.source.name}: {before / GB:.3f} GB -> {conversion.nbytes / GB:.3f} GB", err=True)
+    if conversion.drafter:
+        parts["draft model, copied"] = conversion.drafter_nbytes
+    elif (conversion.source / DRAFTER).is_dir():
+        click.echo(f"  {conversion.source / DRAFTER} has no config.json: there is no draft model to copy", err=True)
     for what, nbytes in parts.items():
         click.echo(f"  {what}: {nbytes / GB:.3f} GB", err=True)
-    present = sum((directory / s.file).stat().st_size for s in conversion.shards if (directory / s.file).is_file())
+    written = [*(s.file for s in conversion.shards), *(f"{DRAFTER}/{file.name}" for file in conversion.drafter)]
+    present = sum((directory / file).stat().st_size for file in written if (directory / file).is_file())
     needed, free = conversion.require_room(directory, present)
     click.echo(
         f"  in {len(conversion.shards)} files; {max(needed, 0) / GB:.3f} GB to write, {free / GB:.1f} GB free", err=True

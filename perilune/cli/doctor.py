@@ -10,21 +10,27 @@ from typing import Any
 import click
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
+from perilune.core.files import exists
 from perilune.core.finding import Finding
 from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
+from perilune.formats import checksums as sums
 from perilune.formats import examine as shards_examine
 from perilune.formats.jsonfile import read_object
+from perilune.formats.progress import progress
 from perilune.formats.registry import require_served
 from perilune.model import examine as weights_examine
 from perilune.model import hub
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import DRAFTER
+from perilune.model.eagle3_load import require_draft
 from perilune.model.survey import VISION_PREFIXES, Survey, expected, is_linear
 from perilune.plan import memory
 from perilune.text import examine as text_examine
 
 GB = 1e9
 KV_BYTES = 2  # bfloat16
+DRAFT_KEYS = 20  # of eagle_config that are shown; published drafts have up to 6
 # Too narrow to split over GPUs: every one of them computes the whole.
 _WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "media_placeholder_token_id")
@@ -48,15 +54,22 @@ class Report:
 @click.command("doctor")
 @click.argument("model", default=hub.BUNDLED)
 @click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
+@click.option(
+    "--checksums/--no-checksums",
+    default=True,
+    show_default=True,
+    help="Read every byte of the files whose SHA-256s conversion.json keeps.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a page.")
-def command(model: str, revision: str | None, as_json: bool) -> None:
+def command(model: str, revision: str | None, checksums: bool, as_json: bool) -> None:
     """Check MODEL without loading it, answer what its files say, and show which GPUs hold it.
 
-    Reads headers, a few megabytes of values, and the tokenizer's files. Of a hub repository only headers and small
-    files are fetched: give the directory to check a download. Exit code 1 if something is wrong.
+    Reads headers, a few megabytes of values, and the tokenizer's files: seconds. A converted checkpoint keeps SHA-256s,
+    and all its bytes are read to compare them, as fast as the disk is. Of a hub repository only headers and small files
+    are fetched: give the directory to check a download. Exit code 1 if something is wrong.
     """
     with _opened(model, revision) as (path, local):
-        report = diagnose(path, model, values=local)
+        report = diagnose(path, model, values=local, checksums=checksums, show=True)
     if as_json:
         click.echo(json.dumps(_document(report)))
     else:
@@ -76,11 +89,17 @@ def _opened(model: str, revision: str | None) -> Iterator[tuple[Path, bool]]:
         yield hub.resolve_model(model, revision=revision), True
 
 
-def diagnose(path: Path, model: str, *, values: bool = True) -> Report:
-    """Everything that can be found out about a directory. `values`: whether its shards hold more than headers."""
+def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = True, show: bool = False) -> Report:
+    """Everything that can be found out about a directory.
+
+    values     whether its shards hold more than headers
+    checksums  compare the SHA-256s that a conversion kept, which reads all bytes of its files
+    show       the progress of that on stderr
+    """
     report = Report(model)
     shards = shards_examine.examine(path)
     report.findings += shards.findings
+    compared = _checksums(report, path, checksums, show) if values else ""
     try:
         raw = read_object(path / "config.json")
         if (draft := _draft(raw)) is not None:
@@ -104,9 +123,53 @@ def diagnose(path: Path, model: str, *, values: bool = True) -> Report:
         report.answers = weights_examine.answers(shards, config)
     report.findings += text.findings
     report.answers |= text.answers
-    report.answers["draft"] = "not part of a model's files; `perilune doctor DRAFT` shows a draft's configuration"
+    report.answers["draft"] = _drafter(report, path, config, values)
     report.sound += f"; vocabulary of {text.vocab_size:,}" if text.vocab_size else ""
+    report.sound += compared
     return report
+
+
+def _checksums(report: Report, path: Path, compare: bool, show: bool) -> str:
+    """Adds what differs from the SHA-256s that the checkpoint keeps; what to say if nothing does."""
+    try:
+        kept = sums.kept(path)
+    except CheckpointError as e:
+        report.findings.append(Finding("warning", str(e), "checksums cannot be compared; the model is served without"))
+        return ""
+    if not kept:
+        return ""
+    size = sums.nbytes(path, kept)
+    if not compare:
+        return f"; SHA-256 of {len(kept)} files ({size / GB:.2f} GB) not compared"
+    with progress("comparing SHA-256", size, show) as advance:
+        faults = sums.damage(path, kept, advance)
+    weights = {name: fault for name, fault in faults.items() if name.endswith(".safetensors")}
+    if weights:
+        report.findings.append(Finding("wrong", sums.described(weights), "copy it again, or convert again"))
+    if others := {name: fault for name, fault in faults.items() if name not in weights}:
+        remedy = "if nobody edited it since, copy it again, or convert again"
+        report.findings.append(Finding("warning", sums.described(others), remedy))
+    return f"; SHA-256 of all {len(kept)} files ({size / GB:.2f} GB) as kept"
+
+
+def _drafter(report: Report, path: Path, config: KimiConfig, values: bool) -> str:
+    """What there is to say about a model's own draft model; adds what is wrong with it."""
+    folder = path / DRAFTER
+    if not values:
+        return "not looked at in a repository; give the directory of a download"
+    if not exists(folder):
+        return f"no {DRAFTER}/: drafts come from earlier text (--drafter DIR names a draft model)"
+    if not exists(folder / "config.json"):
+        text = f"{folder} has no config.json: no draft model is used"
+        report.findings.append(Finding("warning", text, "copy the draft model again, or remove the folder"))
+        return f"{DRAFTER}/ holds none"
+    try:
+        draft = require_draft(folder, config)
+    except CheckpointError as e:
+        report.findings.append(Finding("wrong", str(e), f"copy the draft model again, or remove {folder}"))
+        return f"{DRAFTER}/ cannot be used"
+    layers = ", ".join(map(str, draft.aux_layers(config.num_hidden_layers)))
+    return f"{DRAFTER}/: EAGLE-3 ({draft.form}) on the inputs of layers {layers}, used unless --draft says otherwise"
 
 
 def _weights(report: Report, shards: shards_examine.Shards, config: KimiConfig, values: bool) -> None:
@@ -152,8 +215,12 @@ def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
         "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size",
         "rms_norm_eps", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "fc_norm",
     )  # fmt: skip
-    told = {"architectures": str(names)} | {k: str(raw[k]) for k in keys if k in raw}
-    return told | {f"eagle_config.{k}": str(v) for k, v in (eagle or {}).items()}
+    told = {"architectures": shown(names)} | {k: shown(raw[k]) for k in keys if k in raw}
+    inner = list(eagle.items()) if isinstance(eagle, dict) else []
+    told |= {f"eagle_config.{shown(k)}": shown(v) for k, v in inner[:DRAFT_KEYS]}
+    if (more := len(inner) - DRAFT_KEYS) > 0:
+        told["eagle_config"] = f"and {more:,} more keys"
+    return told
 
 
 def _plan(report: Report, config: KimiConfig, found: Survey) -> None:

@@ -18,6 +18,7 @@ from perilune.draft.corpus import ABOUT, Corpus, Row
 from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
 from perilune.draft.mine_group import group, names
 from perilune.draft.mine_score import reopen, score
+from perilune.model.eagle3_config import DRAFTER
 from perilune.model.hub import resolve_model
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.load import load
@@ -117,9 +118,9 @@ def command(
     found: list[Scored] = []
     domains: list[str] = []
     if corpora:
-        draft = drafter if drafter is not None else path / "drafter"
+        draft = drafter if drafter is not None else path / DRAFTER
         if not draft.is_dir():
-            raise ConfigError(f"{path} has no drafter/: name the draft with --drafter")
+            raise ConfigError(f"{path} has no {DRAFTER}/: name the draft with --drafter")
         found, domains = _evaluated([Corpus(c) for c in corpora], path, draft, length, device)
     if logs:
         found += _logged(logs, path, groups, domains)

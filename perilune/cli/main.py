@@ -31,8 +31,10 @@ def cli() -> None:
 
 
 def main() -> None:
+    """Runs a verb and ends the process: 0, 2 after wrong usage, 130 after an interrupt, 1 after any other failure."""
     try:
-        cli.main(standalone_mode=False)
+        # Without standalone mode click returns the code of click.exceptions.Exit instead of ending with it.
+        code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except KeyboardInterrupt:
@@ -43,6 +45,7 @@ def main() -> None:
     except PeriluneError as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(1)
+    sys.exit(code or 0)
 
 
 if __name__ == "__main__":

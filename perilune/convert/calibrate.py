@@ -26,7 +26,7 @@ from perilune.convert.encode import Inputs
 from perilune.convert.stream import CALIBRATION
 from perilune.convert.texts import Texts
 from perilune.convert.walk import Walk, run
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.jsonfile import read_object, write_object
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
@@ -70,7 +70,7 @@ def calibrated(
 
     key  tells the source
     """
-    about = {"source": key, "text": texts.kind, "tokens": texts.tokens, "sha256": texts.digest()}
+    about = _about(texts, key)
     text, arrays = (directory / name for name in CALIBRATION)
     if text.is_file() and arrays.is_file():
         kept, measured = _read(text, arrays)
@@ -91,6 +91,19 @@ def calibrated(
     except OSError as e:
         raise CheckpointError(f"cannot write {e.filename or directory}: {e.strerror}") from e
     return measured.inputs()
+
+
+def require_same(directory: Path, texts: Texts, key: str) -> None:
+    """ConfigError if what is kept in `directory` was measured over other texts."""
+    if read_object(directory / CALIBRATION[0]).get("about") != _about(texts, key):
+        raise ConfigError(
+            f"{directory} was calibrated over other text: give the same --text and --calibrate-tokens, or another "
+            "directory"
+        )
+
+
+def _about(texts: Texts, key: str) -> dict[str, Any]:
+    return {"source": key, "text": texts.kind, "tokens": texts.tokens, "sha256": texts.digest()}
 
 
 def measure(source: Path, texts: Texts, device: torch.device) -> Measured:

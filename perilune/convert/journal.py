@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
+from perilune.core.files import require_regular
 
 NAME = ".perilune-convert.jsonl"
-_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class Journal:
 
     def __init__(self, directory: Path, job: Mapping[str, Any]) -> None:
         self.path = directory / NAME
-        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
+            require_regular(os.fstat(self._handle), self.path)
             self._lock()
             self.done = self._read(job)
         except BaseException:
@@ -65,9 +66,10 @@ class Journal:
             raise CheckpointError(f"{self.path} is damaged: remove {self.path.parent} and convert again") from e
         if first != job:
             keys = sorted(k for k in {*first, *job} if first.get(k) != job.get(k)) if isinstance(first, dict) else []
+            named = shown(", ".join(keys)) or "everything"
             raise CheckpointError(
-                f"{self.path.parent} holds an unfinished conversion that differs in {', '.join(keys) or 'everything'}: "
-                "repeat that one, or remove the directory"
+                f"{self.path.parent} holds an unfinished conversion that differs in {named}: repeat that "
+                "one, or remove the directory"
             )
         return done
 
@@ -95,14 +97,6 @@ class Journal:
 def _done(record: Mapping[str, Any]) -> Done:
     losses = tuple((name, signal, error) for name, signal, error in record["losses"])
     return Done(record["file"], record["nbytes"], record["sha256"], losses)
-
-
-def sha256(path: Path) -> str:
-    digest, piece = hashlib.sha256(), bytearray(_PIECE)
-    with path.open("rb", buffering=0) as file:
-        while n := file.readinto(piece):
-            digest.update(memoryview(piece)[:n])
-    return digest.hexdigest()
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:

@@ -13,8 +13,6 @@ import json
 import math
 import os
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from perilune.convert import journal
 from perilune.convert.encode import Encoder, Inputs, kept_scales
@@ -33,25 +29,30 @@ from perilune.convert.journal import Done, Journal
 from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.files import exists, open_regular
+from perilune.formats import checksums
 from perilune.formats.checkpoint import INDEX, Checkpoint
-from perilune.formats.jsonfile import read_object, write_object
+from perilune.formats.checksums import RECORD
+from perilune.formats.jsonfile import read_object, spelled, write_object
+from perilune.formats.progress import Advance, progress
 from perilune.formats.registry import require_served
 from perilune.formats.writer import SHARD_BYTES
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import DRAFTER
+from perilune.model.eagle3_load import require_draft
 from perilune.model.survey import survey
 
-RECORD = "conversion.json"
 CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
 MAX_THREADS = 16
 AHEAD = 2  # pieces made beyond those in the threads' hands
-VERSION = 3  # of the bytes that are written: a conversion begun by another is not continued
+VERSION = 4  # of the bytes that are written: a conversion begun by another is not continued
 WORST = 10
-LINE_SECONDS = 30.0  # between lines of progress in a log
 SMALL_FILE = 100_000_000
+# How the command spells what conversions of one directory may differ in.
+_OPTIONS = {"source": "SRC", "shard_bytes": "--shard-gb", "calibrated": "--calibrate"}
 _OWN = {"config.json", "hf_quant_config.json", RECORD, INDEX}
+_PIECE = 1 << 24
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,21 @@ class Conversion:
             self.files.append(arrange(sidecar, self._shard_bytes, folder))
         self._raw = read_object(self.source / "config.json")
         self.config = configuration(self.target, self._raw, self._encoder.experts)
+        self.drafter = self._drafter(config)
         # What is about to be written must be what we can read.
         KimiConfig.from_dict(self.config, hf_quant=hf_quant_config(self.target), where="the result's config.json")
+
+    def _drafter(self, config: KimiConfig) -> tuple[Path, ...]:
+        """The files of the source's draft model, which belong to the result as they are; none if it has none."""
+        folder = self.source / DRAFTER
+        if not exists(folder / "config.json"):
+            return ()
+        try:
+            require_draft(folder, config)
+        except CheckpointError as e:
+            raise CheckpointError(f"{e}; repair the draft model, or remove {folder}") from e
+        # Of weights only safetensors: other formats can hold code.
+        return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"))))
 
     def __enter__(self) -> Self:
         return self
@@ -113,21 +127,16 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Of the result's tensors."""
-        return sum(files.nbytes for files in self.files)
+        """Of the result's tensors and its draft model."""
+        return sum(files.nbytes for files in self.files) + self.drafter_nbytes
+
+    @property
+    def drafter_nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.drafter)
 
     def small_files(self) -> list[Path]:
         """What else of the source's directory belongs to the result: tokenizer, templates, licence, code."""
-        return sorted(
-            file
-            for file in self.source.iterdir()
-            if file.is_file()
-            and file.name not in {*_OWN, *CALIBRATION}
-            and not file.name.startswith(".")
-            and file.suffix not in _WEIGHTS
-            and not file.name.endswith(".index.json")
-            and file.stat().st_size <= SMALL_FILE
-        )
+        return [file for file in _texts(self.source) if file.name not in {*_OWN, *CALIBRATION}]
 
     def require_apart(self, directory: Path) -> None:
         if directory.resolve() == self.source.resolve():
@@ -148,11 +157,43 @@ class Conversion:
 
     @property
     def fingerprint(self) -> str:
-        """Of the source: its configuration, and where each tensor lies."""
+        """Of the source: its configuration, where each tensor lies, and the files of its draft model."""
         tensors = sorted(
             (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
         )
-        return journal.fingerprint((repr(tensors).encode(), json.dumps(self._raw, sort_keys=True).encode()))
+        draft = [(file.name, file.stat().st_size) for file in self.drafter]
+        config = json.dumps(self._raw, sort_keys=True)
+        return journal.fingerprint((repr(tensors).encode(), config.encode(), repr(draft).encode()))
+
+    def completed(self, directory: Path, *, show: bool = False) -> Loss | None:
+        """What was lost if `directory` holds the finished result of this very conversion; None if nothing is finished.
+
+        show  the progress on stderr: all bytes of the result are read, and compared with the SHA-256s of its record
+
+        ConfigError if it is the result of another conversion, CheckpointError if a file is not as it was written.
+        """
+        if not exists(directory / RECORD) or exists(directory / journal.NAME):
+            return None
+        record = read_object(directory / RECORD)
+        made = record.get("target")
+        theirs = {**(made if isinstance(made, dict) else {}), **{k: record.get(k) for k in ("source", "shard_bytes")}}
+        wanted = {**dataclasses.asdict(self.target), "source": self.fingerprint, "shard_bytes": self._shard_bytes}
+        if differing := [_OPTIONS.get(k, f"--{k}") for k in wanted if theirs.get(k) != wanted[k]]:
+            raise ConfigError(
+                f"{directory} was converted with other options or another source (it differs in "
+                f"{', '.join(differing)}): give the same, or another directory"
+            )
+        sums = checksums.kept(directory)
+        with progress(f"checking {directory.name}", checksums.nbytes(directory, sums), show) as advance:
+            faults = checksums.damage(directory, sums, advance)
+        if faults or not sums:
+            said = checksums.described(faults) if faults else f"{RECORD} keeps no SHA-256"
+            raise CheckpointError(f"{directory}: {said}: remove the directory and convert again")
+        try:
+            lost, worst = record["sqnr_db"], tuple((str(name), float(db)) for name, db in record["worst"])
+            return Loss(int(record["layers"]), math.inf if lost is None else float(lost), worst)
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"{directory / RECORD} is damaged: remove the directory and convert again") from e
 
     def run(
         self,
@@ -160,32 +201,36 @@ class Conversion:
         *,
         inputs: Inputs | None = None,
         threads: int | None = None,
-        progress: bool = False,
+        show: bool = False,
     ) -> Loss:
-        """Writes the result to `directory`, or the rest of it if an earlier run was stopped.
+        """Writes the result to `directory`, or the rest of it if an earlier run was stopped; nothing if it is finished.
 
-        inputs    what was measured (calibrate.py), if the target is to be calibrated
-        threads   default: one per CPU, at most 16
-        progress  show it on stderr
+        inputs   what was measured (calibrate.py), if the target is to be calibrated
+        threads  default: one per CPU, at most 16
+        show     the progress on stderr
 
         CheckpointError names the tensor or the file at fault; what was finished by then is kept for another run.
         """
         self.require_apart(directory)
+        if (loss := self.completed(directory, show=show)) is not None:
+            return loss
         if (inputs is not None) != self.target.calibrated:
             raise ConfigError("measured inputs are for a target with calibrated=True, which needs them")
         self._encoder.inputs = inputs or Inputs()
         try:
-            return self._run(directory, threads or min(os.cpu_count() or 1, MAX_THREADS), progress)
+            return self._run(directory, threads or min(os.cpu_count() or 1, MAX_THREADS), show)
         except OSError as e:
             where = e.filename or directory
             raise CheckpointError(
                 f"cannot write {where}: {e.strerror or e}; what is finished is kept: repeat the command to go on"
             ) from e
 
-    def _run(self, directory: Path, threads: int, progress: bool) -> Loss:
+    def _run(self, directory: Path, threads: int, show: bool) -> Loss:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / journal.NAME).exists() and (
-            strays := sorted(p.name for p in directory.iterdir() if p.suffix == ".safetensors" or p.name in _OWN)
+            strays := sorted(
+                p.name for p in directory.iterdir() if p.suffix == ".safetensors" or p.name in {*_OWN, DRAFTER}
+            )
         ):
             raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
         with Journal(directory, self._identity()) as done:
@@ -193,11 +238,16 @@ class Conversion:
                 (directory / files.folder).mkdir(exist_ok=True)
             for part in directory.rglob("*.part"):
                 part.unlink()
-            total = sum(job.reads for shard in self.shards for job in shard.jobs)
-            with _bar(self.source.name, total, progress) as advance:
+            total = sum(job.reads for shard in self.shards for job in shard.jobs) + self.drafter_nbytes
+            with progress(f"converting {self.source.name}", total, show) as advance:
                 missing = self._missing(directory, done, advance)
-                self.require_room(directory, self.nbytes - sum(shard.nbytes for shard in missing))
+                drafts = self._missing_drafts(directory, done, advance)
+                needed = sum(shard.nbytes for shard in missing) + sum(file.stat().st_size for file in drafts)
+                self.require_room(directory, self.nbytes - needed)
                 self._write(directory, missing, done, threads, advance)
+                for file in drafts:
+                    (directory / DRAFTER).mkdir(exist_ok=True)
+                    done.add(_copy(file, directory / DRAFTER / file.name, f"{DRAFTER}/{file.name}", advance))
             loss = self._complete(directory, done)
             done.remove()
         return loss
@@ -206,12 +256,20 @@ class Conversion:
         """Shards that are not there, or not as they were written."""
         missing = []
         for shard in self.shards:
-            entry, file = done.done.get(shard.file), directory / shard.file
-            there = entry is not None and file.is_file() and file.stat().st_size == entry.nbytes
-            if entry is None or not there or journal.sha256(file) != entry.sha256:
-                missing.append(shard)
-            else:
+            if _is_done(directory, shard.file, done):
                 advance(sum(job.reads for job in shard.jobs))
+            else:
+                missing.append(shard)
+        return missing
+
+    def _missing_drafts(self, directory: Path, done: Journal, advance: Advance) -> list[Path]:
+        """The same of the draft model's files."""
+        missing = []
+        for file in self.drafter:
+            if _is_done(directory, f"{DRAFTER}/{file.name}", done):
+                advance(file.stat().st_size)
+            else:
+                missing.append(file)
         return missing
 
     def _write(self, directory: Path, shards: list[Shard], done: Journal, threads: int, advance: Advance) -> None:
@@ -231,26 +289,33 @@ class Conversion:
     def _complete(self, directory: Path, done: Journal) -> Loss:
         losses = [loss for shard in self.shards for loss in done.done[shard.file].losses]
         loss = summary(losses)
+        sums = {file: entry.sha256 for file, entry in done.done.items()}
         for file in self.small_files():
-            temporary = directory / f".{file.name}.part"
-            shutil.copyfile(file, temporary)
-            os.replace(temporary, directory / file.name)
+            sums[file.name] = _copy(file, directory / file.name, file.name).sha256
         for files in self.files:
             if (index := files.index()) is not None:
                 write_object(directory / index[0], index[1])
+                sums[index[0]] = checksums.sha256(directory / index[0])
+        if (extra := hf_quant_config(self.target)) is not None:
+            write_object(directory / "hf_quant_config.json", extra)
+            sums["hf_quant_config.json"] = checksums.sha256(directory / "hf_quant_config.json")
+        for name in CALIBRATION if self.target.calibrated else ():
+            if exists(directory / name):
+                sums[name] = checksums.sha256(directory / name)
+        sums["config.json"] = hashlib.sha256(spelled(self.config).encode()).hexdigest()
         write_object(
             directory / RECORD,
             {
                 "producer": "perilune convert",
+                "source": self.fingerprint,
+                "shard_bytes": self._shard_bytes,
                 "target": dataclasses.asdict(self.target),
                 "sqnr_db": None if math.isinf(loss.sqnr_db) else round(loss.sqnr_db, 4),  # None: exact
                 "worst": [[name, round(db, 4)] for name, db in loss.worst if not math.isinf(db)],
                 "layers": loss.layers,
-                "sha256": {shard.file: done.done[shard.file].sha256 for shard in self.shards},
+                "sha256": sums,
             },
         )
-        if (extra := hf_quant_config(self.target)) is not None:
-            write_object(directory / "hf_quant_config.json", extra)
         write_object(directory / "config.json", self.config)
         journal.sync(directory)
         return loss
@@ -265,6 +330,48 @@ class Conversion:
             "inputs": self._encoder.inputs.digest(),
             **dataclasses.asdict(self.target),
         }
+
+
+def _texts(folder: Path) -> list[Path]:
+    """The files of a directory that hold no weights."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.suffix not in _WEIGHTS
+        and not file.name.endswith(".index.json")
+        and file.stat().st_size <= SMALL_FILE
+    )
+
+
+def _is_done(directory: Path, file: str, done: Journal) -> bool:
+    """Whether a file is there as the journal says it was written."""
+    entry = done.done.get(file)
+    with contextlib.suppress(OSError):
+        return entry is not None and checksums.sha256(directory / file) == entry.sha256
+    return False
+
+
+def _copy(file: Path, to: Path, name: str, advance: Advance = lambda nbytes: None) -> Done:
+    """Copies a file whole; `name` is what the journal calls the copy."""
+    part = to.with_name(f".{to.name}.part")
+    digest = hashlib.sha256()
+    try:
+        with open_regular(file) as source, part.open("wb", buffering=0) as out:
+            while piece := source.read(_PIECE):
+                digest.update(piece)
+                view = memoryview(piece)
+                while len(view):
+                    view = view[out.write(view) :]
+                advance(len(piece))
+            os.fsync(out.fileno())
+            nbytes = out.tell()
+        os.replace(part, to)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return Done(name, nbytes, digest.hexdigest(), ())
 
 
 def _devices(device: torch.device) -> list[torch.device]:
@@ -344,41 +451,6 @@ def _write_job(
         written += column.nbytes
     assert written == job.nbytes, (job.linear, job.outs, written, job.nbytes)
     return signal, error
-
-
-@contextlib.contextmanager
-def _bar(name: str, total: int, show: bool) -> Iterator[Advance]:
-    """On stderr: GB read of the source, GB in all, GB/s, time left. A line now and then where that is no terminal."""
-    if show and not sys.stderr.isatty():
-        yield _lines(name, total)
-        return
-    columns = (
-        TextColumn("converting {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def _lines(name: str, total: int) -> Advance:
-    begin = last = time.monotonic()
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done, last
-        done += nbytes
-        now = time.monotonic()
-        if now - last >= LINE_SECONDS:
-            last, rate = now, done / (now - begin)
-            left = (total - done) / rate / 60 if rate else math.inf
-            text = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} minutes left"
-            print(f"converting {name}: {text}", file=sys.stderr, flush=True)
-
-    return advance
 
 
 def sizes(files: list[Files]) -> dict[str, int]:

@@ -1,4 +1,15 @@
-"""Errors meant for people: one line that names the value and, where there is one, the remedy."""
+"""Errors meant for people: one line that names the value and, where there is one, the remedy.
+
+Whatever a message quotes from a file or a request goes through `shown`: files of a checkpoint come from anyone, and a
+name in them may have a million characters, or be made of terminal control codes.
+"""
+
+import reprlib
+
+SHOWN = 80  # characters of a quoted value
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxother = 3, 6, 4, SHOWN, SHOWN
 
 
 class PeriluneError(Exception):
@@ -28,3 +39,25 @@ class RequestError(PeriluneError):
         self.param = param
         self.code = code
         self.status = status
+
+
+def shown(value: object, limit: int = SHOWN) -> str:
+    """`value` for a message: a string as it is, anything else by repr; on one line, printable, at most `limit`
+    characters. Control characters and surrogates are escaped; the middle of what is longer becomes "...".
+    """
+    text = _cut(value if isinstance(value, str) else _REPR.repr(value), limit)
+    if text.isprintable():
+        return text
+    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text), limit)
+
+
+def quoted(value: object, limit: int = SHOWN) -> str:
+    """`shown`, with quotation marks around a string."""
+    return f"'{shown(value, limit - 2)}'" if isinstance(value, str) else shown(value, limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    tail = (limit - 3) // 3
+    return f"{text[: limit - 3 - tail]}...{text[-tail:]}"

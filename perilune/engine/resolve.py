@@ -11,6 +11,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import DRAFTER
 from perilune.model.hub import resolve_model
 from perilune.ops import compile, latents
 from perilune.spec.drafter import Drafter
@@ -68,7 +69,7 @@ def resolve_draft(
     config: EngineConfig, model_dir: Path, device: torch.device, choices: Choices
 ) -> tuple[EngineConfig, Path | None]:
     """Says who drafts, and if a draft model does, where it lies and what its weights become."""
-    path = model_dir / "drafter" if config.drafter is None else resolve_model(config.drafter)
+    path = model_dir / DRAFTER if config.drafter is None else resolve_model(config.drafter)
     found = (path / "config.json").is_file()
     if config.drafter is not None and not found:
         raise ConfigError(
@@ -78,6 +79,8 @@ def resolve_draft(
     if draft == "auto":
         draft = "hybrid" if found else "suffix"
         why = f"draft model in {path}" if found else "no draft model: guesses come from earlier text"
+        if not found and path.is_dir():
+            why = f"{path} has no config.json, so it is not used: guesses come from earlier text"
         choices.note("draft", draft, why)
     if draft in ("eagle3", "hybrid"):
         if not found:

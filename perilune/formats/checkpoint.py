@@ -1,5 +1,6 @@
 """A model directory's tensors: shards with an index, or one model.safetensors without."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -7,12 +8,14 @@ from typing import Self
 
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted, shown
+from perilune.core.files import exists
 from perilune.formats.jsonfile import read_object
 from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_NAME = 255  # bytes of a file's name, on every usual file system
 
 
 class Checkpoint:
@@ -32,12 +35,12 @@ class Checkpoint:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a directory")
         placed: dict[str, Path] | None = None
-        if (path / INDEX).exists():
+        if exists(path / INDEX):
             placed = weight_map(path)
             names = sorted(set(placed.values()))
-            if missing := [p.name for p in names if not p.exists()]:
+            if missing := [p.name for p in names if not exists(p)]:
                 raise CheckpointError(f"{path} lacks {few(missing, 'shard')}: the download is incomplete")
-        elif (path / SINGLE).exists():
+        elif exists(path / SINGLE):
             names = [path / SINGLE]
         else:
             raise CheckpointError(f"{path} holds neither {INDEX} nor {SINGLE}: only safetensors checkpoints are read")
@@ -63,7 +66,7 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is missing") from None
+            raise CheckpointError(f"{self.path}: tensor {quoted(name)} is missing") from None
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as stored, in memory of its own on the CPU."""
@@ -100,8 +103,11 @@ def weight_map(path: Path) -> dict[str, Path]:
         if isinstance(shard, str) and shard in files:
             continue
         # A shard is a file of this directory: an index must not make us read elsewhere.
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{path / INDEX}: weight_map[{name!r}] is {shard!r}, not a .safetensors file name")
+        if not isinstance(shard, str) or not _is_name(shard):
+            raise CheckpointError(
+                f"{path / INDEX}: weight_map[{quoted(name)}] is {quoted(shard)}, not a .safetensors file name of this "
+                f"directory (at most {MAX_NAME} bytes): the index is damaged"
+            )
         files[shard] = path / shard
     return {name: files[shard] for name, shard in listed.items()}
 
@@ -112,8 +118,8 @@ def _agree(path: Path, placed: Mapping[str, Path], files: Mapping[Path, Safetens
         info = files[file].tensors.get(name)
         if info is None:
             elsewhere = [f.path.name for f in files.values() if name in f.tensors]
-            found = f"it is in {elsewhere[0]}" if elsewhere else "none of the listed shards has it"
-            raise CheckpointError(f"{path / INDEX} places tensor {name!r} in {file.name}, but {found}")
+            found = f"it is in {shown(elsewhere[0])}" if elsewhere else "none of the listed shards has it"
+            raise CheckpointError(f"{path / INDEX} places tensor {quoted(name)} in {shown(file.name)}, but {found}")
         tensors[name] = info
     stray = [n for file in files.values() for n in file.tensors if placed.get(n) != file.path]
     if stray:
@@ -122,6 +128,12 @@ def _agree(path: Path, placed: Mapping[str, Path], files: Mapping[Path, Safetens
 
 
 def few(names: Sequence[str], noun: str, limit: int = 3) -> str:
-    """'2 tensors (a, b)' for messages; long lists are cut."""
-    more = f", and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{len(names)} {noun}{'s' * (len(names) > 1)} ({', '.join(names[:limit])}{more})"
+    """'2 tensors (a, b)' for messages; long lists and long names are cut."""
+    more = f", and {len(names) - limit:,} more" if len(names) > limit else ""
+    return f"{len(names):,} {noun}{'s' * (len(names) > 1)} ({', '.join(map(shown, names[:limit]))}{more})"
+
+
+def _is_name(shard: str) -> bool:
+    if Path(shard).name != shard or not shard.endswith(".safetensors") or not shard.isprintable():
+        return False
+    return len(os.fsencode(shard)) <= MAX_NAME

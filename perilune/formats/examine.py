@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
+from perilune.core.files import exists
 from perilune.core.finding import Finding
 from perilune.formats.checkpoint import INDEX, SINGLE, few, weight_map
 from perilune.formats.jsonfile import read_object
 from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 
 AGAIN = "download it again"
+NAMED = 8  # damaged shards, each with its fault; more are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +28,33 @@ def examine(path: Path) -> Shards:
     """Reads the headers of all shards of a directory. Nothing is raised for what is wrong with them."""
     findings: list[Finding] = []
     try:
-        placed = weight_map(path) if (path / INDEX).exists() else None
+        placed = weight_map(path) if exists(path / INDEX) else None
     except CheckpointError as e:
         return Shards({}, frozenset(), 0, 0, (Finding("wrong", str(e), AGAIN),))
     wanted = sorted(set(placed.values())) if placed is not None else [path / SINGLE]
-    if missing := [file.name for file in wanted if not file.exists()]:
+    if missing := [file.name for file in wanted if not exists(file)]:
         if placed is None:
             text = f"{path} holds neither {INDEX} nor {SINGLE}: only safetensors checkpoints are read"
             return Shards({}, frozenset(), 0, 0, (Finding("wrong", text, "give the directory that holds them"),))
         text = f"{path} lacks {few(missing, 'shard')}: the download is incomplete"
         findings.append(Finding("wrong", text, "repeat the download, which goes on where it stopped"))
     found: dict[Path, dict[str, TensorInfo]] = {}
+    damaged: list[Finding] = []
+    lost = set(missing)
     for file in wanted:
-        if file.name in missing:
+        if file.name in lost:
             continue
         try:
             opened = SafetensorsFile(file)
             opened.close()
         except CheckpointError as e:
-            findings.append(Finding("wrong", str(e), f"remove {file.name} and {AGAIN}"))
+            damaged.append(Finding("wrong", str(e), f"remove {shown(file.name)} and {AGAIN}"))
             continue
         found[file] = opened.tensors
+    findings += damaged[:NAMED]
+    if (more := len(damaged) - NAMED) > 0:
+        text = f"{path}: {NAMED} damaged shards are named, and {more:,} more are damaged"
+        findings.append(Finding("wrong", text, "download the model again"))
     tensors = {name: info for held in found.values() for name, info in held.items()}
     unread: frozenset[str] = frozenset()
     if placed is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.core.errors import CheckpointError
+from perilune.core.files import read_regular
 
 MAX_HEADER = 100_000_000  # bytes of the JSON header of a safetensors file; the format's own bound
 
@@ -15,7 +16,7 @@ MAX_HEADER = 100_000_000  # bytes of the JSON header of a safetensors file; the 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. CheckpointError if the file is absent, unreadable, not JSON or not an object."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError as e:
         raise CheckpointError(f"{path} does not exist: the model directory is incomplete") from e
     except OSError as e:
@@ -27,13 +28,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return data
 
 
+def spelled(data: Mapping[str, Any]) -> str:
+    """What `write_object` writes."""
+    return json.dumps(data, indent=2, sort_keys=True) + "\n"
+
+
 def write_object(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces `path` in one step, so that no reader ever sees half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:
-            json.dump(data, f, indent=2, sort_keys=True)
-            f.write("\n")
+            f.write(spelled(data))
         Path(temporary).chmod(0o644)  # mkstemp makes files only their owner may read
         os.replace(temporary, path)
     except BaseException:

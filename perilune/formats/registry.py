@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted
 from perilune.formats import dense, fp8_block, fp8_scaled, int4, int4_compact, nvfp4, nvfp4_packed, scheme
 from perilune.formats.parts import Part
 from perilune.formats.safetensors_file import TensorInfo
@@ -61,7 +61,7 @@ def require_served(name: str, where: str) -> None:
     """CheckpointError if a checkpoint declares a quantisation that is not read."""
     if name not in SERVED:
         raise CheckpointError(
-            f"{where}: quantisation {name!r} is not served; served: plain bfloat16, FP8 in 128 x 128 blocks or rows, "
-            f"INT4 pack-quantized in groups of {scheme.INT4_GROUP} and its compact form, NVFP4 in groups of "
+            f"{where}: quantisation {quoted(name)} is not served; served: plain bfloat16, FP8 in 128 x 128 blocks or "
+            f"rows, INT4 pack-quantized in groups of {scheme.INT4_GROUP} and its compact form, NVFP4 in groups of "
             f"{scheme.NVFP4_GROUP} (ModelOpt's layout and nvfp4-pack-quantized)"
         )

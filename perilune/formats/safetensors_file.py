@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted, shown
+from perilune.core.files import open_regular
 from perilune.formats.jsonfile import MAX_HEADER
 
 LFS_POINTER = b"version https://git-lfs"
+MAX_DIMENSIONS = 64  # the most that torch computes with
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,7 +56,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = open_regular(path)
         except FileNotFoundError as e:
             raise CheckpointError(f"{path} does not exist: the download is incomplete") from e
         except OSError as e:
@@ -113,7 +115,7 @@ class SafetensorsFile:
         for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
             if info.offset != end:
                 what = "overlap" if info.offset < end else "leave a hole"
-                raise CheckpointError(f"{self.path}: damaged header: {previous!r} and {info.name!r} {what}")
+                raise CheckpointError(f"{self.path}: damaged header: {quoted(previous)} and {quoted(info.name)} {what}")
             end, previous = info.offset + info.nbytes, info.name
         if end > size:
             raise CheckpointError(f"{self.path} is truncated: {end} bytes expected, {size} found")
@@ -122,21 +124,24 @@ class SafetensorsFile:
         return tensors
 
     def _entry(self, name: str, entry: Any, data: int) -> TensorInfo:
-        where = f"{self.path}: damaged header: tensor {name!r}"
+        where = f"{self.path}: damaged header: tensor {quoted(name)}"
         if not isinstance(entry, Mapping):
             raise CheckpointError(f"{where} has no description")
         code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(code, str) or code not in DTYPES:
-            raise CheckpointError(f"{where} has unknown dtype {code!r}")
-        if not isinstance(shape, list) or not _naturals(shape):
-            raise CheckpointError(f"{where} has shape {shape!r}")
+            raise CheckpointError(f"{where} has unknown dtype {quoted(code)}")
+        if not isinstance(shape, list) or not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
+            raise CheckpointError(f"{where} has shape {shown(shape)}")
         if not isinstance(span, list) or not _naturals(span) or len(span) != 2 or span[0] > span[1]:
-            raise CheckpointError(f"{where} has data_offsets {span!r}")
+            raise CheckpointError(f"{where} has data_offsets {shown(span)}")
         dtype, nbytes = DTYPES[code], span[1] - span[0]
         if nbytes != (need := math.prod(shape) * dtype.itemsize):
-            raise CheckpointError(f"{where} of {code} {shape} needs {need} bytes, its data_offsets give {nbytes}")
+            raise CheckpointError(
+                f"{where} of {code} {shown(shape)} needs {shown(need)} bytes, its data_offsets give {nbytes}"
+            )
         return TensorInfo(name, dtype, tuple(shape), self.path, data + span[0], nbytes)
 
 
 def _naturals(values: list[Any]) -> bool:
-    return all(type(v) is int and v >= 0 for v in values)
+    """Whether all are sizes, small enough that a product of MAX_DIMENSIONS of them can be computed and printed."""
+    return all(type(v) is int and 0 <= v < 1 << 128 for v in values)

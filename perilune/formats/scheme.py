@@ -7,7 +7,7 @@ tensor (registry.py), because `ignore` lists are not reliable.
 from collections.abc import Mapping
 from typing import Any
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted, shown
 
 DENSE = "dense"
 INT4 = "int4"
@@ -82,14 +82,14 @@ def _block(block: Mapping[str, Any], where: str) -> str:
     if form == INT4_COMPACT:
         return INT4_COMPACT
     if method != "compressed-tensors":
-        return str(method)
+        return shown(method)
     if form == NVFP4_PACKED:
         fault = _groups(block, _NVFP4_ARGS, where) if "config_groups" in block else None
         return f"{NVFP4_PACKED} with {fault}" if fault else NVFP4_PACKED
     if form == MIXED and "config_groups" in block:
         return _mixed(block, where)
     if form != "pack-quantized":
-        return f"compressed-tensors {form}"
+        return f"compressed-tensors {shown(form)}"
     fault = _groups(block, _INT4_ARGS, where, activations=False)
     return f"pack-quantized with {fault}" if fault else INT4
 
@@ -106,7 +106,7 @@ def _mixed(block: Mapping[str, Any], where: str) -> str:
             fault = _groups(alone, _FP8_ARGS, where)
             strategies.add(group["weights"].get("strategy"))
         else:
-            fault = f"{name} in {form}"
+            fault = f"{shown(name)} in {shown(form)}"
         if fault:
             return f"{MIXED} with {fault}"
     if len(strategies) != 1:
@@ -119,17 +119,17 @@ def _fp8(block: Mapping[str, Any]) -> str:
     if not size:
         return "fp8 without blocks"
     if size != FP8_BLOCK_SIZE:
-        return f"fp8 with weight_block_size={size}"
+        return f"fp8 with weight_block_size={shown(size)}"
     form = block.get("fmt", "e4m3")
-    return FP8_BLOCK if form == "e4m3" else f"fp8 with fmt={form}"
+    return FP8_BLOCK if form == "e4m3" else f"fp8 with fmt={shown(form)}"
 
 
 def _modelopt(block: Mapping[str, Any], where: str) -> str:
     algo = block.get("quant_algo")
     if algo != "NVFP4":
-        return f"modelopt {algo}"
+        return f"modelopt {shown(algo)}"
     size = block.get("group_size", NVFP4_GROUP)
-    fault = f"group_size={size}" if size != NVFP4_GROUP else None
+    fault = f"group_size={shown(size)}" if size != NVFP4_GROUP else None
     if fault is None and "config_groups" in block:
         fault = _groups(block, _MODELOPT_ARGS, where)
     return f"modelopt NVFP4 with {fault}" if fault else NVFP4
@@ -139,17 +139,17 @@ def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: b
     """What in config_groups is not as `args` want it. Quantised activations may be declared if `activations`."""
     for name, group in _table(block, "config_groups", where).items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            raise CheckpointError(f"{where}: quantization_config.config_groups.{name}.weights must be an object")
+            raise CheckpointError(f"{where}: quantization_config.config_groups.{shown(name)}.weights must be an object")
         if not activations and group.get("input_activations") is not None:
             return "quantised activations"
         for key, (default, accepted) in args.items():
             if (value := group["weights"].get(key, default)) not in accepted:
-                return f"{key}={value}"
+                return f"{key}={shown(value)}"
     return None
 
 
 def _table(level: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     value = level.get(key)
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: {key} must be an object, not {value!r}")
+        raise CheckpointError(f"{where}: {key} must be an object, not {quoted(value)}")
     return value

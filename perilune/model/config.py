@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted
+from perilune.core.files import exists
 from perilune.formats import scheme
 from perilune.formats.jsonfile import read_object
 
@@ -22,6 +23,9 @@ ARCHITECTURES = (
     "Kimi_K25ForConditionalGeneration",  # transformers' own spelling
 )
 SERVED = "served: kimi_k2, deepseek_v3, and kimi_k25 around either"
+
+MAX_ENDS = 64  # end tokens of each level
+MAX_EXPERTS = 1 << 18  # of all layers; Kimi K2 has 23,040. Names are made for each before a file is opened
 
 # Keys that transformers leaves out when it saves, and the one value that is served.
 _ONLY = {
@@ -100,7 +104,7 @@ class KimiConfig:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a directory")
         extra = path / "hf_quant_config.json"
-        hf_quant = read_object(extra) if extra.exists() else None
+        hf_quant = read_object(extra) if exists(extra) else None
         return cls.from_dict(read_object(path / "config.json"), hf_quant=hf_quant, where=str(path / "config.json"))
 
     @classmethod
@@ -111,7 +115,7 @@ class KimiConfig:
         get = Keys(text, where, prefix)
         for key, served in _ONLY.items():
             if (value := text.get(key)) is not None and value != served:
-                raise CheckpointError(f"{where}: {prefix}{key}={value!r} is not served; served: {served!r}")
+                raise CheckpointError(f"{where}: {prefix}{key}={quoted(value)} is not served; served: {served!r}")
         if data.get("tie_word_embeddings") or text.get("tie_word_embeddings"):
             raise CheckpointError(
                 f"{where}: tie_word_embeddings=true is not served: lm_head must be a tensor of its own"
@@ -154,6 +158,11 @@ class KimiConfig:
         return config
 
     def _check(self, where: str) -> None:
+        if self.num_hidden_layers * self.n_routed_experts > MAX_EXPERTS:
+            raise CheckpointError(
+                f"{where}: num_hidden_layers={self.num_hidden_layers} times n_routed_experts={self.n_routed_experts} "
+                f"exceeds {MAX_EXPERTS:,}: no model of this family is as large"
+            )
         groups, experts = self.n_group, self.n_routed_experts
         if experts % groups or (groups > 1 and experts // groups < 2):
             raise CheckpointError(f"{where}: n_routed_experts={experts} cannot be split into n_group={groups} groups")
@@ -244,17 +253,19 @@ def _text_level(data: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
     names = data.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in ARCHITECTURES:
-            raise CheckpointError(f"{where}: architecture {name!r} is not served; served: {', '.join(ARCHITECTURES)}")
+            raise CheckpointError(
+                f"{where}: architecture {quoted(name)} is not served; served: {', '.join(ARCHITECTURES)}"
+            )
     kind = data.get("model_type")
     if kind in TEXT_TYPES:
         return data, ""
     if kind != NESTED_TYPE:
-        raise CheckpointError(f"{where}: model_type {kind!r} is not served; {SERVED}")
+        raise CheckpointError(f"{where}: model_type {quoted(kind)} is not served; {SERVED}")
     text = data.get("text_config")
     if not isinstance(text, Mapping):
-        raise CheckpointError(f"{where}: text_config must be an object, not {text!r}")
+        raise CheckpointError(f"{where}: text_config must be an object, not {quoted(text)}")
     if (inner := text.get("model_type")) not in TEXT_TYPES:
-        raise CheckpointError(f"{where}: text_config.model_type {inner!r} is not served; {SERVED}")
+        raise CheckpointError(f"{where}: text_config.model_type {quoted(inner)} is not served; {SERVED}")
     return text, "text_config."
 
 
@@ -273,7 +284,7 @@ class Keys:
         return value
 
     def _refuse(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {self._prefix}{key} must be {wanted}, not {value!r}")
+        return CheckpointError(f"{self._where}: {self._prefix}{key} must be {wanted}, not {quoted(value)}")
 
     def whole(self, key: str, *, low: int = 1, high: int = 2**31 - 1, default: int | None = None) -> int:
         value = self._get(key, default)
@@ -306,17 +317,19 @@ def read_rope(text: Mapping[str, Any], get: Keys, where: str, prefix: str) -> tu
     if block is None:
         return get.real("rope_theta", above=1.0), None
     if not isinstance(block, Mapping):
-        raise CheckpointError(f"{where}: {prefix}{key} must be an object, not {block!r}")
+        raise CheckpointError(f"{where}: {prefix}{key} must be an object, not {quoted(block)}")
     inner = Keys(block, where, f"{prefix}{key}.")
     theta = inner.real("rope_theta", above=1.0) if "rope_theta" in block else get.real("rope_theta", above=1.0)
     kind = block.get("rope_type", block.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "yarn":
-        raise CheckpointError(f"{where}: {prefix}{key} of type {kind!r} is not served; served: 'yarn' and 'default'")
+        raise CheckpointError(
+            f"{where}: {prefix}{key} of type {quoted(kind)} is not served; served: 'yarn' and 'default'"
+        )
     for name, served in (("truncate", True), ("attention_factor", None)):
         if block.get(name, served) != served:
-            raise CheckpointError(f"{where}: {prefix}{key}.{name}={block[name]!r} is not served; leave it out")
+            raise CheckpointError(f"{where}: {prefix}{key}.{name}={quoted(block[name])} is not served; leave it out")
     return theta, Yarn(
         factor=inner.real("factor"),
         original_max_position_embeddings=inner.whole("original_max_position_embeddings"),
@@ -330,7 +343,7 @@ def read_rope(text: Mapping[str, Any], get: Keys, where: str, prefix: str) -> tu
 def _token(key: str, data: Mapping[str, Any], text: Mapping[str, Any], where: str) -> int | None:
     value = data.get(key) if data.get(key) is not None else text.get(key)
     if value is not None and (type(value) is not int or value < 0):
-        raise CheckpointError(f"{where}: {key} must be a token id, not {value!r}")
+        raise CheckpointError(f"{where}: {key} must be a token id, not {quoted(value)}")
     return value
 
 
@@ -339,9 +352,13 @@ def _eos(data: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[
     ids: list[int] = []
     for level in (data, text):
         value = level.get("eos_token_id")
+        if isinstance(value, list) and len(value) > MAX_ENDS:
+            raise CheckpointError(f"{where}: eos_token_id has {len(value):,} ids, at most {MAX_ENDS} are served")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if type(token) is not int or token < 0:
-                raise CheckpointError(f"{where}: eos_token_id must be a token id or a list of them, not {value!r}")
+                raise CheckpointError(
+                    f"{where}: eos_token_id must be a token id or a list of them, not {quoted(value)}"
+                )
             if token not in ids:
                 ids.append(token)
     return tuple(ids)

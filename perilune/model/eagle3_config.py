@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.formats.jsonfile import read_object
 from perilune.model.config import Keys, Yarn, inverse_frequencies, read_rope, yarn_mscale
 
+DRAFTER = "drafter"  # of a model directory: its own draft model
 ARCHITECTURES: Mapping[str, Literal["mha", "mla"]] = {
     "LlamaForCausalLMEagle3": "mha",
     "Eagle3LlamaForCausalLM": "mha",
@@ -121,13 +122,15 @@ class Eagle3Config:
         names = data.get("architectures") or []
         name = names[0] if isinstance(names, list) and len(names) == 1 else names
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise CheckpointError(f"{where}: architecture {name!r} is no draft's; served: {', '.join(ARCHITECTURES)}")
+            raise CheckpointError(
+                f"{where}: architecture {quoted(name)} is no draft's; served: {', '.join(ARCHITECTURES)}"
+            )
         form = ARCHITECTURES[name]
         if (kind := data.get("model_type")) not in MODEL_TYPES:
-            raise CheckpointError(f"{where}: model_type {kind!r} is not served; served: {', '.join(MODEL_TYPES)}")
+            raise CheckpointError(f"{where}: model_type {quoted(kind)} is not served; served: {', '.join(MODEL_TYPES)}")
         inner = data.get("eagle_config")
         if not isinstance(inner, Mapping | None):
-            raise CheckpointError(f"{where}: eagle_config must be an object, not {inner!r}")
+            raise CheckpointError(f"{where}: eagle_config must be an object, not {quoted(inner)}")
         levels = (("", data), ("eagle_config.", inner or {}))
         for prefix, level in levels:
             _check_keys(level, where, prefix)
@@ -136,11 +139,11 @@ class Eagle3Config:
         if ids is not None and (
             not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(ids)
         ):
-            raise CheckpointError(f"{where}: {_AUX} must be layer numbers in ascending order, not {ids!r}")
+            raise CheckpointError(f"{where}: {_AUX} must be layer numbers in ascending order, not {quoted(ids)}")
         flags = {flag: _once(levels, flag, where) for flag in _FLAGS}
         for flag, value in flags.items():
             if value is not None and not isinstance(value, bool):
-                raise CheckpointError(f"{where}: {flag} must be true or false, not {value!r}")
+                raise CheckpointError(f"{where}: {flag} must be true or false, not {quoted(value)}")
         hidden, heads = get.width("hidden_size"), get.whole("num_attention_heads")
         theta, yarn = read_rope(data, get, where, "")
         num_aux = get.whole("num_aux_hidden_states", default=len(ids) if ids else 3, high=64)
@@ -229,10 +232,10 @@ def _check_keys(level: Mapping[str, Any], where: str, prefix: str) -> None:
         if key in _ONLY:
             if value is not None and value not in _ONLY[key]:
                 served = " or ".join(map(repr, _ONLY[key])) or "nothing"
-                raise CheckpointError(f"{where}: {prefix}{key}={value!r} is not served; served: {served}")
+                raise CheckpointError(f"{where}: {prefix}{key}={quoted(value)} is not served; served: {served}")
         elif key not in _READ and key not in _FLAGS and key != _AUX and key not in _MEANINGLESS:
             raise CheckpointError(
-                f"{where}: {prefix}{key} is not known, so the draft might run otherwise than it was trained: "
+                f"{where}: {prefix}{shown(key)} is not known, so the draft might run otherwise than it was trained: "
                 "remove the key if it means nothing"
             )
 
@@ -241,5 +244,5 @@ def _once(levels: tuple[tuple[str, Mapping[str, Any]], ...], key: str, where: st
     """The value of a key that may stand at either level, None if at neither."""
     values = [level[key] for _, level in levels if level.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
-        raise CheckpointError(f"{where}: {key} is {values[0]!r}, but eagle_config says {values[1]!r}")
+        raise CheckpointError(f"{where}: {key} is {quoted(values[0])}, but eagle_config says {quoted(values[1])}")
     return values[0] if values else None

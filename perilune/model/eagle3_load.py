@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
 from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
 from perilune.model.config import KimiConfig
@@ -122,6 +122,15 @@ def load_draft(
     return config, weights
 
 
+def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
+    """Checks by its headers that the draft in `path` can be loaded for `target`. CheckpointError as `load_draft`."""
+    config = Eagle3Config.from_directory(path)
+    _check_target(path, config, target)
+    with Checkpoint.open(path) as checkpoint:
+        _check_tensors(checkpoint, _names(checkpoint), config)
+    return config
+
+
 def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
     """Replaces the draft's own matrices by FP8 ones: they are most of what a drafting step reads, and no rounding of a
     draft can change an answer. What it shares with `target` stays as it is."""
@@ -180,7 +189,9 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
         if usual.startswith(_OTHER_LAYER):
             usual = LAYER + usual.removeprefix(_OTHER_LAYER)
         if usual in found:
-            raise CheckpointError(f"{checkpoint.path}: tensors {found[usual]} and {name} are the same one")
+            raise CheckpointError(
+                f"{checkpoint.path}: tensors {shown(found[usual])} and {shown(name)} are the same one"
+            )
         if not _SKIPPED.fullmatch(usual):
             found[usual] = name
     return found
@@ -200,11 +211,13 @@ def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Ea
     for name, own in stored.items():
         info, shape = checkpoint.info(own), wanted.get(name) or ids[name]
         if tuple(info.shape) != shape:
-            raise CheckpointError(f"{checkpoint.path}: tensor {own} has shape {list(info.shape)}, not {list(shape)}")
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {shown(own)} has shape {shown(list(info.shape))}, not {list(shape)}"
+            )
         allowed = FLOATS if name in wanted else _IDS if name == "d2t" else (torch.bool, torch.uint8, *_IDS)
         if info.dtype not in allowed:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {own} is {spell(info.dtype)}, not {' or '.join(map(spell, allowed))}"
+                f"{checkpoint.path}: tensor {shown(own)} is {spell(info.dtype)}, not {' or '.join(map(spell, allowed))}"
             )
 
 

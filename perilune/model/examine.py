@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from perilune.core.errors import shown
+from perilune.core.files import open_regular
 from perilune.core.finding import Finding
 from perilune.formats.checkpoint import few
 from perilune.formats.examine import Shards
@@ -57,7 +59,7 @@ def sample(found: Survey) -> tuple[Sample, list[Finding]]:
         files.setdefault(candidate[0].file, []).append(candidate)
     for file, held in files.items():
         try:
-            with file.open("rb", buffering=0) as opened:
+            with open_regular(file) as opened:
                 for info, part in held:
                     values = _piece(opened.fileno(), info, generator, whole)
                     nbytes += values.nbytes
@@ -68,8 +70,8 @@ def sample(found: Survey) -> tuple[Sample, list[Finding]]:
     remedy = "the file is damaged or the conversion went wrong: download it again, or convert again"
     findings = []
     for fault, names in faults.items():
-        more = f" (and {len(names) - 1} more of those looked at)" if len(names) > 1 else ""
-        findings.append(Finding("wrong", f"tensor {names[0]} {fault}{more}", remedy))
+        more = f" (and {len(names) - 1:,} more of those looked at)" if len(names) > 1 else ""
+        findings.append(Finding("wrong", f"tensor {shown(names[0])} {fault}{more}", remedy))
     return Sample(len(chosen), len(candidates), nbytes), findings
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, quoted, shown
 from perilune.formats.jsonfile import MAX_HEADER
 
 BUNDLED = "kimi-nano"
@@ -49,18 +50,18 @@ def resolve_model(
     """
     if not name:
         raise ConfigError(f"no model is named: {MEANING}")
-    directory = Path(name).expanduser()
-    if name == BUNDLED and not directory.is_dir():
+    directory = _local(name)
+    if name == BUNDLED and not os.path.isdir(directory):
         directory = Path(__file__).parents[1] / "bundled" / BUNDLED
         if not directory.is_dir():
             raise ConfigError(f"the bundled model {BUNDLED} is not in this installation ({directory}): reinstall it")
-    if directory.is_dir():
+    if os.path.isdir(directory):
         if revision is not None:
-            raise ConfigError(f"revision={revision!r} belongs to a hub repository, but {name} is a directory")
+            raise ConfigError(f"revision={quoted(revision)} belongs to a hub repository, but {name} is a directory")
         return directory
     if not _REPOSITORY.fullmatch(name):
-        kind = "is a file" if directory.is_file() else "does not exist"
-        raise ConfigError(f"model {name!r} {kind}: {MEANING}")
+        kind = "is a file" if os.path.isfile(directory) else "does not exist"
+        raise ConfigError(f"model {quoted(name)} {kind}: {MEANING}")
     return _download(name, revision, progress, endpoint)
 
 
@@ -122,7 +123,12 @@ def _range(url: str, first: int, end: int) -> bytes:
 
 def is_repository(name: str) -> bool:
     """Whether MODEL is a hub repository's id: no such directory is here, and it is spelt like one."""
-    return not Path(name).expanduser().is_dir() and name != BUNDLED and _REPOSITORY.fullmatch(name) is not None
+    return not os.path.isdir(_local(name)) and name != BUNDLED and _REPOSITORY.fullmatch(name) is not None
+
+
+def _local(name: str) -> Path:
+    """As a path. os.path's functions, unlike Path's, take any text: one that cannot be a path is no directory."""
+    return Path(os.path.expanduser(name))
 
 
 def _download(
@@ -166,5 +172,6 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         elif status in (401, 403):
             reason = f"access denied (HTTP {status}): run `hf auth login` with an account that may read it"
         else:
-            reason = f"{' '.join(str(e).split()) or type(e).__name__}; repeat the command to go on where it stopped"
+            words = shown(" ".join(str(e).split()), 400) or type(e).__name__
+            reason = f"{words}; repeat the command to go on where it stopped"
         raise ConfigError(f"download of {at} failed: {reason}") from e

@@ -1,5 +1,6 @@
 """The values that the configurations of all published members of the family have, to hold a checkpoint's against."""
 
+from perilune.core.errors import quoted, shown
 from perilune.model.config import KimiConfig
 
 # A tuple lists what members differ in.
@@ -45,14 +46,14 @@ def is_full_size(config: KimiConfig) -> bool:
 def differences(config: KimiConfig) -> list[str]:
     """What no published member has, as 'key=value (published: ...)'; for a configuration of full size."""
     odd = [
-        f"{key}={value!r} (published: {' or '.join(map(repr, known))})"
+        f"{key}={quoted(value)} (published: {' or '.join(map(repr, known))})"
         for key, known in _TEXT.items()
         if (value := getattr(config, key)) not in known
     ]
     if config.yarn is None:
         return [*odd, "no YaRN"]
     return odd + [
-        f"yarn.{key}={value!r} (published: {' or '.join(map(repr, known))})"
+        f"yarn.{key}={quoted(value)} (published: {' or '.join(map(repr, known))})"
         for key, known in _YARN.items()
         if (value := getattr(config.yarn, key)) not in known
     ]
@@ -64,5 +65,5 @@ def varying(config: KimiConfig) -> str:
     stretched = f"yarn factor {yarn.factor:g}, beta_fast {yarn.beta_fast:g}" if yarn else "no yarn"
     return (
         f"max_position_embeddings {config.max_position_embeddings}, {stretched}, rms_norm_eps {config.rms_norm_eps:g}, "
-        f"eos {' and '.join(map(str, config.eos_token_ids)) or 'none'}"
+        f"eos {shown(' and '.join(map(str, config.eos_token_ids))) or 'none'}"
     )

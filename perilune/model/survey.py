@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, shown
 from perilune.formats import scheme
 from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
@@ -155,15 +155,16 @@ def _misfits(tensors: Mapping[str, TensorInfo], read: Mapping[str, Part]) -> lis
     for name, part in read.items():
         info = tensors[name]
         if not part.fits(info.shape):
-            shapes.append(f"tensor {info.name} has shape {list(info.shape)}, config.json asks for {list(part.shape)}")
+            stored = shown(list(info.shape))
+            shapes.append(f"tensor {shown(info.name)} has shape {stored}, config.json asks for {list(part.shape)}")
         if info.dtype not in part.dtypes:
             allowed = " or ".join(spell(d) for d in part.dtypes)
-            dtypes.append(f"tensor {info.name} is {spell(info.dtype)}, not {allowed}")
+            dtypes.append(f"tensor {shown(info.name)} is {spell(info.dtype)}, not {allowed}")
     return _first(shapes) + _first(dtypes)
 
 
 def _first(lines: list[str]) -> list[str]:
-    more = f" (and {len(lines) - 1} more likewise)" if len(lines) > 1 else ""
+    more = f" (and {len(lines) - 1:,} more likewise)" if len(lines) > 1 else ""
     return [lines[0] + more] if lines else []
 
 
@@ -176,7 +177,7 @@ def _usual(stored: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], lis
         if name.startswith(LEGACY_LAYERS):
             usual = f"{NESTED_PREFIX}model.layers.{name.removeprefix(LEGACY_LAYERS)}"
         if usual in tensors:
-            twice.append(f"holds {tensors[usual].name} and {name}, two names of the same tensor")
+            twice.append(f"holds {shown(tensors[usual].name)} and {shown(name)}, two names of the same tensor")
         tensors[usual] = info
     return tensors, twice[:1]
 
@@ -232,7 +233,7 @@ def read_parts(
 def require_sound(checkpoint: Checkpoint, info: TensorInfo, part: Part, values: torch.Tensor) -> None:
     """CheckpointError if values read from a part of a linear layer cannot be right."""
     if part.fault is not None and (fault := part.fault(values)):
-        raise CheckpointError(f"{checkpoint.path}: tensor {info.name} {fault}")
+        raise CheckpointError(f"{checkpoint.path}: tensor {shown(info.name)} {fault}")
 
 
 def spell(dtype: torch.dtype) -> str:

@@ -12,7 +12,8 @@ from typing import Protocol, TypeVar
 
 from perilune.core.config import ServerConfig
 from perilune.core.constraint import Constraint
-from perilune.core.errors import CheckpointError, EngineError, RequestError
+from perilune.core.errors import CheckpointError, EngineError, RequestError, quoted
+from perilune.core.files import read_regular
 from perilune.core.messages import Delta, EngineInfo, EngineStats
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
@@ -197,11 +198,11 @@ def read_generation_config(directory: Path) -> dict[str, float]:
     """Sampling defaults of a checkpoint's generation_config.json; empty when the file or the keys are absent."""
     path = directory / "generation_config.json"
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}") from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror if isinstance(e, OSError) else e}") from e
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     found: dict[str, float] = {}
@@ -210,7 +211,7 @@ def read_generation_config(directory: Path) -> dict[str, float]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(f"{path}: {name} must be a number, not {value!r}")
+            raise CheckpointError(f"{path}: {name} must be a number, not {quoted(value)}")
         found[name] = value
     try:
         SamplingParams(**found)  # type: ignore[arg-type]

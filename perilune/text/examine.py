@@ -1,5 +1,6 @@
 """A model directory's vocabulary, control tokens and chat template against its configuration, and each other."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, quoted, shown
+from perilune.core.files import exists, read_regular
 from perilune.core.finding import Finding
 from perilune.text.family import Member, NotOfTheFamily, recognise
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
@@ -91,7 +93,9 @@ def _member(path: Path, findings: list[Finding]) -> Member | None:
 def _ids(path: Path, tokenizer: Tokenizer, ids: Mapping[str, Sequence[int]]) -> list[Finding]:
     findings = []
     if beyond := [f"{key} {id}" for key, values in ids.items() for id in values if not 0 <= id < tokenizer.vocab_size]:
-        text = f"config.json's {', '.join(beyond)} is outside the vocabulary of {tokenizer.vocab_size} tokens"
+        text = (
+            f"config.json's {shown(', '.join(beyond), 160)} is outside the vocabulary of {tokenizer.vocab_size} tokens"
+        )
         findings.append(Finding("wrong", text, "config.json and the vocabulary are of different models"))
     named = _json(path / CONFIG_FILE, findings)
     expected = {"bos_token_id": named.get("bos_token"), "pad_token_id": named.get("pad_token")}
@@ -100,12 +104,12 @@ def _ids(path: Path, tokenizer: Tokenizer, ids: Mapping[str, Sequence[int]]) -> 
         name = entry.get("content") if isinstance(entry, dict) else entry
         for id in ids.get(key, ()):
             if isinstance(name, str) and 0 <= id < tokenizer.vocab_size and tokenizer.special_id(name) != id:
-                text = f"config.json's {key} {id} is {tokenizer.token_text(id)!r}, not {name!r}"
+                text = f"config.json's {key} {id} is {quoted(tokenizer.token_text(id))}, not {quoted(name)}"
                 findings.append(Finding("warning", text, "one of the two files is of another model; prompts use names"))
     ends = [id for id in ids.get("eos_token_id", ()) if 0 <= id < tokenizer.vocab_size]
     if odd := [id for id in ends if id not in tokenizer.stop_ids]:
-        names = ", ".join(f"{id} {tokenizer.token_text(id)!r}" for id in odd)
-        stops = ", ".join(f"{id} {tokenizer.token_text(id)!r}" for id in sorted(tokenizer.stop_ids))
+        names = shown(", ".join(f"{id} {quoted(tokenizer.token_text(id))}" for id in odd), 160)
+        stops = ", ".join(f"{id} {quoted(tokenizer.token_text(id))}" for id in sorted(tokenizer.stop_ids))
         text = f"config.json ends at {names}, which is no stop token of this vocabulary ({stops})"
         findings.append(Finding("warning", text, "config.json may be of another model; answers end at all of them"))
     return findings
@@ -135,10 +139,10 @@ def _answers(
     generation = path / "generation_config.json"
     said = _json(generation, findings)
     said.pop("transformers_version", None)
-    told["generation_config"] = json.dumps(said, sort_keys=True) if generation.exists() else "absent"
+    told["generation_config"] = shown(json.dumps(said, sort_keys=True), 400) if exists(generation) else "absent"
     told["preprocessor_config"] = _preprocessor(path, findings)
     if tokenizer is not None:
-        ends = ", ".join(str(id) for id in ids.get("eos_token_id", ())) or "nothing"
+        ends = shown(", ".join(str(id) for id in ids.get("eos_token_id", ()))) or "nothing"
         stops = ", ".join(f"{id} {tokenizer.token_text(id)}" for id in sorted(tokenizer.stop_ids))
         told["stop tokens"] = f"{stops} (config.json: {ends})"
     return told
@@ -148,20 +152,23 @@ def _template(path: Path) -> tuple[bytes, str]:
     """The vendor's template and where it was; empty if there is none. What is unreadable, `recognise` has told."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_bytes(), file.name
+        with contextlib.suppress(OSError):
+            return read_regular(file), file.name
     held = _json(path / CONFIG_FILE, []).get("chat_template")
-    return (held.encode(), f"in {CONFIG_FILE}") if isinstance(held, str) else (b"", "")
+    return (held.encode("utf-8", "replace"), f"in {CONFIG_FILE}") if isinstance(held, str) else (b"", "")
 
 
 def _preprocessor(path: Path, findings: list[Finding]) -> str:
     file = path / "preprocessor_config.json"
-    if not file.exists():
+    if not exists(file):
         return "absent"
     held = _json(file, findings)
     inner = held.get("media_proc_cfg", held)
     if not isinstance(inner, dict):
-        return f"media_proc_cfg is {inner!r}"
-    odd = [f"{k}={inner[k]!r} (known: {v!r})" for k, v in _PREPROCESSOR.items() if k in inner and inner[k] != v]
+        return f"media_proc_cfg is {quoted(inner)}"
+    odd = [
+        f"{k}={quoted(inner[k], 20)} (known: {v!r})" for k, v in _PREPROCESSOR.items() if k in inner and inner[k] != v
+    ]
     odd += [f"{k} absent" for k in _PREPROCESSOR if k not in inner]
     return f"differs: {'; '.join(odd)}" if odd else "as known"
 
@@ -169,11 +176,12 @@ def _preprocessor(path: Path, findings: list[Finding]) -> str:
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any]:
     """The object in a file; empty, and a finding, if it cannot be read; empty if there is none."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        findings.append(Finding("wrong", f"{path} cannot be read as JSON ({e})", "copy it from the model again"))
+        reason = e.strerror if isinstance(e, OSError) else e
+        findings.append(Finding("wrong", f"{path} cannot be read as JSON ({reason})", "copy it from the model again"))
         return {}
     if not isinstance(data, dict):
         findings.append(Finding("wrong", f"{path} must hold a JSON object", "copy it from the model again"))

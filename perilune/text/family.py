@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.errors import CheckpointError, ConfigError, quoted
+from perilune.core.files import read_regular
 from perilune.text.tools import DeclarationForm
 
 _FIRST_SYSTEM = "You are a helpful assistant"
@@ -103,7 +104,7 @@ def recognise(model_dir: Path) -> Member:
         raise CheckpointError(f"{path} is not a model's config: no readable 'model_type'")
     if kind not in _TYPES:
         raise NotOfTheFamily(
-            f"chat is not supported for model_type {kind!r} of {model_dir}, which is not of the Kimi K2 family: "
+            f"chat is not supported for model_type {quoted(kind)} of {model_dir}, which is not of the Kimi K2 family: "
             "use plain completions, or name a template with --chat-template"
         )
     tokenizer = _object(model_dir / "tokenizer_config.json") or {}
@@ -144,11 +145,12 @@ def _template(model_dir: Path, tokenizer: Mapping[str, Any]) -> str:
     """The checkpoint's own Jinja templates as one text; empty if it brings none."""
     path = model_dir / "chat_template.jinja"
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode("utf-8")
     except FileNotFoundError:
         pass
     except (OSError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"cannot read {path}: {e}; copy it from the model again or leave it out") from e
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise CheckpointError(f"cannot read {path}: {reason}; copy it from the model again or leave it out") from e
     held = tokenizer.get("chat_template")
     entries = held if isinstance(held, list) else [held]
     texts = [entry.get("template") if isinstance(entry, dict) else entry for entry in entries]
@@ -167,7 +169,7 @@ def _names(*configs: Mapping[str, Any]) -> Iterator[str]:
 def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no such file."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError:
         return None
     except OSError as e:

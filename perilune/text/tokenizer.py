@@ -14,7 +14,8 @@ from pathlib import Path
 
 import tiktoken
 
-from perilune.core.errors import CheckpointError, RequestError
+from perilune.core.errors import CheckpointError, RequestError, quoted, shown
+from perilune.core.files import read_regular
 
 VOCABULARY_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
@@ -81,7 +82,7 @@ class Tokenizer:
             raise CheckpointError(f"byte {lacking:#04x} has no token, so some texts could not be encoded")
         if strays := sorted(id for id in added if not base <= id < base + CONTROL_SLOTS):
             raise CheckpointError(
-                f"added token {added[strays[0]].name!r} has id {strays[0]}, outside the control slots "
+                f"added token {quoted(added[strays[0]].name)} has id {strays[0]}, outside the control slots "
                 f"{base}..{base + CONTROL_SLOTS - 1} that follow the {base} base tokens"
             )
         names = {
@@ -190,7 +191,7 @@ def _parts(text: str) -> Iterator[str]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, which text needs: copy it from the model, or send token ids"
@@ -224,7 +225,8 @@ def _read_added(path: Path) -> dict[int, AddedToken]:
         added = {int(id): AddedToken(token["content"], token.get("special", False)) for id, token in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(
-            f"{path} has no readable 'added_tokens_decoder' ({type(e).__name__}: {e}); copy it from the model again"
+            f"{path} has no readable 'added_tokens_decoder' ({type(e).__name__}: {shown(str(e))}); copy it from the "
+            "model again"
         ) from e
     for id, token in added.items():
         if not isinstance(token.name, str) or not isinstance(token.special, bool):

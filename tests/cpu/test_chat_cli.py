@@ -263,7 +263,7 @@ def test_an_endpoint_can_be_the_model(fake: FakeEndpoint, tmp_path: Path) -> Non
     assert [m["role"] for m in second["messages"]] == ["user", "assistant", "user"]
     fake.answer = lambda body: refusal(400, "too long")
     result = invoke(fake.url, lines="one\n")
-    assert result.exit_code == 0 and "error: " in result.stderr and "answered 400: too long" in result.stderr
+    assert result.exit_code == 1 and "error: " in result.stderr and "answered 400: too long" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Opening the files of a model directory. Anyone may have made the directory: what has a file's name may be a FIFO,
+whose open waits for a writer without end, or a device, whose open may act and whose bytes never end."""
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+MAX_BYTES = 1 << 28  # of a file that is read whole; the index of Kimi K2.5's NVFP4 checkpoint has 34 MB
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def exists(path: Path) -> bool:
+    """Whether something has this name. True also if that cannot be found out: opening it then says why."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """The regular file `path`, or the one that it links to, unbuffered for reading. OSError for anything else."""
+    try:
+        require_regular(os.stat(path), path)
+        # Something else may have taken the name since: O_NONBLOCK keeps the open of a FIFO from waiting.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as e:  # a NUL in the name
+        raise OSError(errno.EINVAL, f"its name is no file's ({e})", str(path)) from e
+    try:
+        require_regular(os.fstat(handle), path)
+        return io.FileIO(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file. OSError for anything else, or more than MAX_BYTES."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {MAX_BYTES:,} are read", str(path))
+        return file.read()
+
+
+def require_regular(status: os.stat_result, path: Path) -> None:
+    """OSError that says what `path` is, unless it is a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file: put the model's own there", str(path))

@@ -1,0 +1,84 @@
+"""Exit codes of the installed `perilune` script: 0 is success, whatever went wrong is not. CliRunner does not go
+through `main`, so every case here is a process of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import perilune
+
+SCRIPT = Path(sys.executable).with_name("perilune")
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
+# Imported by Python itself before the script runs: makes operations fail that do not fail here.
+SABOTAGE = """
+import dataclasses
+from perilune.ops import check, compile
+real = check.check
+check.check = lambda *a: [dataclasses.replace(v, failed="sabotaged") for v in real(*a)]
+compile.sources = lambda: ["x.cpp"]
+compile.library = lambda name: "x.cpp does not compile here"
+"""
+
+
+def run(*args: object, lines: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    assert SCRIPT.is_file(), f"{SCRIPT} is not there: pip install -e ."
+    return subprocess.run(
+        [str(SCRIPT), *map(str, args)],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+
+
+def test_doctor_says_wrong_and_fails(tmp_path: Path) -> None:
+    sound = run("doctor", "kimi-nano")
+    assert sound.returncode == 0 and "sound: " in sound.stdout, sound
+    broken = Path(shutil.copytree(NANO, tmp_path / "nano"))
+    (broken / "tiktoken.model").unlink()
+    done = run("doctor", broken)
+    assert "wrong: " in done.stdout and done.returncode == 1, done
+    done = run("doctor", broken, "--json")
+    assert json.loads(done.stdout)["wrong"] and done.returncode == 1, done
+
+
+def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
+    one = ("ops", "rmsnorm", "--check-only", "--case", "T=1,", "--device", "cpu")
+    assert run(*one).returncode == 0
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    checked = run(*one, PYTHONPATH=str(tmp_path))
+    assert "FAILED" in checked.stdout and checked.returncode == 1, checked
+    built = run("ops", "--build", PYTHONPATH=str(tmp_path))
+    assert "does not compile" in built.stdout and built.returncode == 1, built
+
+
+def test_chat_from_a_pipe_fails_with_its_questions() -> None:
+    lines = "What is 2 + 3?\n" + "word " * 200 + "\n"  # the second is longer than the context
+    done = run("chat", "kimi-nano", "--max-model-len", "128", "--set", "threads=1", lines=lines)
+    assert "5" in done.stdout and done.stderr.startswith("error: ") and done.returncode == 1, done
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("convert", "/no/such", "/no/such/result", "--to", "bf16"),
+        ("evaluate", "/no/such", "--count", "2"),
+        ("bench", "decode", "/no/such"),
+        ("draft", "collect", "/no/such", "--out", "/no/such/corpus"),
+    ],
+)
+def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...]) -> None:
+    done = run(*args)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
+
+
+def test_wrong_usage_and_help() -> None:
+    assert run("doctor", "--no-such-option").returncode == 2
+    assert run("no-such-verb").returncode == 2
+    assert run("--help").returncode == 0
