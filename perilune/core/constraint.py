@@ -16,6 +16,7 @@ class Constraint:
     parallel         more than one call may be made
     first_index      counter of the answer's first call, `functions.NAME:COUNTER`
     answer           grammar of a structured answer; None if there is none to give
+    begun            the text with which `answer`'s match begins in the prompt; the thought is then over
     least            tokens that the shortest answer takes, its end token included; 0 where any length will do
     leap             bytes, at most, that one more token can add to the shortest completion of an argument or answer
     param            the request field to blame when `least` does not fit
@@ -30,6 +31,7 @@ class Constraint:
     parallel: bool = True
     first_index: int = 0
     answer: str | None = None
+    begun: str = ""
     least: int = 0
     leap: int = 0
     param: str | None = None

@@ -90,7 +90,11 @@ class Chats:
             Prompt(
                 tuple(
                     template.render_ids(
-                        tokenizer, t.messages, tools=t.tools or None, thinking=template.thinks(t.thinking)
+                        tokenizer,
+                        t.messages,
+                        tools=t.tools or None,
+                        thinking=template.thinks(t.thinking),
+                        continue_final_message=False,
                     )
                 ),
                 families.index(t.family),

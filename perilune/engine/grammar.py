@@ -237,7 +237,9 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             known = self._vocabulary
-            opened = request.prompt[-1] == known.tokenizer.special_id("<think>")
+            # Behind <think> the prompt may hold the beginning of the thought, which is text.
+            last = next(filter(known.tokenizer.is_special, reversed(request.prompt)), None)
+            opened = last is not None and last == known.tokenizer.special_id("<think>")
             enforcer = Enforcer(known, request.constraint, opened=opened)
             rules = TokenRules(request.params, known.words) if request.params.restricted else None
             return Session(Answer(enforcer, rules), known.words)

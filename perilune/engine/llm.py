@@ -20,7 +20,7 @@ from perilune.engine.client import check_prompt, room
 from perilune.engine.engine import Engine
 from perilune.model.hub import resolve_model
 from perilune.text import bad_words
-from perilune.text.chat import ChatTemplate, next_tool_index, template_for
+from perilune.text.chat import ChatTemplate, PromptOptions, next_tool_index, template_for
 from perilune.text.grammar import AnswerFormat, ToolChoice, constrain
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
@@ -170,27 +170,35 @@ class LLM:
         thinking: bool | None = None,
         thinking_budget: int | None = None,
         preserve_thinking: bool = False,
+        continue_final_message: bool | None = None,
     ) -> ChatCompletion:
         """The assistant's next turn of an OpenAI-style conversation.
 
         Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
-        `thinking_budget` tokens. `thinking` None is the model's own way. Raises RequestError for a schema that cannot
-        be enforced, and for a mode that this model does not have.
+        `thinking_budget` tokens. `thinking` None is the model's own way. A last message of the assistant's is continued
+        unless `continue_final_message` is False; the result is what is new (text/beginning.py). Raises RequestError for
+        a schema that cannot be enforced, and for a mode that this model does not have.
         """
         tokenizer = self._need_tokenizer()
         template: ChatTemplate = template_for(self.path)
         thinks = template.thinks(thinking)
-        prompt = template.render_ids(
-            tokenizer, messages, tools=tools, thinking=thinks, preserve_thinking=preserve_thinking
-        )
+        options: PromptOptions = {
+            "tools": tools,
+            "thinking": thinks,
+            "preserve_thinking": preserve_thinking,
+            "continue_final_message": continue_final_message,
+        }
+        prompt = template.render_ids(tokenizer, messages, **options)
+        begun = template.beginning(messages, **options)
         params = params or SamplingParams()
         stream = ChatStream(
             tokenizer,
-            thinking=template.opens_thought(thinks),
+            thinking=begun.opened,
             tools=tools,
             stop=params.stop,
             first_tool_index=next_tool_index(messages),
             end_ids=params.stop_token_ids,
+            begun=bool(begun.content),
         )
         constraint = constrain(
             tokenizer,
@@ -198,9 +206,10 @@ class LLM:
             choice=tool_choice,
             parallel=parallel_tool_calls,
             first_index=next_tool_index(messages),
-            thinking=thinks,
+            thinking=begun.thinks,
             answer=answer,
             thinking_budget=thinking_budget,
+            begun=begun.content,
         )
         events: list[Any] = []
 

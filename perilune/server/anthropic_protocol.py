@@ -73,7 +73,7 @@ class CountBody(Body):
         """The same request to the chat endpoint.
 
         A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked` says that
-        the model cannot do without.
+        the model cannot do without. A last message of the assistant's is the beginning of the answer.
         """
         conversation = Conversation()
         if self.system:
@@ -81,11 +81,7 @@ class CountBody(Body):
         for i, message in enumerate(self.messages):
             _add(conversation, message, f"messages[{i}]")
         if conversation.messages[-1]["role"] == "assistant":
-            raise RequestError(
-                "the last message must not be the assistant's: an answer begun by the client is not supported",
-                param="messages",
-                code="unsupported_parameter",
-            )
+            self._check_beginning(conversation.messages[-1])
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
         with spelled(FIELDS):
             parse_tools(tools)
@@ -105,6 +101,25 @@ class CountBody(Body):
 
     def sampling_fields(self) -> dict[str, Any]:
         return {}
+
+    def _check_beginning(self, message: Mapping[str, Any]) -> None:
+        """Anthropic's own rules for the beginning of an answer, a chat message here. An empty one is none."""
+        text = message["content"]
+        if message.get("tool_calls"):
+            raise RequestError(
+                "the tool_use of the last message must be followed by a user message with its tool_result",
+                param="messages",
+            )
+        if text and text[-1].isspace():
+            raise RequestError(
+                "the last message must not end in white space, as it is the assistant's", param="messages"
+            )
+        if text and self.thinking is not None and self.thinking.type != "disabled":
+            raise RequestError(
+                "a last message of the assistant's with text does not go with thinking: disable thinking, or end the "
+                "messages with the user's",
+                param="messages",
+            )
 
     def _thinking(self, thinks_unasked: bool) -> dict[str, Any]:
         thinking = self.thinking

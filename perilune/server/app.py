@@ -125,12 +125,6 @@ async def tokenize(request: Request) -> Response:
     raw = await request.body()
     body = parse(TokenizeBody, raw)
     service.check_model(body.model)
-    if body.continue_final_message:
-        raise RequestError(
-            "continue_final_message is not supported: a conversation is rendered up to a new answer",
-            param="continue_final_message",
-            code="unsupported_parameter",
-        )
     if (text := body.prompt) is not None and body.messages is None:
         tokens = await service.offload(len(raw), lambda: service.tokenizer.encode(text, allow_special=True))
     elif body.messages and body.prompt is None:
@@ -139,9 +133,10 @@ async def tokenize(request: Request) -> Response:
             tools=body.tools,
             thinking=body.thinking,
             chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
         )
-        generation_prompt = body.add_generation_prompt is not False
-        tokens = await prompt_ids(service, len(raw), chat, generation_prompt=generation_prompt)
+        tokens = await prompt_ids(service, len(raw), chat)
     else:
         raise RequestError("send either prompt or messages", param="prompt")
     answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}

@@ -28,6 +28,10 @@ class Conversation:
     def close(self) -> None:
         self._turn = None
 
+    def resume(self) -> None:
+        """The last message, which is the assistant's, grows on."""
+        self._turn = self.messages[-1] = dict(self.messages[-1])
+
     def say(self, role: str, text: str) -> None:
         """A message of the system, the developer or the user."""
         self.close()

@@ -32,10 +32,11 @@ async def enforced(
     opens: bool = False,
     answer: AnswerFormat | None = None,
     budget: int | None = None,
+    begun: str = "",
 ) -> Constraint | None:
     """The constraint of an answer, checked against `params`; RequestError for a form they leave no room for.
 
-    `opens`: a thought, if there is one, begins in the prompt.
+    `opens`: a thought, if there is one, begins in the prompt. `begun`: content that the prompt holds of the answer.
     """
     make = functools.partial(
         constrain,
@@ -47,6 +48,7 @@ async def enforced(
         thinking=thinking,
         answer=answer,
         thinking_budget=budget,
+        begun=begun,
     )
     # Grammars take a millisecond and more to compile, which must not stall everyone's stream.
     constraint = await asyncio.to_thread(make) if tools or answer is not None else make()

@@ -19,6 +19,7 @@ from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.server.errors import from_validation
 from perilune.server.form import answer_format, thinking_budget
+from perilune.text.chat import PromptOptions
 from perilune.text.grammar import AnswerFormat
 from perilune.text.tokenizer import Tokenizer
 
@@ -135,8 +136,31 @@ class SamplingBody(Body):
         )
 
 
-class ChatBody(SamplingBody):
+class ContinuedBody(Body):
+    """vLLM's fields about the last message: is it the beginning of the answer? text/beginning.py has what else says so.
+
+    `add_generation_prompt`: true asks for a new message; false goes with `continue_final_message`, and by itself asks
+    /tokenize for the conversation without an answer's beginning. Left out, it follows from the rest.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def continues(self) -> bool | None:
+        """What the fields say; None: nothing."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message contradict each other: send one of them",
+                param="add_generation_prompt",
+            )
+        return False if self.add_generation_prompt else self.continue_final_message
+
+
+class ChatBody(SamplingBody, ContinuedBody):
+    """`echo`: an answer that continues the last message begins with that message's text."""
+
     messages: list[dict[str, Any]]
+    echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -190,6 +214,14 @@ class ChatBody(SamplingBody):
         kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.preserve_thinking
         return _agreed({"thinking.keep": kimi, "chat_template_kwargs.preserve_thinking": kwargs})
 
+    def prompt_options(self) -> PromptOptions:
+        return {
+            "thinking": self.think(),
+            "preserve_thinking": self.preserve_thinking(),
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": self.continues(),
+        }
+
     def thinking_budget(self) -> int | None:
         """How many tokens the thought may take; None: no bound."""
         limits = {
@@ -204,6 +236,8 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
+    """The answer always goes on from the prompt: vLLM's continue_final_message has nothing to change here."""
+
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
@@ -240,7 +274,7 @@ class CompletionBody(SamplingBody):
         return max(self.logprobs, self.prompt_logprobs or 0)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ContinuedBody):
     """Either a raw prompt or a conversation, rendered as /v1/chat/completions would.
 
     `add_special_tokens` changes nothing: no prompt of this family begins with a token of its own.
@@ -253,8 +287,6 @@ class TokenizeBody(Body):
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

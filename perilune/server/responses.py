@@ -165,6 +165,8 @@ class Answer:
         )
         if self.body.store is not False:
             conversation = Conversation(self.messages)
+            if self.messages[-1]["role"] == "assistant":  # the beginning of this answer
+                conversation.resume()
             for item in self.output.items:
                 if item["type"] == "function_call":
                     conversation.call(item["call_id"], item["name"], item["arguments"])

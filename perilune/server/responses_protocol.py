@@ -111,13 +111,19 @@ class ResponsesBody(Body):
             raise wrong("max_output_tokens", f"must be at least 1, not {self.max_output_tokens}")
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
-        """The same request to the chat endpoint, and the messages that `input` adds to those `before` it."""
+        """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
+
+        OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
+        is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
+        """
         conversation = Conversation(before)
+        continued = False
         if isinstance(self.input, str):
             conversation.say("user", self.input)
         else:
             for i, item in enumerate(self.input):
                 _add(conversation, item, f"input[{i}]")
+            continued = _continued(self.input[-1], f"input[{len(self.input) - 1}]")
         # Instructions are this request's alone: they are not kept for the responses that continue it.
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
@@ -134,6 +140,7 @@ class ResponsesBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.effort(),
+            "continue_final_message": continued or None,
         }
         body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
         return body, conversation.messages[len(before) :]
@@ -175,6 +182,22 @@ def _add(conversation: Conversation, item: Any, where: str) -> None:
             f"{show(kind)} is not supported: send message, reasoning, function_call and function_call_output items",
             code="unsupported_parameter",
         )
+
+
+def _continued(last: Mapping[str, Any], where: str) -> bool:
+    """Whether the last item is the beginning of the answer."""
+    kind, status = last.get("type") or "message", last.get("status")
+    if kind == "function_call":
+        raise wrong(where, "must be followed by its function_call_output")
+    if kind != "reasoning" and last.get("role") != "assistant":
+        return False
+    if status not in (None, "in_progress", "incomplete", "completed"):
+        raise wrong(f"{where}.status", f"must be in_progress, incomplete or completed, not {show(status)}")
+    if status == "completed":
+        raise wrong(
+            where, "is complete: send the user's next message after it, or status 'incomplete' to have it continued"
+        )
+    return True
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:

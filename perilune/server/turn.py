@@ -12,24 +12,30 @@ from perilune.core.sampling import candidates, sibling
 from perilune.server.form import check_strict, enforced, tool_choice
 from perilune.server.protocol import ChatBody, Predictions, usage
 from perilune.server.service import Generation, Service
-from perilune.text.chat import next_tool_index
-from perilune.text.stream import ChatStream, Event
+from perilune.text.beginning import Beginning
+from perilune.text.chat import PromptOptions, next_tool_index
+from perilune.text.stream import ChatStream, Content, Event, Reasoning
 from perilune.text.tools import Tool, parse_tools
 
 
 class Turn:
     """An assistant turn as it is generated: tokens in, events of the turn out, with what its answer reports."""
 
-    def __init__(self, generation: Generation, stream: ChatStream, *, ends: frozenset[int]) -> None:
-        """`ends`: ids that close a thought."""
+    def __init__(
+        self, generation: Generation, stream: ChatStream, *, ends: frozenset[int], echo: Sequence[Event] = ()
+    ) -> None:
+        """`ends`: ids that close a thought. `echo`: what the answer gives back of the prompt, first."""
         self.generation = generation
         self.stream = stream
         self.reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         self._ends = ends
+        self._echo = list(echo)
 
     async def events(self) -> AsyncGenerator[tuple[list[Event], list[TokenLogprob]], None]:
         """Per delta of the engine: what it adds to the turn, and the log-probabilities of the tokens it came from."""
+        if self._echo:
+            yield self._echo, []
         async with contextlib.aclosing(self.generation.deltas()) as deltas:
             async for delta in deltas:
                 self.prompt_logprobs += delta.prompt_logprobs
@@ -102,7 +108,13 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
         if service.config.vendor_strict:
             check_vendor(body, defaults)
         prompt = await prompt_ids(service, size, body, tools)
-        opens = service.template.opens_thought(thinking)
+        begun = service.template.beginning(body.messages, **body.prompt_options())
+        if body.add_generation_prompt is False and not begun.given:
+            raise RequestError(
+                "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
+                "the assistant's and send continue_final_message: true",
+                param="add_generation_prompt",
+            )
         wanted = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
         params = body.sampling(
             defaults,
@@ -119,25 +131,28 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
             choice=choice,
             parallel=body.parallel_tool_calls is not False,
             first_index=first_index,
-            thinking=thinking,
-            opens=opens,
+            thinking=begun.thinks,
+            opens=begun.opened,
             answer=answer,
             budget=budget,
+            begun=begun.content,
         )
         m = service.tokenizer.markers
         ends = frozenset({m.think_end, *((m.section_begin, m.call_begin) if tools else ())} - {None})
+        echo = _echoed(begun) if body.echo else ()
         turns = []
         for i in range(count):
             own = sibling(params if i == 0 else dataclasses.replace(params, prompt_logprobs=None), i)
             stream = ChatStream(
                 service.tokenizer,
-                thinking=opens,
+                thinking=begun.opened,
                 tools=tools,
                 stop=params.stop,
                 first_tool_index=first_index,
                 end_ids=params.stop_token_ids,
+                begun=bool(begun.content),
             )
-            turns.append(Turn(Generation(service, prompt, own, constraint), stream, ends=ends))
+            turns.append(Turn(Generation(service, prompt, own, constraint), stream, ends=ends, echo=echo))
         return Turns(turns, held.pop_all().close)
 
 
@@ -159,28 +174,19 @@ def check_vendor(body: ChatBody, recommended: Mapping[str, float]) -> None:
             )
 
 
-async def prompt_ids(
-    service: Service,
-    size: int,
-    body: ChatBody,
-    tools: Sequence[Tool] | None = None,
-    *,
-    generation_prompt: bool = True,
-) -> list[int]:
+def _echoed(begun: Beginning) -> list[Event]:
+    thought: list[Event] = [Reasoning(begun.reasoning)] if begun.reasoning else []
+    return thought + ([Content(begun.content)] if begun.content else [])
+
+
+async def prompt_ids(service: Service, size: int, body: ChatBody, tools: Sequence[Tool] | None = None) -> list[int]:
     """Token ids of the conversation; `tools` are the body's, where they are already parsed.
 
     `size` is as in `begin`, whose prompt this is, up to its end where the assistant's answer begins.
     """
     declared = parse_tools(body.declared_tools) if tools is None else tools
-    thinking, preserve = body.think(), body.preserve_thinking()
+    options: PromptOptions = {**body.prompt_options(), "tools": declared}
     return await service.offload(
         size,
-        lambda: service.template.render_ids(
-            service.tokenizer,
-            body.messages,
-            tools=declared,
-            thinking=thinking,
-            preserve_thinking=preserve,
-            add_generation_prompt=generation_prompt,
-        ),
+        lambda: service.template.render_ids(service.tokenizer, body.messages, **options),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from perilune.core.errors import CheckpointError, RequestError
+from perilune.text.beginning import Beginning, beginning
 from perilune.text.family import K26, Member, NotOfTheFamily, member_named, recognise
 from perilune.text.history import Turn, next_counter, read_turns
 from perilune.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class PromptOptions(TypedDict, total=False):
     thinking: bool | None  # False: the prompt ends in an empty thought (instant mode); None, the default: as the model
     preserve_thinking: bool | None  # True: reasoning is kept everywhere, not only in the tool loop in progress
     add_generation_prompt: bool  # True, the default: the prompt ends where the assistant's answer begins
+    continue_final_message: bool | None  # the answer goes on from the last message; None, the default: if it says so
 
 
 class ChatTemplate:
@@ -88,18 +90,34 @@ class ChatTemplate:
         """(temperature, top_p) that the vendor recommends."""
         return self.member.sampling if thinking else self.member.instant_sampling
 
+    def beginning(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> Beginning:
+        """What the prompt of these messages, which `pieces` accepts, holds of the answer.
+
+        A last message of the assistant's is continued, unless there is no generation prompt or the options or the
+        message say otherwise (text/beginning.py).
+        """
+        return beginning(
+            self.member,
+            messages,
+            thinking=self.member.thinking != "never" and self.thinks(options.get("thinking")),
+            continued=options.get("continue_final_message"),
+            default=options.get("add_generation_prompt", True),
+        )
+
     def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:
         """The prompt as control tokens and plain text; no two texts are neighbours."""
         tools, turns = parse_tools(options.get("tools")), read_turns(messages)
         has_thoughts = self.member.thinking != "never"
         thinking = has_thoughts and self.thinks(options.get("thinking"))
-        finished = -1 if self.preserves(options.get("preserve_thinking")) else _last_final_answer(turns)
+        begun = self.beginning(messages, **options)
+        earlier = turns[:-1] if begun.given else turns
+        finished = -1 if self.preserves(options.get("preserve_thinking")) else _last_final_answer(earlier)
         out: list[Piece] = []
         if tools:
             out += _message("system", "tool_declare", [declaration(tools, self.member.tools)])
         if self.member.default_system is not None and turns[0].role != "system":
             out += _message("system", "system", [self.member.default_system])
-        for i, turn in enumerate(turns):
+        for i, turn in enumerate(earlier):
             body: list[Piece] = [turn.content]
             if turn.role == "assistant":
                 if has_thoughts:
@@ -110,10 +128,13 @@ class ChatTemplate:
             elif turn.role == "tool":
                 body = [f"## Return of {turn.answers}\n", *body]
             out += _message(turn.role, turn.name, body)
-        if options.get("add_generation_prompt", True):
-            out += [Special("<|im_assistant|>"), "assistant", Special("<|im_middle|>")]
-            if self.member.opens_thought:
-                out += [_THINK] if thinking else [_THINK, _THOUGHT]
+        if begun.given or options.get("add_generation_prompt", True):
+            out += [Special("<|im_assistant|>"), begun.name, Special("<|im_middle|>")]
+            if begun.opened:
+                out += [_THINK, begun.reasoning]
+            elif has_thoughts and not begun.thinks:
+                out += [_THINK, begun.reasoning, _THOUGHT]
+            out += [begun.content]
         return _joined(out)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> str:

@@ -5,6 +5,8 @@
     SECTION, BETWEEN -- call begin --> HEADER -- argument begin --> ARGUMENTS -- call end --> BETWEEN
     BETWEEN -- section end --> END        TEXT, ANSWER, END -- end token --> DONE
 
+A structured answer that the prompt has begun (Constraint.begun) starts in ANSWER.
+
 Outside the two phases that match JSON (or what else a grammar says) the tokens allowed are all text, or a few markers.
 Control tokens are allowed where the picture has them, and nowhere else.
 
@@ -76,6 +78,12 @@ class Enforcer:
         self._vetted: tuple[int, list[int]] | None = None
         self.tight = False  # the next token has to go through `settle`
         self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
+        if constraint.begun:
+            assert self._answer is not None and self.phase is Phase.START
+            if rest := self._answer.begin(constraint.begun):
+                raise GrammarError(f"the answer's beginning does not fit it: {rest!r:.80}")
+            self._enter(Phase.ANSWER, self._answer)
+            self._most = len(self.shortest())
 
     def copy(self) -> "Enforcer":
         """The same answer, to go on with separately."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
+from perilune.text.beginning import compact
 from perilune.text.completion import example
 from perilune.text.enforcer import Enforcer
 from perilune.text.matcher import (
@@ -65,6 +66,7 @@ def constrain(
     thinking: bool = False,
     answer: AnswerFormat | None = None,
     thinking_budget: int | None = None,
+    begun: str = "",
 ) -> Constraint | None:
     """The constraint of a chat answer; None when nothing has to be enforced.
 
@@ -72,6 +74,9 @@ def constrain(
     the result to `EngineClient.generate(prompt, params, constraint)`; call `result.check_room(max_tokens)` before the
     response has begun. Takes about a millisecond for each schema not seen before, and some seconds on the first call
     with a large vocabulary (`warm_up` does that ahead): call it on a thread.
+
+    `begun` is content of the answer that the prompt already holds: the form applies to all of it. JSON may have any
+    white space there; what follows is compact.
     """
     declared = {tool.name: tool for tool in tools}
     if isinstance(choice, Named):
@@ -86,7 +91,7 @@ def constrain(
     m = tokenizer.markers
     if declared and None in (m.section_begin, m.section_end, m.call_begin, m.argument_begin, m.call_end):
         raise RequestError("this model cannot call tools: its vocabulary has no markers for calls", param="tools")
-    thinking = thinking and m.think_begin is not None and m.think_end is not None
+    thinking = thinking and not begun and m.think_begin is not None and m.think_end is not None
     if not thinking:
         thinking_budget = None
     if not tools and answer is None and thinking_budget is None:
@@ -106,6 +111,7 @@ def constrain(
     if answer is not None and not forced:
         structured, leap = _answer(known, answer)
         leaps.append(leap)
+        begun = _begun(known, structured, answer, begun)
     made = Constraint(
         thinking=thinking,
         thinking_budget=thinking_budget,
@@ -114,6 +120,7 @@ def constrain(
         parallel=parallel,
         first_index=first_index,
         answer=structured,
+        begun=begun if structured is not None else "",
         leap=max(leaps),
         param="tools" if forced else answer.param if answer is not None else None,
     )
@@ -154,6 +161,25 @@ def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
             if not isinstance(value, str) or not value.strip():
                 raise RequestError(f"the grammar must be a non-empty string, not {show(value)}", param=where)
             return _compiled(known, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
+
+
+def _begun(known: Vocabulary, grammar: str, answer: AnswerFormat, text: str) -> str:
+    """What the grammar has to match of an answer's beginning; RequestError if it does not."""
+    if answer.kind in ("json_object", "json_schema"):
+        text = compact(text)
+    try:
+        rest = known.compile(grammar).begin(text) if text else ""
+    except GrammarError as e:
+        raise RequestError(
+            f"the last message cannot be continued as {answer.param} asks: {e}", param=answer.param
+        ) from e
+    if rest:
+        raise RequestError(
+            f"the last message cannot begin an answer that keeps to {answer.param}: {show(rest)} does not fit",
+            param=answer.param,
+            code="invalid_value",
+        )
+    return text
 
 
 def _compiled(known: Vocabulary, write: Callable[[Any], str], value: Any, where: str, what: str) -> str:

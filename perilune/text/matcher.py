@@ -138,7 +138,7 @@ class Matcher:
         self._single = single
         self._hints = hints
         self._keys = keys
-        self.from_start: list[int] = []  # a completion of the empty text, found when the grammar was compiled
+        self.from_start: list[int] = []  # a completion of the empty text, or of what `begin` took
 
     @classmethod
     def compiled(cls, vocabulary: Vocabulary, grammar: str) -> "Matcher":
@@ -180,6 +180,23 @@ class Matcher:
             _check(self._single)
             return False
         return True
+
+    def begin(self, text: str) -> str:
+        """Takes `text` ahead of all tokens. Returns what of it does not fit: the matcher is of use only if that is "".
+
+        Raises GrammarError if no way from there to an end is found.
+        """
+        tokens = self._vocabulary.tokenizer.encode(text)
+        written = b"".join(map(self._vocabulary.tokenizer.token_bytes, tokens))
+        if (fit := self._single.try_consume_tokens(list(written))) < len(written):
+            return written[fit:].decode(errors="replace")
+        if not self._tokens.consume_tokens(tokens):
+            _check(self._tokens)
+        found = self.completion()
+        if found is None:
+            raise GrammarError("no text was found that goes on from the beginning and satisfies it")
+        self.from_start = found
+        return ""
 
     def takes(self, tokens: list[int]) -> bool:
         """Whether these tokens may follow and the text may end after them."""

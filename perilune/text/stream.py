@@ -118,7 +118,8 @@ class ChatStream:
 
     thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers are
     ordinary text. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the
-    conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens.
+    conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun:
+    the prompt holds the beginning of the content.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
@@ -140,6 +141,7 @@ class ChatStream:
         stop: Sequence[str] = (),
         first_tool_index: int = 0,
         end_ids: Collection[int] = (),
+        begun: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = tokenizer.stop_ids | frozenset(end_ids)
@@ -149,7 +151,7 @@ class ChatStream:
         self._stops = StopMatcher(stop)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
-        self._content_begun = False
+        self._content_begun = begun
         self._header = ""
         self._counter: int | None = None  # what the header said
         self._call: int | None = None  # index of the call whose arguments arrive; None: its tool is not known yet

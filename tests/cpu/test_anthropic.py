@@ -327,6 +327,43 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}, {"role": "user", "content": "Go on"}]}
 
 
+def prefill(content: Any) -> dict[str, Any]:
+    return {"messages": [*HELLO["messages"], {"role": "assistant", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    "content", ["347 + 589 = 9", [{"type": "text", "text": "347 + 589"}, {"type": "text", "text": " = 9"}]]
+)
+def test_a_last_message_of_the_assistant_is_continued(content: Any) -> None:
+    async def test(s: Served) -> None:
+        message = await both(s, {**HELLO, **prefill(content)})
+        assert [(b["type"], b["text"]) for b in message["content"]] == [("text", " 36")]
+        assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
+        counted = await s.client.post(COUNT, prefill(content))
+        assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
+        message = await both(s, {**HELLO, **prefill("")})
+        assert s.prompt().endswith("<|im_middle|><think></think>")
+
+    serve(test, answer=" 36")
+
+
+def test_a_last_message_continues_a_form_a_call_or_a_thought() -> None:
+    async def test(s: Served) -> None:
+        config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        assert (await s.client.post(PATH, {**HELLO, **prefill("{"), "output_config": config})).status == 200
+        made = s.engine.constraints[-1]
+        assert made is not None and made.begun == "{" and made.answer is not None
+        status, _, words = error(await s.client.post(PATH, {**HELLO, **prefill("Sure: {"), "output_config": config}))
+        assert status == 400 and "keeps to output_config.format" in words
+        message = await both(s, {**HELLO, **prefill("Let me see."), "tools": [TOOL]})
+        assert [b["type"] for b in message["content"]] == ["tool_use"] and message["stop_reason"] == "tool_use"
+        thought = prefill([{"type": "thinking", "thinking": "R", "signature": ""}])
+        await both(s, {**HELLO, **thought, **ON})
+        assert s.prompt().endswith("<think>R")
+
+    serve(test, answer=CALL.format(0))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -344,10 +381,12 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (said({**USE, "input": "{}"}, role="assistant"), "messages[0].content[0].input must be an object"),
         (said({**USE, "name": ""}, role="assistant"), "messages[0].content[0].name must be a string that is not"),
         (said({"type": "tool_result", "tool_use_id": "x"}), "tool_use_id 'x' is not the id of an earlier tool call"),
-        (
-            {"messages": [*HELLO["messages"], {"role": "assistant", "content": "The"}]},
-            "the last message must not be the assistant's",
-        ),
+        (prefill("The "), "the last message must not end in white space"),
+        (prefill([{"type": "text", "text": "The"}, {"type": "text", "text": "\n"}]), "must not end in white space"),
+        ({**prefill("The"), **ON}, "does not go with thinking"),
+        ({**prefill("The"), "thinking": {"type": "adaptive"}}, "does not go with thinking"),
+        (prefill([{"type": "text", "text": "The"}, USE]), "tool_use of the last message must be followed by"),
+        (prefill([{"type": "thinking", "thinking": "R"}]), "thinking is switched off"),
         ({"system": [{"type": "image"}]}, "system[0] is of type 'image'"),
         ({"system": 5}, "system must be"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not served"),

@@ -266,6 +266,34 @@ class TestFailures:
 
 
 class TestChat:
+    def test_an_answer_goes_on_from_its_beginning(self, path: Path) -> None:
+        question = {"role": "user", "content": "What is 347 + 589?"}
+
+        def begun(content: str, **more: Any) -> list[dict[str, Any]]:
+            return [question, {"role": "assistant", "content": content, **more}]
+
+        greedy = SamplingParams(temperature=0, max_tokens=80)
+        with LLM(path, **CONFIG) as llm:
+            for thinking in (None, True, False):
+                made = llm.chat(begun("347 + 589 = 9", partial=True), greedy, thinking=thinking)
+                assert (made.reasoning, made.content, made.finish_reason) == ("", "36", "stop")
+            thought = llm.chat(begun("", reasoning_content="347+589\nc3b4a7\nc5b8a9\na7+9"), greedy)
+            assert thought.reasoning.startswith("+0=16\n") and "936" in thought.content
+            budgeted = llm.chat(begun("", reasoning_content="347+589\n"), greedy, thinking_budget=3)
+            assert 0 < len(budgeted.reasoning) <= 12 and budgeted.content
+            assert llm.tokenizer is not None
+            opener = llm.tokenizer.special("<think>")
+            assert opener not in budgeted.token_ids, "the engine knows that the thought is open"
+            hot = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
+            schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+            beginning = '{\n  "sum": 9'
+            made = llm.chat(begun(beginning), hot, answer=AnswerFormat("json_schema", schema))
+            assert made.reasoning == "" and str(json.loads(beginning + made.content)["sum"]).startswith("9")
+            called = llm.chat(begun("Let me see."), hot, tools=[function(SCHEMAS[3])], tool_choice=Named("call"))
+            assert called.content == "" and len(called.tool_calls) == 1
+            with pytest.raises(RequestError, match="'Sum' does not fit"):
+                llm.chat(begun("Sum"), hot, answer=AnswerFormat("json_schema", schema))
+
     def test_tools_and_forms(self, path: Path, nano: Tokenizer) -> None:
         messages = [{"role": "user", "content": "Weather in Paris?"}]
         params = SamplingParams(temperature=1.5, seed=2, max_tokens=60)

@@ -249,6 +249,11 @@ def test_chats_ask_for_every_assistant_turn(tmp_path: Path) -> None:
     assert texts[0].endswith("<think>") and texts[1].endswith("<think>")
     assert "secret" not in texts[1] and texts[1].count("2 + 2?") == 2 and texts[2].endswith("<think></think>")
     assert source.prompts(1, 1) == prompts[1:2]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(json.dumps({"messages": [user, said, said]}))
+    assert read.decode(Chats(nano, twice).prompts(1, 1)[0].ids).endswith(
+        "<|im_end|>" + "<|im_assistant|>assistant<|im_middle|><think>"
+    ), "a message after a message is a turn of its own"
     for bad, says in (
         ("{", "line 1 is not JSON"),
         ('{"messages": []}', "non-empty list"),

@@ -104,6 +104,46 @@ def test_structured_answers_are_valid_and_complete_within_any_budget(nano: Token
         jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
 
 
+@pytest.mark.parametrize("number", range(0, len(SCHEMAS), 3))
+def test_an_answer_goes_on_wherever_its_beginning_ends(nano: Tokenizer, number: int) -> None:
+    schema = SCHEMAS[number]
+    answer, monkey = AnswerFormat("json_schema", schema), Monkey(nano, number)
+    free = constrain(nano, answer=answer)
+    assert free is not None
+    compact = nano.decode(monkey.type(free, free.least + 30)[:-1])
+    pretty = json.dumps(json.loads(compact), indent=2, ensure_ascii=False)
+    texts = [compact] if "Infinity" in pretty else [compact, pretty]  # 1e999, say, which Python cannot write
+    for text in texts:
+        for end in sorted({len(text), *monkey.random.integers(1, len(text) + 1, 4).tolist()}):
+            begun = text[:end]
+            if text is pretty and begun[-1].isspace() and begun.rstrip()[-1] not in '{}[],:"':
+                continue  # what follows a number must not be taken for more of it: refused
+            constraint = constrain(nano, answer=answer, begun=begun)
+            assert constraint is not None
+            for spare in (0, 25):
+                ids = monkey.type(constraint, constraint.least + spare, opened=False)
+                assert ids[-1] == nano.special("<|im_end|>") and not any(nano.is_special(t) for t in ids[:-1])
+                whole = json.loads(begun + nano.decode(ids[:-1]))
+                jsonschema.validate(whole, schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_a_whole_answer_may_be_the_beginning(nano: Tokenizer) -> None:
+    end = nano.special("<|im_end|>")
+    for form, begun in ((AnswerFormat("choice", ["yes", "no"]), "yes"), (AnswerFormat("json_object"), '{"a": 1}\n')):
+        made = constrain(nano, answer=form, begun=begun)
+        assert made is not None and made.least == 1
+        assert Monkey(nano, 0).type(made, 5, opened=False) == [end]
+
+
+def test_an_answer_that_has_begun_makes_no_calls(nano: Tokenizer) -> None:
+    section = nano.special("<|tool_calls_section_begin|>")
+    for begun, calls in (("", True), ("\n", True), ("{", False)):
+        made = constrain(nano, tools=tools(SCHEMAS[3]), answer=AnswerFormat("json_object"), begun=begun)
+        assert made is not None
+        allowed = Monkey(nano, 0).allowed(Enforcer(vocabulary(nano), made, opened=False), 500)
+        assert (section in allowed) is calls
+
+
 @pytest.mark.parametrize("number", range(0, len(SCHEMAS), 4))
 def test_calls_are_valid_counted_and_complete_within_any_budget(nano: Tokenizer, number: int) -> None:
     declared = tools(*SCHEMAS[number : number + 4])

@@ -100,7 +100,7 @@ def test_every_prompt_ends_where_the_answer_begins(name: str) -> None:  # failur
     ends: list[list[Any]] = [[], [assistant("A", "T")], [called], [called, result("functions.f:0")]]
     for end in ends:
         for tools in (None, [WEATHER]):
-            prompt = template.render_text([user(), *end], tools=tools)
+            prompt = template.render_text([user(), *end], tools=tools, continue_final_message=False)
             assert prompt.endswith(ANSWER + ("<think>" if name in OPENING else "")), end
             assert prompt.count(ANSWER) == 1 + sum(m["role"] == "assistant" for m in end)
 
@@ -229,7 +229,7 @@ def test_no_text_of_a_client_becomes_a_control_token(kimi: Tokenizer, texts: lis
         rendered = []
         for words in (texts, harmless):
             messages, tools = conversation(words)
-            ids = template.render_ids(kimi, messages, tools=tools)
+            ids = template.render_ids(kimi, messages, tools=tools, continue_final_message=False)
             rendered.append([id for id in ids if kimi.is_special(id)])
         assert rendered[0] == rendered[1]
 

@@ -353,6 +353,44 @@ def test_what_chat_is_asked(sent: dict[str, Any], expected: dict[str, Any]) -> N
 
 
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ASKED = {"role": "user", "content": "What is 347 + 589?"}
+BEGUN = {"role": "assistant", "content": "347 + 589 = 9"}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]}
+
+
+@pytest.mark.parametrize("status", [None, "in_progress", "incomplete"])
+def test_a_last_message_of_the_assistant_is_continued(status: Any) -> None:
+    message = {"type": "message", **BEGUN, "content": [{"type": "output_text", "text": "347 + 589 = 9"}]}
+    last = message if status is None else {**message, "id": "msg_1", "status": status}
+
+    async def test(s: Served) -> None:
+        for stream in (False, True):
+            reply = await s.client.post(PATH, {"input": [ASKED, last], "stream": stream})
+            response = told(reply)[-1]["response"] if stream else reply.json
+            assert outline(response) == [("message", "36")]
+            assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
+        await s.client.post(PATH, {"input": "Sure?", "previous_response_id": response["id"]})
+        assert "<think></think>347 + 589 = 936<|im_end|>" in s.prompt(), "what is stored is one message"
+        await s.client.post(PATH, {"input": [ASKED, THOUGHT, last]})
+        assert s.prompt().endswith("<think>R</think>347 + 589 = 9")
+
+    serve(test, answer="36")
+
+
+@pytest.mark.parametrize("status", [None, "incomplete"])
+def test_a_last_thought_is_continued(status: Any) -> None:
+    last = THOUGHT if status is None else {**THOUGHT, "status": status}
+
+    async def test(s: Served) -> None:
+        response = (await s.client.post(PATH, {"input": [ASKED, last], "tools": [TOOL]})).json
+        assert outline(response)[:2] == [("reasoning", "est"), ("message", "Wait")]
+        assert s.prompt().endswith("<|im_middle|><think>R")
+        (call,) = [i for i in response["output"] if i["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        await s.client.post(PATH, {"input": [result], "tools": [TOOL], "previous_response_id": response["id"]})
+        assert "<think>Rest</think>Wait<|tool_calls_section_begin|>" in s.prompt()
+
+    serve(test, answer="est</think>Wait" + CALL.format(0))
 
 
 @pytest.mark.parametrize(
@@ -377,6 +415,16 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
             {"input": [CALLED, {"type": "function_call_output", "call_id": "d", "output": "x"}]},
             "input[1].call_id",
             "'d' is not the id of an earlier tool call",
+        ),
+        ({"input": [ASKED, {**BEGUN, "status": "completed"}]}, "input[1]", "status 'incomplete'"),
+        ({"input": [ASKED, {**THOUGHT, "status": "completed"}]}, "input[1]", "status 'incomplete'"),
+        ({"input": [ASKED, CALLED]}, "input[1]", "function_call_output"),
+        ({"input": [ASKED, {**BEGUN, "status": "so so"}]}, "input[1].status", "in_progress, incomplete or completed"),
+        ({"input": [ASKED, THOUGHT], "reasoning": {"effort": "none"}}, "input", "thinking is switched off"),
+        (
+            {"input": [ASKED, BEGUN], "text": {"format": {"type": "json_object"}}},
+            "text.format",
+            "keeps to text.format: '347 + 589",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not served"),
         ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0].name", "tools[0].name must"),

@@ -131,6 +131,18 @@ def test_bad_responses_requests_are_bad_request_errors(server: Server) -> None:
         create(model=MODEL, input="long " * 20_000)
 
 
+def test_responses_go_on_from_an_incomplete_message(server: Server) -> None:
+    text: Any = [{"type": "output_text", "text": "347 + 589 = 9", "annotations": []}]
+    last: Any = {"type": "message", "role": "assistant", "id": "msg_1", "status": "incomplete", "content": text}
+    ask: dict[str, Any] = {"model": MODEL, "input": [{"role": "user", "content": SUM}, last], "temperature": 0}
+    assert server.openai.responses.create(**ask).output_text == "36"
+    with server.openai.responses.stream(**ask) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == "36"
+    ask["input"][-1] = {**last, "status": "completed"}
+    with pytest.raises(openai.BadRequestError, match="is complete"):
+        server.openai.responses.create(**ask)
+
+
 # --- Messages ------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +171,17 @@ def test_messages_streamed_or_whole_are_the_same(claude: anthropic.Anthropic, th
     del ask["extra_body"], ask["max_tokens"]
     counted = claude.messages.count_tokens(**ask).input_tokens
     assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+
+
+def test_messages_go_on_from_a_last_message_of_the_assistant(claude: anthropic.Anthropic) -> None:
+    messages: Any = [{"role": "user", "content": SUM}, {"role": "assistant", "content": "347 + 589 = 9"}]
+    ask: dict[str, Any] = {"model": MODEL, "max_tokens": 50, "messages": messages, "extra_body": {"temperature": 0}}
+    (block,) = claude.messages.create(**ask).content
+    assert block.type == "text" and block.text == "36"
+    with claude.messages.stream(**ask) as stream:
+        assert "".join(stream.text_stream) == "36"
+    with pytest.raises(anthropic.BadRequestError, match="white space"):
+        claude.messages.create(**{**ask, "messages": [messages[0], {"role": "assistant", "content": "347 "}]})
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -66,6 +66,39 @@ def test_chat_streamed_or_whole_is_the_same(server: Server, thinking: bool) -> N
     assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.parametrize("thinking", [None, False])
+def test_an_answer_goes_on_from_the_last_message(server: Server, thinking: Any) -> None:
+    begun: Any = [*QUESTION, {"role": "assistant", "content": "347 + 589 = 9", "partial": True}]
+    more: Any = {} if thinking is None else {"chat_template_kwargs": {"thinking": thinking}}
+    create = server.openai.chat.completions.create
+    whole = create(model="kimi-nano", messages=begun, temperature=0, extra_body=more)
+    assert whole.choices[0].message.content == "36" and whole.choices[0].finish_reason == "stop"
+    stream = create(model="kimi-nano", messages=begun, temperature=0, stream=True, extra_body=more)
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == "36"
+    bare = [*QUESTION, {"role": "assistant", "content": "347 + 589 = 9"}]
+    flags = {"continue_final_message": True, "add_generation_prompt": False, **more}
+    two = create(model="kimi-nano", messages=bare, temperature=0, n=2, logprobs=True, extra_body=flags)
+    for choice in two.choices:
+        assert choice.message.content == "36" and choice.logprobs is not None and choice.logprobs.content
+        assert "".join(e.token for e in choice.logprobs.content) == "36"
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": bare, **flags}).json()
+    assert two.usage is not None and whole.usage is not None
+    assert ids["count"] == two.usage.prompt_tokens == whole.usage.prompt_tokens
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    text = '{\n  "sum": 9'
+    made = create(
+        model="kimi-nano",
+        messages=[*QUESTION, {"role": "assistant", "content": text}],
+        response_format=form,
+        max_tokens=60,
+        extra_body=more,
+    )
+    assert str(json.loads(text + (made.choices[0].message.content or ""))["sum"]).startswith("9")
+    with pytest.raises(openai.BadRequestError, match=r"'347 .* does not fit"):
+        create(model="kimi-nano", messages=bare, response_format=form, extra_body=more)
+
+
 def test_a_raw_completion_of_the_rendered_prompt_is_the_chat_answer(server: Server) -> None:
     kwargs = {"thinking": False}
     chat = server.openai.chat.completions.create(
