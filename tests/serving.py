@@ -69,6 +69,8 @@ class FakeEngine:
     """Answers every prompt with the tokens of `answer` and `<|im_end|>`, one token per delta unless `width` is more:
     then all but one had been guessed, and another one wrongly.
 
+    With `closed` its grammar ended the answer because max_tokens ran out.
+
     Like the real engine it ends at stop ids, honours max_tokens and gives log-probabilities. `pause` seconds precede
     each delta; before delta number `hold` it waits for `release`.
     """
@@ -78,6 +80,7 @@ class FakeEngine:
     pause: float = 0.0
     hold: int | None = None
     fail_at: int | None = None
+    closed: bool = False
     info: EngineInfo = INFO
     stats: EngineStats = STATS
     alive: bool = True
@@ -97,7 +100,7 @@ class FakeEngine:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else BYTES.stop_ids)}
         tokens = [*BYTES.encode(self.answer, allow_special=True), BYTES.special("<|im_end|>")]
         end = next((i + 1 for i, t in enumerate(tokens) if t in ends), len(tokens))
-        reason = "stop" if end <= (params.max_tokens or end) else "length"
+        reason = "stop" if end <= (params.max_tokens or end) and not self.closed else "length"
         tokens = tokens[: min(end, params.max_tokens or end)]
         done = False
         self.live += 1
@@ -129,6 +132,7 @@ class FakeEngine:
                     cached_tokens=cached,
                     drafted=len(part) if self.width > 1 else 0,
                     accepted=len(part) - 1,
+                    closed_by_grammar=done and self.closed,
                 )
         finally:
             self.live -= 1

@@ -48,6 +48,7 @@ class Chunk:
     events: tuple[Event, ...] = ()
     finish_reason: str | None = None
     usage: Usage | None = None
+    closed_by_grammar: bool = False  # as `perilune serve` says it of an answer whose form max_tokens hurried
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Reply:
     finish_reason: str | None
     usage: Usage | None
     ids: tuple[str, ...] = ()
+    closed_by_grammar: bool = False
 
 
 class Endpoint:
@@ -119,6 +121,7 @@ class Endpoint:
             finish_reason=parsed.choices[0].finish_reason,
             usage=_usage(parsed.usage),
             ids=tuple(id for id, _ in calls),
+            closed_by_grammar=bool(parsed.choices[0].closed_by_grammar),
         )
 
     async def continued(self, prompt: Sequence[int], body: Mapping[str, Any]) -> tuple[int, ...]:
@@ -149,7 +152,13 @@ class Endpoint:
                         raise EndpointError(f"{self.base} failed: {_message(parsed.error)}")
                     choice = parsed.choices[0] if parsed.choices else _Choice()
                     finished = finished or choice.finish_reason is not None
-                    yield Chunk(at, _events(choice.delta, begun), choice.finish_reason, _usage(parsed.usage))
+                    yield Chunk(
+                        at,
+                        _events(choice.delta, begun),
+                        choice.finish_reason,
+                        _usage(parsed.usage),
+                        bool(choice.closed_by_grammar),
+                    )
         if not finished:
             raise EndpointError(f"{self.base} ended a stream before the answer was complete")
 
@@ -285,6 +294,7 @@ class _Choice(msgspec.Struct):
     delta: _Message | None = None
     message: _Message | None = None
     finish_reason: str | None = None
+    closed_by_grammar: bool | None = None
     token_ids: list[int] | None = None
 
 

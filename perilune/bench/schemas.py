@@ -224,7 +224,7 @@ def _blamed(case: Case, why: str) -> int:
 async def _ask(endpoint: Endpoint, case: Case, body: dict[str, Any]) -> Reply:
     if not case.stream:
         return await endpoint.complete(body)
-    thoughts, text, reason, usage = "", "", None, None
+    thoughts, text, reason, usage, closed = "", "", None, None, False
     calls: dict[int, list[str]] = {}
     async for chunk in endpoint.stream(body):
         for event in chunk.events:
@@ -238,8 +238,10 @@ async def _ask(endpoint: Endpoint, case: Case, body: dict[str, Any]) -> Reply:
                 case ToolArguments(index, piece):
                     calls[index][2] += piece
         reason, usage = chunk.finish_reason or reason, chunk.usage or usage
+        closed |= chunk.closed_by_grammar
     made = [calls[i] for i in sorted(calls)]
-    return Reply(text, thoughts, tuple((n, a) for _, n, a in made), reason, usage, tuple(id for id, _, _ in made))
+    named = tuple((n, a) for _, n, a in made)
+    return Reply(text, thoughts, named, reason, usage, tuple(id for id, _, _ in made), closed)
 
 
 def _count(outcome: Outcome, case: Case, drawn: Sequence[Drawn], reply: Reply) -> None:
@@ -248,7 +250,8 @@ def _count(outcome: Outcome, case: Case, drawn: Sequence[Drawn], reply: Reply) -
     tally.streamed += case.stream
     tally.tokens += reply.usage.completion if reply.usage else 0
     tally.calls += len(reply.tool_calls)
-    cut, text = reply.finish_reason == "length", case.kind == "auto" and not reply.tool_calls
+    cut = reply.finish_reason == "length" and not reply.closed_by_grammar
+    text = case.kind == "auto" and not reply.tool_calls
     tally.cut += cut and not text
     tally.texts += text
     tally.texts_cut += cut and text
@@ -278,7 +281,7 @@ def _failure(case: Case, drawn: Sequence[Drawn], why: str, reply: Reply | None) 
 
 def judge(case: Case, drawn: Sequence[Drawn], reply: Reply) -> Iterator[str]:
     """Everything that is wrong with an answer."""
-    expected = "tool_calls" if reply.tool_calls else "stop"
+    expected = "length" if reply.closed_by_grammar else "tool_calls" if reply.tool_calls else "stop"
     text = case.kind == "auto" and not reply.tool_calls
     if reply.finish_reason != expected and not (text and reply.finish_reason == "length"):
         yield f"finish_reason is {reply.finish_reason!r}, not {expected!r}"

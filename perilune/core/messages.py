@@ -46,6 +46,8 @@ class Delta:
     The token that ended the request (an end token) is included in `tokens`. `finish_reason` is None until the last
     delta: "stop" (an id of stop_token_ids), "length", "cancelled" (engine shut down) or "error" (see `error`).
     `logprobs` is parallel to `tokens` when asked for. `prompt_logprobs` arrives in pieces, in order of position.
+    `closed_by_grammar`: the answer's form is complete, but only because the grammar took other tokens than the model's
+    near the end of its room; `finish_reason` is then "length".
     `drafted` tokens had been guessed for the step that brought these, of which the first `accepted` of `tokens` are.
     """
 
@@ -58,6 +60,7 @@ class Delta:
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     drafted: int = 0
     accepted: int = 0
+    closed_by_grammar: bool = False
 
     def singly(self) -> "Iterator[Delta]":
         """The same news, a token at a time: for whoever may stop at any of them."""
@@ -76,6 +79,7 @@ class Delta:
                 self.cached_tokens if i == 0 else 0,
                 self.drafted if i == 0 else 0,
                 int(i < self.accepted),
+                self.closed_by_grammar and i == last,
             )
 
 

@@ -1,6 +1,7 @@
 """How a request wants its tokens chosen."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from perilune.core.errors import RequestError
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
 MAX_BIASED = 1024  # tokens in a logit_bias
+MAX_ALLOWED = 1 << 18  # tokens in allowed_token_ids: more than any vocabulary of the family has
+MAX_BAD_WORDS = 1024  # texts in bad_words
+MAX_BAD_CHARS = 1024  # characters of one of them
+MAX_BAD_TOKENS = 64  # tokens of one sequence of bad_word_ids
 MAX_CANDIDATES = 128  # completions of one prompt in one request
 
 _MASK = (1 << 64) - 1
@@ -29,6 +34,11 @@ class SamplingParams:
     repetition_penalty  divides the positive logits of the tokens of prompt and output, multiplies the negative ones;
                         0.01 to 10, 1 changes nothing
     logit_bias      (id, bias) pairs, or a mapping: added to these tokens' logits, -100 to 100
+    allowed_token_ids   the only tokens that can be chosen, end tokens included; None: all
+    bad_words       texts that the output must not hold; `text.bad_words` turns them into bad_word_ids, for which a
+                    tokenizer is needed
+    bad_word_ids    token sequences of which the output must not hold any: the last token of one cannot be chosen after
+                    the others. A prompt's tokens do not count
     min_tokens      output tokens before which neither stop_token_ids nor the model's own end tokens can be chosen;
                     a stop string still ends the text sooner
     seed            makes the request reproducible whatever else is in the batch; None draws one
@@ -40,7 +50,8 @@ class SamplingParams:
     prompt_logprobs the same for each prompt token but the first
 
     Raises RequestError naming the field. Order of application: repetition, frequency and presence penalty, bias,
-    min_tokens, temperature, top-k, top-p, min-p. Log-probabilities are those of the model: before all of these.
+    min_tokens, allowed_token_ids and bad words, temperature, top-k, top-p, min-p. Log-probabilities are those of the
+    model: before all of these.
     """
 
     temperature: float = 1.0
@@ -51,6 +62,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = None
@@ -65,6 +79,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "bad_word_ids", _bad_word_ids(self.bad_word_ids))
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -87,6 +104,11 @@ class SamplingParams:
             raise RequestError(f"stop must be up to {MAX_STOPS} non-empty strings", param="stop")
         if not all(_is_id(t) for t in self.stop_token_ids):
             raise RequestError("stop_token_ids must be token ids", param="stop_token_ids")
+        if self.min_tokens and self.allowed_token_ids and {*self.allowed_token_ids} <= {*self.stop_token_ids}:
+            raise RequestError(
+                f"allowed_token_ids names end tokens only, and min_tokens, which is {self.min_tokens}, forbids them",
+                param="allowed_token_ids",
+            )
 
     def ending_with(self, end_tokens: Iterable[int]) -> "SamplingParams":
         """These parameters, stopping at the model's own end tokens too (unless ignore_eos)."""
@@ -95,16 +117,23 @@ class SamplingParams:
         return dataclasses.replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *end_tokens})))
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises RequestError if logit_bias names a token that a vocabulary of `vocab_size` does not have."""
-        beyond = max((token for token, _ in self.logit_bias), default=0)
-        if beyond >= vocab_size:
-            raise RequestError(
-                f"logit_bias names token {beyond}; this model's ids end at {vocab_size - 1}", param="logit_bias"
-            )
+        """Raises RequestError if a field names a token that a vocabulary of `vocab_size` does not have."""
+        for name, ids in (
+            ("logit_bias", (token for token, _ in self.logit_bias)),
+            ("allowed_token_ids", iter(self.allowed_token_ids or ())),
+            ("bad_word_ids", itertools.chain.from_iterable(self.bad_word_ids)),
+        ):
+            if (beyond := max(ids, default=0)) >= vocab_size:
+                raise RequestError(f"{name} names token {beyond}; this model's ids end at {vocab_size - 1}", param=name)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens can never be chosen, or not after certain others."""
+        return self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
     @property
     def penalized(self) -> bool:
@@ -170,6 +199,42 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     if len({token for token, _ in pairs}) < len(pairs):
         raise RequestError("logit_bias names a token twice", param="logit_bias")
     return tuple((token, float(value)) for token, value in pairs)
+
+
+def _allowed(given: Any) -> tuple[int, ...] | None:
+    """In order and without repeats."""
+    if given is None:
+        return None
+    ids = _sequence(given, "allowed_token_ids")
+    if not 0 < len(ids) <= MAX_ALLOWED or not all(map(_is_id, ids)):
+        raise RequestError(f"allowed_token_ids must be 1 to {MAX_ALLOWED} token ids", param="allowed_token_ids")
+    return tuple(sorted({*ids}))
+
+
+def _bad_words(given: Any) -> tuple[str, ...]:
+    words = tuple(given or ())
+    fine = not isinstance(given, str) and all(isinstance(w, str) and 0 < len(w) <= MAX_BAD_CHARS for w in words)
+    if not fine or len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words must be up to {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_CHARS} characters", param="bad_words"
+        )
+    return words
+
+
+def _bad_word_ids(given: Any) -> tuple[tuple[int, ...], ...]:
+    sequences = [_sequence(ids, "bad_word_ids") for ids in _sequence(given or (), "bad_word_ids")]
+    for ids in sequences:
+        if not 0 < len(ids) <= MAX_BAD_TOKENS or not all(map(_is_id, ids)):
+            raise RequestError(
+                f"bad_words: a word must take 1 to {MAX_BAD_TOKENS} tokens, not {len(ids)}", param="bad_words"
+            )
+    return tuple(dict.fromkeys(sequences))
+
+
+def _sequence(given: Any, name: str) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list, not {given!r}"[:200], param=name)
+    return tuple(given)
 
 
 def _is_id(token: object) -> bool:

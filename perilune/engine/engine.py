@@ -136,13 +136,17 @@ class Engine:
 
         A constrained one waits for its grammars aside; if they do not compile, a Delta says so.
         """
+        if request.params.bad_words:
+            raise RequestError("bad_words need a tokenizer: give bad_word_ids", param="bad_words")
         request.params.check_ids(self.info.vocab_size)
         seed = self._seeds.getrandbits(63) if request.params.seed is None else request.params.seed
         if request.constraint is None:
             self._schedule(request, seed)
+            if (session := self._grammars.unformed(request.params, self.info.vocab_size)) is not None:
+                self._grammars.open(request.rid, session)
             return
         request.constraint.check_room(room(request.prompt, request.params, self.info))
-        compiled = self._grammars.compile(request.constraint, request.prompt)
+        compiled = self._grammars.compile(request)
         self._compiling[request.rid] = (compiled, request, seed)
 
     def cancel(self, rid: int) -> None:
@@ -218,7 +222,9 @@ class Engine:
             self.speculator.rest(len(plan.work), landed)
         if self._rejected is not None:
             self._rejected.observe(plan, landed)
-        for delta in landed:
+        for i, delta in enumerate(landed):
+            if delta.finish_reason == "stop" and self._grammars.closed(delta.rid):
+                landed[i] = dataclasses.replace(delta, finish_reason="length", closed_by_grammar=True)
             if delta.finish_reason is not None:
                 self._forget(delta.rid)
         return landed

@@ -1,5 +1,7 @@
 """Constrained answers in the engine: which tokens each may go on with, worked out while the device is busy.
 
+A form (tools, a schema), allowed_token_ids and bad words all constrain an answer (engine/allowed.py).
+
 A mask depends on the token before it, which the host learns one step late. So as soon as a step's tokens are drawn, a
 thread of its own waits for them, advances the answers and prepares the masks of the next step, while that step's
 forward pass runs; the runner waits for the masks only before it draws. Grammars are compiled on yet another thread,
@@ -16,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.core.constraint import Constraint
 from perilune.core.errors import CheckpointError, EngineError
+from perilune.core.messages import Submit
 from perilune.core.plan import Work, draws
+from perilune.core.sampling import SamplingParams
+from perilune.engine.allowed import Answer, NoTokenLeft, TokenRules, allowed
 from perilune.engine.sampler import on_device, to_host
 from perilune.ops.mask_logits import mask_logits
 from perilune.text.enforcer import Enforcer
@@ -28,18 +32,20 @@ from perilune.text.matcher import GrammarError, Vocabulary, Words, forbid
 class Session:
     """One request's answer. Touched by one thread at a time: whoever has waited for `job`."""
 
-    def __init__(self, enforcer: Enforcer, words: int) -> None:
-        self.enforcer = enforcer
+    def __init__(self, answer: Answer, words: int) -> None:
+        self.answer = answer
         self.mask: Words = np.zeros(words, np.uint32)  # for output token number `draw`
         self.draw = -1
-        self.states: list[Enforcer] = []  # of a step with drafts: before each token it draws
+        self.states: list[Answer] = []  # of a step with drafts: before each token it draws
         self.job: Future[None] | None = None
         self.error: str | None = None
 
     def prepare(self, draw: int, left: int) -> None:
         """Fills the mask for output token number `draw`, when `left` tokens are left, it included."""
         try:
-            self.enforcer.fill(self.mask, left)
+            self.answer.fill(self.mask, left)
+        except NoTokenLeft as e:
+            self.error = str(e)
         except GrammarError as e:
             self.error = f"the answer cannot go on as its grammar wants: {e}"
         self.draw = draw
@@ -49,7 +55,7 @@ class Session:
         if self.error is not None:
             return
         try:
-            self.enforcer.advance(token)
+            self.answer.advance(token)
         except GrammarError as e:
             self.error = f"the answer does not follow its grammar: {e}"
             return
@@ -58,7 +64,7 @@ class Session:
 
     def walk(self, work: Work, first: Words) -> list[Words]:
         """The masks for a work's draws: `first`, the one prepared, and one after each draft that may be followed."""
-        masks, self.states = [first], [self.enforcer]
+        masks, self.states = [first], [self.answer]
         for row, guess in zip(draws((work,)), work.guesses):
             state = self.states[-1].copy()
             if not allowed(masks[-1], guess) or row.left < 2:
@@ -72,7 +78,7 @@ class Session:
             except GrammarError:
                 break  # for plain decoding to meet, should it come to that
             mask = _ends_forbidden(mask, work, row.draw + 1)
-            if not mask.any():
+            if not mask.any() or not state.safe:
                 break
             masks.append(mask)
             self.states.append(state)
@@ -93,9 +99,15 @@ class Grammars:
         self._compiler = ThreadPoolExecutor(1, "perilune-compile-grammar")
         self._worker = ThreadPoolExecutor(1, "perilune-grammar")
 
-    def compile(self, constraint: Constraint, prompt: tuple[int, ...]) -> "Future[Session]":
+    def compile(self, request: Submit) -> "Future[Session]":
         """The answer's beginning; the future raises EngineError if it cannot be."""
-        return self._compiler.submit(self._compile, constraint, prompt)
+        return self._compiler.submit(self._compile, request)
+
+    @staticmethod
+    def unformed(params: SamplingParams, vocab_size: int) -> Session | None:
+        """The beginning of an answer without a form; None where any token may come."""
+        words = -(-vocab_size // 32)
+        return Session(Answer(None, TokenRules(params, words)), words) if params.restricted else None
 
     def open(self, rid: int, session: Session) -> None:
         self._sessions[rid] = session
@@ -107,6 +119,16 @@ class Grammars:
     def holds(self, work: Work) -> bool:
         """Whether the request has a constraint."""
         return work.rid in self._sessions
+
+    def closed(self, rid: int) -> bool:
+        """Whether the request's form has ended its answer, at least in part, because few tokens were left. Asked when
+        its last tokens have arrived on the host."""
+        session = self._sessions.get(rid)
+        if session is None:
+            return False
+        if (job := session.job) is not None:
+            job.result()
+        return session.answer.closed
 
     def close(self) -> None:
         self._sessions.clear()
@@ -132,13 +154,14 @@ class Grammars:
                 session.job = None
             elif session.error is None:
                 session.prepare(w.draw, w.left)
-            session.states = [session.enforcer]
+            session.states = [session.answer]
             if session.error is not None:
                 continue
             assert session.draw == w.draw, f"request {w.rid}: a mask for draw {session.draw} at draw {w.draw}"
             given = [_ends_forbidden(session.mask, w, w.draw)]
             if not given[0].any():
-                session.error = f"min_tokens is {w.params.min_tokens}, but the answer's form is complete before"
+                why = "the answer's form is complete before" if session.answer.formed else "only its end is allowed"
+                session.error = f"min_tokens is {w.params.min_tokens}, but {why}"
                 continue
             if w.drafts:
                 given = session.walk(w, given[0])
@@ -163,7 +186,7 @@ class Grammars:
         They differ, and the host waits for the device, only near the end of a request's tokens.
         """
         tight = [
-            (first + i, state, left)
+            (first + i, state, left, session)
             for _, first, w, session in self._held(work)
             if session.error is None
             for i, (state, left) in enumerate(zip(session.states, range(w.left, 0, -1)))
@@ -172,8 +195,11 @@ class Grammars:
         if not tight:
             return tokens
         drawn = tokens.tolist()
-        for row, state, left in tight:
-            drawn[row] = state.settle(drawn[row], left)
+        for row, state, left, session in tight:
+            try:
+                drawn[row] = state.settle(drawn[row], left)
+            except NoTokenLeft as e:  # not behind a draft, which would not be followed there
+                session.error = str(e)
         return on_device(np.array(drawn), tokens.device)
 
     def follow(self, tokens: Tensor, lengths: Tensor | None, work: tuple[Work, ...]) -> None:
@@ -191,7 +217,7 @@ class Grammars:
             session.job = self._worker.submit(_advance, session, host, counts, index, first, w, arrived)
 
     def refusals(self, work: tuple[Work, ...]) -> dict[int, str]:
-        """Why requests cannot go on, by rid, after `mask`."""
+        """Why requests cannot go on, by rid, after `mask` and `settle`."""
         return {w.rid: session.error for _, _, w, session in self._held(work) if session.error is not None}
 
     def _held(self, work: tuple[Work, ...]) -> list[tuple[int, int, Work, Session]]:
@@ -205,21 +231,20 @@ class Grammars:
                 first += w.drafts + 1
         return found
 
-    def _compile(self, constraint: Constraint, prompt: tuple[int, ...]) -> Session:
+    def _compile(self, request: Submit) -> Session:
+        assert request.constraint is not None
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             known = self._vocabulary
             # Behind <think> the prompt may hold the beginning of the thought, which is text.
-            last = next(filter(known.tokenizer.is_special, reversed(prompt)), None)
+            last = next(filter(known.tokenizer.is_special, reversed(request.prompt)), None)
             opened = last is not None and last == known.tokenizer.special_id("<think>")
-            return Session(Enforcer(known, constraint, opened=opened), known.words)
+            enforcer = Enforcer(known, request.constraint, opened=opened)
+            rules = TokenRules(request.params, known.words) if request.params.restricted else None
+            return Session(Answer(enforcer, rules), known.words)
         except (GrammarError, CheckpointError) as e:
             raise EngineError(f"the constraint cannot be enforced: {e}") from e
-
-
-def allowed(mask: Words, token: int) -> bool:
-    return token < 32 * len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & 1)
 
 
 def _ends_forbidden(mask: Words, work: Work, draw: int) -> Words:
@@ -247,5 +272,7 @@ def _advance(
     accepted = 0 if lengths is None else int(lengths[index]) - 1
     if accepted < 0:  # nothing came: the mask is prepared already
         return
-    session.enforcer = session.states[accepted]
+    closed = any(state.closed for state in session.states[: accepted + 1])
+    session.answer = session.states[accepted]
+    session.answer.closed = closed
     session.advance(int(tokens[first + accepted]), work.draw + accepted, work.left - accepted)

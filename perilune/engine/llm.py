@@ -19,6 +19,7 @@ from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.engine.client import check_prompt, room
 from perilune.engine.engine import Engine
 from perilune.model.hub import resolve_model
+from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate, PromptOptions, next_tool_index, template_for
 from perilune.text.grammar import AnswerFormat, ToolChoice, constrain
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
@@ -34,6 +35,8 @@ class Completion:
 
     `token_ids` include the end token if one ended the text; `text` does not, and is None when the model directory has
     no tokenizer. `logprobs` and `prompt_logprobs` are filled when asked for (the first prompt token has none).
+    `closed_by_grammar`: the form asked for is complete, but only because the grammar ended it where max_tokens ran out;
+    `finish_reason` is then "length".
     Of `drafted_tokens` that were guessed ahead (see EngineConfig.draft), `accepted_tokens` became part of `token_ids`.
     """
 
@@ -45,6 +48,7 @@ class Completion:
     cached_tokens: int
     drafted_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
+    closed_by_grammar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ class ChatCompletion:
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.tool_calls else self.completion.finish_reason
+        reason = self.completion.finish_reason
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
 
 class LLM:
@@ -271,7 +276,7 @@ class LLM:
             failure: str | None = None
             try:
                 for rid, run in runs.items():
-                    ends = params[run.index].ending_with(self._end_tokens)
+                    ends = self._resolved(params[run.index]).ending_with(self._end_tokens)
                     engine.submit(Submit(rid, tuple(prompts[run.index]), ends, constraint))
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
@@ -299,6 +304,9 @@ class LLM:
             raise EngineError(failure)
         return list(runs.values())
 
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        return bad_words.resolved(params, self._need_tokenizer()) if params.bad_words else params
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt, allow_special=True)
@@ -306,7 +314,9 @@ class LLM:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{self.path} has no tiktoken.model: give prompts as token ids", param="prompt")
+            raise RequestError(
+                f"{self.path} has no tiktoken.model: give prompts and bad words as token ids", param="prompt"
+            )
         return self.tokenizer
 
 
@@ -322,6 +332,7 @@ class _Run:
         self.cached_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.closed_by_grammar = False
 
     def add(self, delta: Delta) -> None:
         self.tokens += delta.tokens
@@ -331,6 +342,7 @@ class _Run:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.drafted_tokens += delta.drafted
         self.accepted_tokens += delta.accepted
+        self.closed_by_grammar |= delta.closed_by_grammar
 
     def completion(self, text: str | None) -> Completion:
         assert self.finish_reason is not None
@@ -343,6 +355,7 @@ class _Run:
             self.cached_tokens,
             self.drafted_tokens,
             self.accepted_tokens,
+            self.closed_by_grammar,
         )
 
 

@@ -200,11 +200,11 @@ class Runner:
         """Draws a token for each row of `logits` [R, V], which belong to the draws of `work` in order."""
         wanted = draws(work)
         adjusted, cut = self.grammars.mask(self.adjuster.adjust(logits, wanted), work)
-        refused = self.grammars.refusals(work)
         drawn = sampler.draw(adjusted, wanted)
         if adjusted is not logits:  # a mask may hide what is not finite
             drawn = torch.where(sampler.finite(logits), drawn, FAILED)
         tokens = self.grammars.settle(drawn.clamp_min(0), work)
+        refused = self.grammars.refusals(work)
         told = torch.where(drawn < 0, FAILED, tokens)
         return _Drawn(work, tokens, told, cut, sampler.token_logprobs(logits, tokens, wanted), refused)
 

@@ -164,7 +164,7 @@ class Answer:
         if matched is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
         spelled = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
-        return {"stop_reason": spelled, "stop_sequence": None}
+        return {"stop_reason": spelled, "stop_sequence": None, **self.turn.generation.marks}
 
     def _usage(self) -> dict[str, Any]:
         usage = self.turn.usage()

@@ -75,6 +75,7 @@ async def _whole(service: Service, index: int, turn: Turn, logprobs: bool) -> di
         "message": message,
         "logprobs": {"content": [chat_logprob(service.tokenizer, e) for e in entries]} if logprobs else None,
         "finish_reason": turn.finish_reason,
+        **turn.generation.marks,
     }
 
 
@@ -87,8 +88,10 @@ async def _chunks(
     encoder = msgspec.json.Encoder()
 
     async def frames(index: int, turn: Turn) -> AsyncGenerator[bytes, None]:
-        def chunk(delta: Mapping[str, Any], entries: Sequence[TokenLogprob], finish_reason: str | None) -> bytes:
-            choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason}
+        def chunk(
+            delta: Mapping[str, Any], entries: Sequence[TokenLogprob], finish_reason: str | None, **more: Any
+        ) -> bytes:
+            choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason, **more}
             if entries:
                 choice["logprobs"] = {"content": [chat_logprob(service.tokenizer, e) for e in entries]}
             return event(start + encoder.encode(choice) + end)
@@ -102,7 +105,7 @@ async def _chunks(
                     shown = ()
                 if shown:  # tokens whose text is held back (part of a character, a marker or a stop string)
                     yield chunk({}, shown, None)
-        yield chunk({}, (), turn.finish_reason)
+        yield chunk({}, (), turn.finish_reason, **turn.generation.marks)
 
     async with contextlib.aclosing(merged([frames(i, t) for i, t in enumerate(turns.turns)])) as all_frames:
         async for frame in all_frames:

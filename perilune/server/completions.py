@@ -239,6 +239,7 @@ async def _whole(choice: Choice) -> dict[str, Any]:
             for name, column in (rows or {}).items():
                 table.setdefault(name, []).extend(column)
     answer: dict[str, Any] = {"text": "".join(text), "logprobs": table or None, "finish_reason": choice.finish_reason}
+    answer |= choice.generation.marks
     if choice.body.return_token_ids:
         answer |= {"prompt_token_ids": choice.generation.prompt, "token_ids": choice.ids}
     if (likeliest := choice.body.prompt_logprobs) is not None:
@@ -255,14 +256,14 @@ async def _chunks(
     encoder = msgspec.json.Encoder()
 
     async def frames(index: int, choice: Choice) -> AsyncGenerator[bytes, None]:
-        def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-            body = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason}
+        def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None, **more: Any) -> bytes:
+            body = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
             return event(start + encoder.encode(body) + end)
 
         async with contextlib.aclosing(choice.pieces()) as pieces:
             async for text, rows in pieces:
                 yield chunk(text, rows, None)
-        yield chunk("", None, choice.finish_reason)
+        yield chunk("", None, choice.finish_reason, **choice.generation.marks)
 
     choices = [choice for group in groups for choice in group]
     async with contextlib.aclosing(merged([frames(i, c) for i, c in enumerate(choices)])) as all_frames:

@@ -25,6 +25,11 @@ class Metrics:
         self.finished = Counter(
             "perilune_generations", "Generations by how they ended.", ("reason",), registry=self.registry
         )
+        self.closed_by_grammar = Counter(
+            "perilune_answers_closed_by_grammar",
+            "Structured answers and tool calls that the grammar completed because max_tokens ran out.",
+            registry=self.registry,
+        )
         self.in_flight = Gauge("perilune_generations_in_flight", "Generations not ended yet.", registry=self.registry)
         self.first_token = Histogram(
             "perilune_time_to_first_token_seconds",

@@ -159,7 +159,7 @@ class Answer:
         cut = self.turn.finish_reason == "length"
         response = self.response(
             "incomplete" if cut else "completed",
-            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            incomplete_details={"reason": "max_output_tokens", **self.turn.generation.marks} if cut else None,
             completed_at=None if cut else int(time.time()),
             usage=self._usage(),
         )

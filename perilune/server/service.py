@@ -136,6 +136,7 @@ class Generation:
         self.params = params
         self.constraint = constraint
         self.finish_reason: str | None = None
+        self._closed = False
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.predictions = Predictions()
@@ -169,7 +170,7 @@ class Generation:
                         self.completion_tokens += len(piece.tokens)
                         self.predictions.add(piece)
                         if piece.finish_reason is not None:
-                            self.finish_reason = piece.finish_reason
+                            self.finish_reason, self._closed = piece.finish_reason, piece.closed_by_grammar
                         yield piece
             outcome = self.finish_reason or "error"
         except (GeneratorExit, asyncio.CancelledError):
@@ -178,6 +179,13 @@ class Generation:
         finally:
             metrics.whole.observe(time.perf_counter() - started)
             metrics.finished.labels(outcome).inc()
+            metrics.closed_by_grammar.inc(len(self.marks))
+
+    @property
+    def marks(self) -> dict[str, bool]:
+        """What a choice says besides finish_reason "length": `closed_by_grammar` if its form (a structured answer, a
+        call) is complete, but only because the grammar completed it where max_tokens ran out."""
+        return {"closed_by_grammar": True} if self._closed and self.finish_reason == "length" else {}
 
 
 def sampling_defaults(

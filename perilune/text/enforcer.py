@@ -14,13 +14,16 @@ A structure once begun always comes to its end within the tokens that are left. 
 whenever the last one found may have become too long, and when no more tokens are left than it takes, it is what
 follows. Close to that point one careless token (a key whose value is long) could make every completion too long:
 such a token is exchanged for the first of the way before anybody sees it (`tight`, `settle`).
+
+What follows for want of tokens is exchanged too, not masked: a token that differs from the drawn one shows that the
+tokens ran out, not that the model came to its end.
 """
 
 import copy
 import enum
 
 from perilune.core.constraint import Constraint
-from perilune.text.matcher import GrammarError, Matcher, Vocabulary, Words, permit
+from perilune.text.matcher import GrammarError, Matcher, Vocabulary, Words, forbid, permit
 
 _MARGIN = 4  # tokens by which the rest of a header may be cut differently than expected
 
@@ -74,6 +77,7 @@ class Enforcer:
         self._most = 0  # the shortest completion from here has at most that many tokens
         self._vetted: tuple[int, list[int]] | None = None
         self.tight = False  # the next token has to go through `settle`
+        self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
         if constraint.begun:
             assert self._answer is not None and self.phase is Phase.START
             if rest := self._answer.begin(constraint.begun):
@@ -121,11 +125,33 @@ class Enforcer:
         Raises GrammarError if the grammar's limits are reached, or if nothing may come next.
         """
         mask[:] = 0
-        self.tight = False
-        if self._forced(left):
-            assert self._way
-            permit(mask, self._way[0])
+        self.tight, self.imposed = False, None
+        if not self._forced(left):
+            self._fill_phase(mask, left)
+            if not mask.any():
+                raise GrammarError("nothing may come next")
             return
+        assert self._way
+        imposed = self._way[0]
+        try:
+            self._fill_phase(mask, left, forced=True)
+        except GrammarError:
+            mask[:] = 0
+        forbid(mask, imposed)
+        self.tight, self.imposed = bool(mask.any()), imposed
+        permit(mask, imposed)
+
+    @property
+    def fallback(self) -> int:
+        """What `settle` takes where the drawn token will not do; `tight` only."""
+        assert self.tight
+        if self.imposed is not None:
+            return self.imposed
+        assert self._way
+        return self._way[0]
+
+    def _fill_phase(self, mask: Words, left: int, *, forced: bool = False) -> None:
+        """`forced`: whether few tokens are left plays no part."""
         match self.phase:
             case Phase.OPEN:
                 permit(mask, self._think_begin)
@@ -142,13 +168,15 @@ class Enforcer:
                 for name in self._named():
                     if (rest := self._header(name)[len(self._typed) :]) == b"":
                         permit(mask, self._argument_begin)
-                    elif len(self._through(name)) + _MARGIN <= left:
+                    elif forced or len(self._through(name)) + _MARGIN <= left:
                         for token in self._vocabulary.prefixes(rest):
                             permit(mask, token)
             case Phase.BETWEEN:
                 permit(mask, self._section_end)
-                if self._constraint.parallel and len(self._another_call()) + _MARGIN <= left:
+                if self._constraint.parallel:
                     permit(mask, self._call_begin)
+                    if len(self._another_call()) + _MARGIN > left:
+                        self.tight, self.imposed = True, self._section_end
             case Phase.ARGUMENTS | Phase.ANSWER:
                 assert self._matcher is not None
                 self._matcher.fill(mask)
@@ -156,13 +184,14 @@ class Enforcer:
                     permit(mask, self._closing()[0])
             case Phase.END | Phase.DONE:
                 permit(mask, self._end)
-        if not mask.any():
-            raise GrammarError("nothing may come next")
 
     def settle(self, token: int, left: int) -> int:
         """The drawn token, or the one to take instead because after it the answer could not be ended in time."""
+        assert self.tight
+        if self.imposed is not None:
+            return token if self._finishes(token, left) else self.imposed
         way = self._way
-        assert self.tight and way
+        assert way
         if token == way[0]:
             return token
         matcher = self._matcher or self._answer
@@ -182,6 +211,18 @@ class Enforcer:
             return way[0]
         self._vetted = (token, inner)
         return token
+
+    def _finishes(self, token: int, left: int) -> bool:
+        """Whether the answer's text may end with `token`, and what follows the text fits too."""
+        matcher = self._matcher or (self._answer if self.phase is Phase.START else None)
+        if matcher is None or self._vocabulary.tokenizer.is_special(token):
+            return False
+        trial = matcher.copy()
+        try:
+            ends = trial.advance(token) and trial.complete
+        except GrammarError:
+            return False
+        return ends and (1 if self.phase is Phase.START else len(self._closing())) < left
 
     def advance(self, token: int) -> None:
         """The answer goes on with this token. Raises GrammarError if it may not."""

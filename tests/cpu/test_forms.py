@@ -1,7 +1,7 @@
 """What a request says about the form of its answer, and the constraint the engine gets for it."""
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -9,7 +9,7 @@ from perilune.core.constraint import Constraint
 from perilune.server.form import EFFORTS
 from perilune.text.chat import ChatTemplate
 from perilune.text.family import K2_THINKING
-from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve
+from tests.serving import CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve
 
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -152,3 +152,74 @@ def test_a_model_that_opens_its_own_thought_is_told_so() -> None:
         assert refused.status == 400 and "always thinks" in refused.error["message"]
 
     serve(test, template=ChatTemplate(K2_THINKING), answer="<think>r</think>a")
+
+
+class TestClosedByTheGrammar:
+    """Every API tells an answer that its grammar completed because max_tokens ran out from one that is whole."""
+
+    FORM: ClassVar = {"response_format": {"type": "json_object"}, "max_tokens": 50}
+
+    @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})])
+    def test_chat_and_completions(self, path: str, body: dict[str, Any]) -> None:
+        async def test(s: Served) -> None:
+            (whole,) = (await s.client.post(path, {**body, **self.FORM})).json["choices"]
+            *_, last = (await s.client.post(path, {**body, **self.FORM, "stream": True})).chunks
+            for choice in (whole, last["choices"][0]):
+                assert choice["finish_reason"] == "length" and choice["closed_by_grammar"] is True
+            s.engine.closed = False
+            (whole,) = (await s.client.post(path, {**body, **self.FORM})).json["choices"]
+            chunks = (await s.client.post(path, {**body, **self.FORM, "stream": True})).chunks
+            assert whole["finish_reason"] == "stop" and "closed_by_grammar" not in str([whole, chunks])
+            text = (await s.client.get("/metrics")).text
+            assert "perilune_answers_closed_by_grammar_total 2.0" in text
+            assert 'perilune_generations_total{reason="length"} 2.0' in text
+
+        serve(test, answer="</think>{}" if path == CHAT else "{}", closed=True)
+
+    def test_a_call_is_not_said_to_be_whole(self) -> None:
+        async def test(s: Served) -> None:
+            body = {"messages": HELLO, "tools": [WEATHER]}
+            (whole,) = (await s.client.post(CHAT, body)).json["choices"]
+            assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+            assert (whole["finish_reason"], whole["closed_by_grammar"]) == ("length", True)
+
+        serve(test, answer="</think>" + CALL.format(0), closed=True)
+
+    def test_a_stop_string_ends_an_answer_before_its_grammar_does(self) -> None:
+        async def test(s: Served) -> None:
+            body = {"prompt": "a", "guided_regex": "[a-z]+", "stop": ["z"]}
+            (whole,) = (await s.client.post(TEXT, body)).json["choices"]
+            assert whole["finish_reason"] == "stop" and "closed_by_grammar" not in whole
+            assert "perilune_answers_closed_by_grammar_total 0.0" in (await s.client.get("/metrics")).text
+
+        serve(test, answer="abz", closed=True, width=9)
+
+    def test_messages(self) -> None:
+        async def test(s: Served) -> None:
+            body = {"messages": HELLO, "max_tokens": 50, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+            whole = (await s.client.post("/v1/messages", body)).json
+            assert (whole["stop_reason"], whole["closed_by_grammar"]) == ("max_tokens", True)
+            assert whole["content"] == [
+                {"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {"city": "Oslo"}}
+            ]
+            streamed = (await s.client.post("/v1/messages", {**body, "stream": True})).text
+            (end,) = [
+                json.loads(line[6:]) for line in streamed.splitlines() if line.startswith('data: {"type":"message_d')
+            ]
+            assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None, "closed_by_grammar": True}
+
+        serve(test, answer=CALL.format(0).replace("get_weather", "f"), closed=True)
+
+    def test_responses(self) -> None:
+        async def test(s: Served) -> None:
+            body = {"input": "Hi", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 50}
+            whole = (await s.client.post("/v1/responses", body)).json
+            streamed = (await s.client.post("/v1/responses", {**body, "stream": True})).text
+            assert "event: response.incomplete" in streamed
+            final = json.loads(streamed.split("event: response.incomplete\ndata: ")[1].split("\n")[0])["response"]
+            for response in (whole, final):
+                assert response["status"] == "incomplete" and response["completed_at"] is None
+                assert response["incomplete_details"] == {"reason": "max_output_tokens", "closed_by_grammar": True}
+                assert response["output"][-1]["status"] == "incomplete"
+
+        serve(test, answer="</think>{}", closed=True)

@@ -67,6 +67,8 @@ RIGHT = Reply("", "hm", ((NAME, '{"city": "Oslo"}'),), "tool_calls", Usage(9, 9,
     [
         ({}, ""),
         ({"finish_reason": "length"}, "finish_reason"),
+        ({"finish_reason": "length", "closed_by_grammar": True}, ""),
+        ({"closed_by_grammar": True}, "finish_reason"),
         ({"ids": (f"functions.{NAME}:0",)}, "instead of"),
         ({"ids": ("call_1",)}, "instead of"),
         ({"tool_calls": (("other", "{}"),), "ids": ("functions.other:2",)}, "not declared"),
