@@ -6,9 +6,9 @@ MODEL ?= kimi-nano
 PORT ?= 8000
 XDIST := --numprocesses auto --maxprocesses 8 --dist worksteal
 # Scheduler, KV cache, text and grammar: tests that never import torch.
-FAST := tests/cpu/test_blocks.py tests/cpu/test_prefix.py tests/cpu/test_scheduler.py tests/cpu/test_suffix.py \
-  tests/cpu/test_stream.py tests/cpu/test_chat.py tests/cpu/test_members.py tests/cpu/test_family.py \
-  tests/cpu/test_tools.py tests/cpu/test_tokenizer.py tests/cpu/test_grammar.py tests/cpu/test_unordered.py
+FAST := tests/cpu/kv/test_blocks.py tests/cpu/kv/test_prefix.py tests/cpu/engine/test_scheduler.py tests/cpu/speculation/test_suffix.py \
+  tests/cpu/text/test_stream.py tests/cpu/text/test_chat.py tests/cpu/grammar/test_members.py tests/cpu/text/test_family.py \
+  tests/cpu/text/test_tools.py tests/cpu/text/test_tokenizer.py tests/cpu/grammar/test_grammar.py tests/cpu/grammar/test_unordered.py
 
 .PHONY: install serve test fast check bench format clean
 
@@ -26,7 +26,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/cpu/test_imports.py
+	$(BIN)/python -m pytest tests/cpu/house/test_imports.py
 	$(BIN)/python -m runs.readme --check
 
 bench: install

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bench.rivals import export
-from perilune.model.hub import resolve_model
+from perilune.formats.hub import resolve_model
 
 
 def main(source: Path, out: Path) -> None:

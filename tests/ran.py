@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from perilune.ops import check, registry
-from perilune.ops.case import Make, clone
-from perilune.ops.registry import REFERENCE, Op
+from perilune.ops.harness import check, registry
+from perilune.ops.harness.case import Make, clone
+from perilune.ops.harness.registry import REFERENCE, Op
 
 _LOGGED = re.compile(r"(\w+) on [^ ]+, .*size < \d+: (\w+)")
 

@@ -12,8 +12,8 @@ from perilune.core.config import ServerConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError
 from perilune.core.messages import Delta, EngineInfo, EngineStats
-from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import TokenLogprob
 from perilune.server.app import build_app
 from perilune.server.service import Service
 from perilune.text.chat import ChatTemplate

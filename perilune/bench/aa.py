@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from perilune.bench.endpoint import Chunk, Endpoint, EndpointError
+from perilune.client.endpoint import Chunk, Endpoint, EndpointError
 from perilune.core.errors import ConfigError
 from perilune.text.stream import Reasoning
 

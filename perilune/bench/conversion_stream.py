@@ -24,11 +24,11 @@ from perilune.bench.shapes import SHAPES
 from perilune.convert.job import Job, Out
 from perilune.convert.shards import arrange
 from perilune.core.errors import EngineError
+from perilune.core.jsonfile import write_object
 from perilune.formats import int4
-from perilune.formats.jsonfile import write_object
 from perilune.formats.writer import EXPERT, with_quantization
+from perilune.loading.survey import expected
 from perilune.model.config import KimiConfig
-from perilune.model.survey import expected
 
 SHARD_BYTES = 1_000_000_000
 KILLS = (0.2, 0.5, 0.8)  # shares of the result

@@ -33,15 +33,15 @@ from perilune.bench.microscope import (
     step_ms,
 )
 from perilune.bench.shapes import SHAPES, shape
-from perilune.core.plan import StepPlan
+from perilune.core.step import StepPlan
 from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
+from perilune.loading.eagle3 import to_fp8
+from perilune.loading.synthetic import random_draft
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import to_fp8
-from perilune.model.synthetic import random_draft
-from perilune.ops import latents
-from perilune.spec.eagle3 import LONGEST, Eagle3Drafter
-from perilune.spec.speculator import Speculator
+from perilune.ops.layouts import latent_cache
+from perilune.speculation.drafting import Speculator
+from perilune.speculation.eagle3 import LONGEST, Eagle3Drafter
 
 AUX = (1, 2, 3)  # layers whose outputs the draft model reads: in a slice other ones than in the model
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
@@ -105,7 +105,7 @@ def measure(
         for engine in engines:
             engine.close()
     slope, plain_slope = (verify9 - verify5) / STEP, (plain9 - plain5) / STEP
-    stored = latents.PACKED if kv_dtype == "fp8" else torch.bfloat16
+    stored = latent_cache.PACKED if kv_dtype == "fp8" else torch.bfloat16
     floor = bench.layer_bytes(distinct, batch, context, stored) / CEILING_TB_S / 1e6
     model = SHAPES[bench.name]["num_hidden_layers"]
     missing = model - bench.layers

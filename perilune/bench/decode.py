@@ -23,7 +23,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import DenseExperts, Fp8Experts, Int4CompactExperts, Int4Experts, Moe, NvFp4Experts
-from perilune.ops.timing import measure_roof
+from perilune.ops.harness.timing import measure_roof
 
 
 @dataclass(frozen=True, slots=True)

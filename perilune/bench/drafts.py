@@ -21,10 +21,10 @@ from perilune.bench import ledger, replay
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
-from perilune.core.plan import MAX_DRAFTS
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import MAX_DRAFTS
 from perilune.engine.engine import Engine
-from perilune.spec.speculator import Speculator
+from perilune.speculation.drafting import Speculator
 from perilune.tasks.documents import BUILT_IN
 from perilune.tasks.families import problems
 from perilune.tasks.problem import Problem

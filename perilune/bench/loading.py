@@ -24,13 +24,13 @@ import torch
 
 from perilune.bench import ledger, shapes
 from perilune.core.errors import ConfigError
+from perilune.core.jsonfile import write_object
 from perilune.formats import int4
-from perilune.formats.jsonfile import write_object
 from perilune.formats.scheme import INT4_GROUP
 from perilune.formats.writer import EXPERT, Writer, with_quantization
+from perilune.loading.load import default_threads, load
+from perilune.loading.survey import expected
 from perilune.model.config import KimiConfig
-from perilune.model.load import default_threads, load
-from perilune.model.survey import expected
 
 GB = 1e9
 VOCABULARY = 32_768  # of the real 163,840: most of the checkpoint is to be experts

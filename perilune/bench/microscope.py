@@ -25,15 +25,18 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
-from perilune.engine import alone
+from perilune.engine import exclusive_kernels
 from perilune.engine.engine import Engine
-from perilune.model import fp8_kv, kimi_k2
+from perilune.loading import fp8_latents
+from perilune.loading.synthetic import random_weights
+from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
-from perilune.model.synthetic import random_weights
 from perilune.model.weights import Dense, Int4Experts, Moe, Weights
-from perilune.ops import latents, mla_input, mla_project, router
-from perilune.ops.timing import measure_roof
+from perilune.ops.attention import mla_pre_attention, mla_project_query
+from perilune.ops.harness.timing import measure_roof
+from perilune.ops.layouts import latent_cache
+from perilune.ops.moe import router
 
 STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
@@ -87,7 +90,7 @@ class Bench:
         engine = Engine(
             Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
         )
-        alone.release(engine.runner)  # several engines are timed in turns, and none runs beside another
+        exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
         engine.runner.call(_fill, engine.runner.pages.data, shape(self.name, layers).kv_lora_rank)
         return engine
 
@@ -99,7 +102,7 @@ class Bench:
         unread = sum(t.nbytes for t in _tensors(a.w_uv if batch == 1 and a.uv_fp8 else a.uv_fp8))
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
         c = shape(self.name, self.layers)
-        kv = batch * context * latents.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
+        kv = batch * context * latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
         return sum(t.nbytes for t in _tensors(layer)) - unread - experts * (1 - distinct / c.n_routed_experts) + kv
 
     def layer_reads(
@@ -111,7 +114,7 @@ class Bench:
         assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts) and moe.shared is not None
         c, e = shape(self.name, self.layers), moe.experts
         hit = distinct / c.n_routed_experts
-        kv = batch * context * latents.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
+        kv = batch * context * latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
 
         def size(*trees: object) -> float:
             return sum(t.nbytes for tree in trees for t in _tensors(tree))
@@ -124,13 +127,13 @@ class Bench:
             *([("shared down", size(moe.shared.down))] if many else []),
             *(
                 [("norm, qkv_a, q_b, W_UK", size(a.qkv_a, a.q_b, a.w_uk))]
-                if batch <= mla_input.MOST_TOKENS
+                if batch <= mla_pre_attention.MOST_TOKENS
                 else [
                     ("norm", 0.0),
                     ("qkv_a", size(a.qkv_a)),
                     *(
                         [("q_b, W_UK, KV write", size(a.q_b, a.w_uk))]
-                        if batch <= mla_project.FEW_TOKENS
+                        if batch <= mla_project_query.FEW_TOKENS
                         else [
                             *([("norm of q", 0.0)] if many else []),
                             ("q_b" if many else "q_b, with its norm", size(a.q_b)),
@@ -198,7 +201,7 @@ class Bench:
                 for line in breakdown(graphs[self.layers], reads):
                     report(line)
         us = (graph_ms[self.layers] - graph_ms[self.layers - STEP]) / STEP * 1e3
-        stored = latents.PACKED if kv_dtype == "fp8" else torch.bfloat16
+        stored = latent_cache.PACKED if kv_dtype == "fp8" else torch.bfloat16
         floor = self.layer_bytes(distinct, batch, context, stored) / CEILING_TB_S / 1e6
         row = {
             "bench": "decode",
@@ -241,12 +244,14 @@ class Bench:
 
 def _fill(pages: Tensor, latent: int) -> None:
     """Random rows, with no NaN among them."""
-    if pages.dtype != latents.PACKED:
+    if pages.dtype != latent_cache.PACKED:
         pages.normal_()
         return
     for page in pages:
         values = torch.randn(*page.shape[:-1], latent + (page.shape[-1] - latent) // 2, device=page.device)
-        page.copy_(latents.pack(values[..., :latent] * fp8_kv.constant(latent), values[..., latent:], page.dtype))
+        page.copy_(
+            latent_cache.pack(values[..., :latent] * fp8_latents.constant(latent), values[..., latent:], page.dtype)
+        )
 
 
 def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
@@ -295,7 +300,7 @@ def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
 def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as above."""
     seen: list[Tensor] = []
-    choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_router")}
+    choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_decode_router")}
 
     def recording(real: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         def run(*args: Any) -> tuple[Tensor, ...]:

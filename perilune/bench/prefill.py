@@ -110,7 +110,7 @@ def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
     experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
     per_token = qkv + d * h * c.v_head_dim + d * c.n_routed_experts + experts
     sizes = (h, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim)
-    return 2.0 * tokens * per_token + cost.mla_plain([tokens], [cached + tokens], *sizes, size=2).flops
+    return 2.0 * tokens * per_token + cost.mla_prefill([tokens], [cached + tokens], *sizes, size=2).flops
 
 
 def compacted(weights: Weights) -> Weights:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perilune.core.messages import Delta, Submit
-from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.spec.costs import Costs, How
-from perilune.spec.speculator import Speculator
-from perilune.spec.suffix import Store, Trail
+from perilune.speculation.drafting import Speculator
+from perilune.speculation.step_cost import Costs, How
+from perilune.speculation.suffix import Store, Trail
 
 Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
 

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import click
 
 from perilune.bench.aa import thinking_switch
-from perilune.bench.endpoint import Endpoint, is_url
-from perilune.cli import options, targets
+from perilune.cli.shared import options, targets
+from perilune.client.endpoint import Endpoint, is_url
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
+from perilune.core.jsonfile import write_object
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
-from perilune.formats.jsonfile import write_object
-from perilune.model.hub import resolve_model
+from perilune.formats.hub import resolve_model
 from perilune.server.service import read_generation_config, sampling_defaults
 from perilune.text.chat import ChatTemplate, next_tool_index, template_for
 from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart

@@ -7,15 +7,15 @@ from typing import Any, get_args
 import click
 import torch
 
-from perilune.bench import lm_eval
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
 from perilune.convert.target import Layout, Recipe, Scales, Target, To
 from perilune.convert.texts import gather
 from perilune.core.errors import ConfigError
+from perilune.evals import lm_eval
+from perilune.formats import hub
 from perilune.formats.writer import SHARD_BYTES
-from perilune.model import hub
 from perilune.model.eagle3_config import DRAFTER
 
 GB = 1e9

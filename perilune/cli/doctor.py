@@ -12,21 +12,21 @@ import torch
 
 from perilune.core.errors import CheckpointError, shown
 from perilune.core.files import exists
-from perilune.core.finding import Finding
+from perilune.core.jsonfile import read_object
+from perilune.doctor import headers as shards_examine
+from perilune.doctor import tensors as weights_examine
+from perilune.doctor import vocabulary as text_examine
+from perilune.doctor.finding import Finding
 from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
 from perilune.formats import checksums as sums
-from perilune.formats import examine as shards_examine
-from perilune.formats.jsonfile import read_object
+from perilune.formats import hub
 from perilune.formats.progress import progress
-from perilune.formats.registry import require_served
-from perilune.model import examine as weights_examine
-from perilune.model import hub
+from perilune.formats.served import require_served
+from perilune.loading.eagle3 import require_draft
+from perilune.loading.survey import VISION_PREFIXES, Survey, expected, is_linear
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
-from perilune.model.eagle3_load import require_draft
-from perilune.model.survey import VISION_PREFIXES, Survey, expected, is_linear
 from perilune.plan import memory
-from perilune.text import examine as text_examine
 
 GB = 1e9
 KV_BYTES = 2  # bfloat16

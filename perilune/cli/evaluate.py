@@ -9,13 +9,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.bench import evaluate
-from perilune.bench.target import open_target, origin, run
-from perilune.cli import options, targets
-from perilune.cli.rows import keep, ledger_option
+from perilune.cli.shared import options, targets
+from perilune.cli.shared.rows import keep, ledger_option
+from perilune.client.target import open_target, origin, run
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
-from perilune.formats.jsonfile import write_object
+from perilune.core.jsonfile import write_object
+from perilune.evals import evaluate
 from perilune.tasks.problem import SEED
 
 MODES = {"on": [True], "off": [False], "both": [True, False]}

@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
-from perilune.cli import options
+from perilune.cli.shared import options
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient, check_prompt
-from perilune.model.hub import resolve_model
+from perilune.formats.hub import resolve_model
 from perilune.server.service import read_generation_config, sampling_defaults
 from perilune.text.chat import template_for
 from perilune.text.stream import ChatStream, Event, Reasoning, TextStream, ToolStart

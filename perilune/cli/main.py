@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from perilune.cli.verbs import Verbs
+from perilune.cli.shared.verbs import Verbs
 from perilune.core.errors import PeriluneError
 
 VERBS = {

@@ -9,9 +9,9 @@ import click
 import torch
 
 from perilune.core.errors import ConfigError
-from perilune.ops import check, compile, registry, timing
-from perilune.ops.case import Make
-from perilune.ops.registry import REFERENCE, Op
+from perilune.ops.harness import build, check, registry, timing
+from perilune.ops.harness.case import Make
+from perilune.ops.harness.registry import REFERENCE, Op
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,8 +70,8 @@ def _build() -> None:
     """What would otherwise happen on first use. A source whose compiler is missing is named and skipped."""
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, built in zip(compile.sources(), pool.map(compile.library, compile.sources())):
-            missing = isinstance(built, str) and built.startswith(compile.NO_COMPILER)
+        for name, built in zip(build.sources(), pool.map(build.library, build.sources())):
+            missing = isinstance(built, str) and built.startswith(build.NO_COMPILER)
             failed += isinstance(built, str) and not missing
             click.echo(f"{name}: {built if isinstance(built, str) else 'ready'}")
     if failed:

@@ -21,17 +21,17 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
-from perilune.cli import options
+from perilune.cli.shared import options
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import EngineClient
-from perilune.model.hub import resolve_model
+from perilune.formats.hub import resolve_model
+from perilune.grammar.constrain import warm_up
 from perilune.server.app import build_app
 from perilune.server.service import Service, read_generation_config
 from perilune.text.chat import template_for
 from perilune.text.family import member_named
-from perilune.text.grammar import warm_up
 from perilune.text.tokenizer import Tokenizer
 
 GRACE_SECONDS = 1  # for answers in flight to say that the server stops

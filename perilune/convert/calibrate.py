@@ -27,11 +27,11 @@ from perilune.convert.stream import CALIBRATION
 from perilune.convert.texts import Texts
 from perilune.convert.walk import Walk, run
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.jsonfile import read_object, write_object
 from perilune.formats.checkpoint import Checkpoint
-from perilune.formats.jsonfile import read_object, write_object
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.scheme import NVFP4_GROUP
-from perilune.ops.nvfp4_from_int4 import OFTEN
+from perilune.ops.quantize.nvfp4_from_int4 import OFTEN
 
 PROJECTIONS = ("gate_up", "down")
 PRIOR = 64  # tokens' worth of belief that all inputs are alike

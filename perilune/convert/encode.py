@@ -22,8 +22,8 @@ from perilune.formats import fp8_block, fp8_scaled, int4_compact, scheme
 from perilune.formats import int4 as int4_format
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
-from perilune.formats.registry import SERVED
-from perilune.model.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
+from perilune.formats.served import SERVED
+from perilune.loading.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
 
 EXPERT = re.compile(r"((.*\.mlp\.experts)\.\d+\.)(gate|up|down)_proj")
 SCALE_NAMES = ".weight_scale"

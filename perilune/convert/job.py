@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from perilune.formats.checkpoint import Checkpoint
-from perilune.formats.parts import Part
 from perilune.formats.safetensors_file import TensorInfo
-from perilune.model.survey import require_sound
+from perilune.formats.stored import Part
+from perilune.loading.survey import require_sound
 
 T = TypeVar("T")
 PIECE_WEIGHTS = 1 << 24  # one expert's matrix in Kimi K2, 67 MB in float32

@@ -1,8 +1,8 @@
 """Weights to NVFP4: the block scale with the least squared error, under a power of two for the matrix.
 
-From INT4 the search is exact and runs on tables (ops/nvfp4_from_int4.py). From any other weights every e4m3 number
-between that which puts a block's largest value on 8 and that which puts it on 4 is tried. `by_maximum` is the usual
-recipe, largest value on 6, for comparison.
+From INT4 the search is exact and runs on tables (ops/quantize/nvfp4_from_int4.py). From any other weights every e4m3
+number between that which puts a block's largest value on 8 and that which puts it on 4 is tried. `by_maximum` is the
+usual recipe, largest value on 6, for comparison.
 
 A power of two costs nothing, because e4m3 scales have exponents of their own, and gate and up of an expert can share
 it: engines that fuse the two keep one number for both.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.formats import nvfp4
 from perilune.formats.scheme import NVFP4_GROUP
-from perilune.ops.nvfp4_from_int4 import HIGHEST, nvfp4_from_int4
+from perilune.ops.quantize.nvfp4_from_int4 import HIGHEST, nvfp4_from_int4
 
 EXPONENTS = (-100, 120)  # of a matrix's power of two
 BELOW, ABOVE = 3, 5  # e4m3 numbers tried around the one that puts the largest value on 6

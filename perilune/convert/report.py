@@ -22,14 +22,14 @@ from perilune.convert.stream import decibels
 from perilune.convert.texts import Texts
 from perilune.convert.walk import Walk
 from perilune.core.errors import CheckpointError
+from perilune.core.jsonfile import write_object
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
-from perilune.formats.jsonfile import write_object
+from perilune.loading.load import row_step
+from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
-from perilune.model.load import row_step
-from perilune.model.survey import read_linear, survey
-from perilune.ops.linear import linear
+from perilune.ops.linear.linear import linear
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.problem import Answer, Problem
 from perilune.text.chat import next_tool_index, template_for

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from perilune.convert.job import Job
 from perilune.core.errors import CheckpointError
+from perilune.core.jsonfile import MAX_HEADER
 from perilune.formats.checkpoint import INDEX, SINGLE
-from perilune.formats.jsonfile import MAX_HEADER
 from perilune.formats.safetensors_file import DTYPES
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -30,17 +30,17 @@ from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.files import exists, open_regular
+from perilune.core.jsonfile import read_object, spelled, write_object
 from perilune.formats import checksums
 from perilune.formats.checkpoint import INDEX, Checkpoint
 from perilune.formats.checksums import RECORD
-from perilune.formats.jsonfile import read_object, spelled, write_object
 from perilune.formats.progress import Advance, progress
-from perilune.formats.registry import require_served
+from perilune.formats.served import require_served
 from perilune.formats.writer import SHARD_BYTES
+from perilune.loading.eagle3 import require_draft
+from perilune.loading.survey import survey
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
-from perilune.model.eagle3_load import require_draft
-from perilune.model.survey import survey
 
 CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
 MAX_THREADS = 16

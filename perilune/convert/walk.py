@@ -17,16 +17,16 @@ from torch import Tensor
 from perilune.convert.job import in_order
 from perilune.core.errors import CheckpointError
 from perilune.formats.checkpoint import Checkpoint
-from perilune.formats.registry import require_served
+from perilune.formats.served import require_served
+from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Span, Step, mla
-from perilune.model.survey import read_linear, survey
 from perilune.model.weights import Attention, Dense
-from perilune.ops.add_rmsnorm import add_rmsnorm
-from perilune.ops.linear import linear
-from perilune.ops.rmsnorm import rmsnorm
-from perilune.ops.router import router
-from perilune.ops.swiglu import swiglu
+from perilune.ops.linear.linear import linear
+from perilune.ops.moe.router import router
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+from perilune.ops.pointwise.swiglu import swiglu
 
 BLOCK = 64
 TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence goes alone

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.core.errors import ConfigError
-from perilune.core.plan import MAX_DRAFTS
+from perilune.core.step import MAX_DRAFTS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 

@@ -1,4 +1,4 @@
-"""What the tokens of one answer must look like: made by text/grammar.py, enforced by engine/grammar.py."""
+"""What the tokens of one answer must look like: made by grammar/constrain.py, enforced by engine/masks.py."""
 
 from dataclasses import dataclass
 

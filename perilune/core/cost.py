@@ -39,7 +39,7 @@ def linear(T: int, i: int, o: int, size: int) -> Cost:
     return Cost(2 * T * i * o, size * (i * o + T * (i + o)))
 
 
-def int4_linear(T: int, i: int, o: int, size: int) -> Cost:
+def linear_int4(T: int, i: int, o: int, size: int) -> Cost:
     return Cost(2 * T * i * o, i * o * INT4_BITS / 8 + size * T * (i + o))
 
 
@@ -47,11 +47,11 @@ def rope(T: int, H: int, r: int, size: int) -> Cost:
     return Cost(3 * T * H * r, size * 2 * T * H * r + 4 * T * r)
 
 
-def kv_write(T: int, width: int, size: int) -> Cost:
+def write_cache(T: int, width: int, size: int) -> Cost:
     return Cost(0, size * 2 * T * width + 8 * T)
 
 
-def head_matmul(T: int, H: int, a: int, b: int, size: int) -> Cost:
+def per_head_matmul(T: int, H: int, a: int, b: int, size: int) -> Cost:
     return Cost(2 * T * H * a * b, size * (H * a * b + T * H * (a + b)))
 
 
@@ -66,7 +66,7 @@ def mla_absorbed(counts: list[int], contexts: list[int], H: int, R: int, r: int,
     return Cost(2 * pairs * H * (2 * R + r), size * (used * (R + r) + sum(counts) * H * (2 * R + r)))
 
 
-def mla_plain(counts: list[int], contexts: list[int], H: int, R: int, r: int, n: int, v: int, size: int) -> Cost:
+def mla_prefill(counts: list[int], contexts: list[int], H: int, R: int, r: int, n: int, v: int, size: int) -> Cost:
     pairs = sum(attended(q, c) for q, c in zip(counts, contexts))
     used = sum(c for q, c in zip(counts, contexts) if q)
     flops = 2 * used * H * R * (n + v) + 2 * pairs * H * (n + r + v)

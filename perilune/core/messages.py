@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from perilune.core.constraint import Constraint
-from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import TokenLogprob
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 

@@ -15,8 +15,8 @@ limit    tokens the request can ever have; the last of them is never computed, b
 
 from dataclasses import dataclass, field
 
-from perilune.core.plan import PENDING
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import PENDING
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from perilune.draft.capture import Capture, Captured
 from perilune.draft.corpus import Row
+from perilune.loading.load import layers
 from perilune.model.kimi_k2 import KimiK2
-from perilune.model.load import layers
 
 
 class ByLayer(Capture):

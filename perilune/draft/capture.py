@@ -10,7 +10,7 @@ from torch import Tensor
 from perilune.draft.corpus import Row
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Step
-from perilune.model.whole_texts import WholeTexts, grids
+from perilune.model.varlen import WholeTexts, grids
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from perilune.core.errors import ConfigError
+from perilune.core.jsonfile import read_object, write_object
 from perilune.draft import shards
 from perilune.draft.storage import load_file, save_file
-from perilune.formats.jsonfile import read_object, write_object
 
 ABOUT = "corpus.json"
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perilune.core.plan import StepPlan, Work
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import StepPlan, Work
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import Row
 from perilune.engine.batch import build
-from perilune.spec.drafter import Drafter, Followed
+from perilune.speculation.drafter import Drafter, Followed
 
 ABSORB_LIMIT = 16  # rows of a request up to which attention is absorbed, as in serving
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8  # tokens that `lookup` compares

@@ -14,7 +14,7 @@ from random import Random
 from perilune.core.errors import ConfigError
 from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Row
-from perilune.spec.rejected import Record
+from perilune.speculation.rejection_log import Record
 
 GAP = 4  # chains without a loss that do not part two windows
 LIGHTEST, HEAVIEST = 0.25, 4.0  # a window's weight: more would let few windows decide

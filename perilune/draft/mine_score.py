@@ -14,8 +14,8 @@ from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Row
 from perilune.draft.optimizer import HEAD
 from perilune.draft.trainee import Trainee
+from perilune.loading.eagle3 import read_tensors
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import read_tensors
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Dense
 

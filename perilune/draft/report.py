@@ -14,9 +14,9 @@ from perilune.draft.capture import Capture
 from perilune.draft.corpus import Row
 from perilune.draft.evaluate import Tally, summed, walk, walk_lookup
 from perilune.engine.llm import LLM
+from perilune.loading.load import load
 from perilune.model.kimi_k2 import KimiK2
-from perilune.model.load import load
-from perilune.spec.eagle3 import load_drafter
+from perilune.speculation.eagle3 import load_drafter
 from perilune.tasks.families import FAMILIES, problems
 from perilune.text.chat import template_for
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.jsonfile import read_object, write_object
 from perilune.draft import shards
 from perilune.draft.capture import Capture, Captured
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.storage import safe_open, save_file
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
-from perilune.formats.jsonfile import read_object, write_object
+from perilune.loading.survey import NESTED_PREFIX
 from perilune.model.config import KimiConfig
-from perilune.model.survey import NESTED_PREFIX
 from perilune.model.weights import Dense, Weights
 
 ABOUT = "states.json"

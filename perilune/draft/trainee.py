@@ -25,8 +25,8 @@ from perilune.draft.batch import Batch, Group
 from perilune.draft.losses import LOSSES
 from perilune.draft.optimizer import HEAD
 from perilune.draft.vocabulary import mapping
+from perilune.loading.eagle3 import LAYER, OPTIONAL, expected
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import LAYER, OPTIONAL, expected
 
 T = TypeVar("T")
 SCORES = 1 << 28  # of a piece of attention that is computed twice

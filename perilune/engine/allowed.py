@@ -1,4 +1,4 @@
-"""Which tokens one answer may go on with: its form (text/enforcer.py), allowed_token_ids and bad words, together."""
+"""Which tokens one answer may go on with: its form (grammar/enforcer.py), allowed_token_ids and bad words, together."""
 
 import copy
 from collections import defaultdict
@@ -6,8 +6,8 @@ from collections import defaultdict
 import numpy as np
 
 from perilune.core.sampling import SamplingParams
-from perilune.text.enforcer import Enforcer
-from perilune.text.matcher import GrammarError, Words, forbid
+from perilune.grammar.enforcer import Enforcer
+from perilune.grammar.matcher import GrammarError, Words, forbid
 
 
 class NoTokenLeft(GrammarError):

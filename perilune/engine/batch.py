@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import PENDING, StepPlan, Work
+from perilune.core.step import PENDING, StepPlan, Work
 from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
-from perilune.spec.drafter import Followed
+from perilune.speculation.drafter import Followed
 
 ALIGNED = 256  # bytes, as memory of its own would be
 

@@ -4,7 +4,7 @@ One step, read top to bottom (`Engine.step`): plan step N+1 while step N runs, q
 its tokens and hand them out. The plan is made one result early, so a request that turns out to be finished may be
 computed once more for nothing; in exchange the device never waits for Python.
 
-Drafts (spec/speculator.py) that continue known text turn that around: where they promise more than the overlap is
+Drafts (speculation/drafting.py) that continue known text turn that around: where they promise more than the overlap is
 worth, step N lands first and step N+1 is planned with guesses of what it will draw. A draft model's chain stays on the
 device, so where all drafts are its own nothing waits: step N+1 is planned behind N, however many tokens N will bring.
 """
@@ -23,27 +23,28 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Delta, EngineInfo, EngineStats, Submit
-from perilune.core.plan import LEFT_OUT, PENDING, StepPlan
+from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.client import room
-from perilune.engine.costs import measure_costs
-from perilune.engine.grammar import Grammars, Session
+from perilune.engine.cost_table import measure_costs
+from perilune.engine.masks import Grammars, Session
 from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
 from perilune.engine.runner import Readout, Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
+from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
+from perilune.loading.fp8_dense import to_fp8
+from perilune.loading.fp8_latents import to_fp8_latents
+from perilune.loading.load import load
 from perilune.model.config import KimiConfig
-from perilune.model.fp8_kv import to_fp8_latents
-from perilune.model.fp8_rest import to_fp8
 from perilune.model.kimi_k2 import KimiK2
-from perilune.model.load import load
 from perilune.model.weights import Weights
-from perilune.ops import compile, latents, registry
-from perilune.spec.costs import Costs
-from perilune.spec.drafter import Drafter
-from perilune.spec.eagle3 import load_drafter
-from perilune.spec.rejected import RejectedLog
-from perilune.spec.speculator import Speculator
-from perilune.text.matcher import Vocabulary, vocabulary
+from perilune.ops.harness import build, registry
+from perilune.ops.layouts import latent_cache
+from perilune.speculation.drafter import Drafter
+from perilune.speculation.drafting import Speculator
+from perilune.speculation.eagle3 import load_drafter
+from perilune.speculation.rejection_log import RejectedLog
+from perilune.speculation.step_cost import Costs
 from perilune.text.tokenizer import Tokenizer
 
 COMPILE_WAIT = 0.05  # seconds a step without anything else to do waits for a grammar
@@ -65,7 +66,7 @@ class Engine:
         registry.check_overrides(config.ops)
         choices = Choices([])
         device = resolve_device(config, choices)
-        compile.check_nvcc(device)
+        build.check_nvcc(device)
         config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
         config, drafter_dir = resolve_draft(config, model_dir, device, choices)
         self._rejected = _rejected_log(config, choices)
@@ -366,7 +367,7 @@ def _build(
         model_config.num_hidden_layers,
         config.kv_blocks,
         config.block_size,
-        latents.width(model_config.kv_lora_rank, model_config.qk_rope_head_dim, kv_dtype),
+        latent_cache.width(model_config.kv_lora_rank, model_config.qk_rope_head_dim, kv_dtype),
         kv_dtype,
         device,
     )

@@ -2,17 +2,17 @@
 
 A graph is captured for a number of requests, of tokens for each and a width of the block tables when traffic first asks
 for them together. Where every request of the step chooses freely it holds the whole step: forward pass, draws, which
-drafts stand (ops/verdict), the last-token buffer. Where one is masked, penalized or wants log-probabilities, it ends
-with the logits, and the rest is queued call by call (`forward`, then `settle`).
+drafts stand (ops/drafts/accept_drafts), the last-token buffer. Where one is masked, penalized or wants
+log-probabilities, it ends with the logits, and the rest is queued call by call (`forward`, then `settle`).
 
 A draft model adds two: it follows a step in a graph that belongs to the step's, and drafts in one for the number of
 requests, the width and the chain's length, whichever step came before. So sizes and lengths add up instead of
 multiplying, and both are launched while the step itself runs.
 
-A step's numbers travel in one copy to the graph's inputs (engine/inputs.py), what it brings in one copy back. Where the
-next step goes on stays on the device too, by slot: the last token, how many drafts stood, the chain behind them. So a
-step may be queued behind one whose tokens nobody has seen; a small kernel before its graph (ops/resume) moves it to
-where that one ended.
+A step's numbers travel in one copy to the graph's inputs (engine/graph_inputs.py), what it brings in one copy back.
+Where the next step goes on stays on the device too, by slot: the last token, how many drafts stood, the chain behind
+them. So a step may be queued behind one whose tokens nobody has seen; a small kernel before its graph
+(ops/drafts/advance_inputs) moves it to where that one ended.
 
 All graphs share one memory pool. When what they hold outgrows MAX_BYTES all go, and traffic brings back those it needs.
 """
@@ -29,15 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, StepPlan
-from perilune.engine.inputs import Arrays, Fields, Inputs, Size
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.engine.graph_inputs import Arrays, Fields, Inputs, Size
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.ops.resume import resume
-from perilune.ops.sample import sample
-from perilune.ops.verdict import verdict
-from perilune.spec.drafter import Drafter, Drafts, Followed, Start
+from perilune.ops.drafts.accept_drafts import accept_drafts
+from perilune.ops.drafts.advance_inputs import advance_inputs
+from perilune.ops.sampling.sample import sample
+from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
 log = logging.getLogger("perilune.engine")
 
@@ -90,7 +90,7 @@ def _each(plan: StepPlan) -> int:
 class _Graph:
     """What a graph reads and writes: its tensors must live as long as it does.
 
-    out   [B, AHEAD + 2 MAX_DRAFTS] float64: what ops/verdict tells
+    out   [B, AHEAD + 2 MAX_DRAFTS] float64: what ops/drafts/accept_drafts tells
     """
 
     inputs: Inputs
@@ -244,7 +244,7 @@ class DecodeGraphs:
             ends = [each - w.count + cut.get(i, w.drafts) for i, w in enumerate(plan.work)]
             stop = stop.clone()
             stop[: len(ends)] = on_device(np.array(ends, np.int32), stop.device)
-        verdict(
+        accept_drafts(
             grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._last_tokens, self.shifts, graph.out,
             graph.following, graph.last,
         )  # fmt: skip
@@ -304,7 +304,7 @@ class DecodeGraphs:
         return key, found
 
     def _resume(self, fields: Fields[Tensor]) -> None:
-        resume(
+        advance_inputs(
             fields.ids, fields.positions, fields.slots, fields.u, fields.context, fields.front, fields.behind,
             fields.tables, fields.held, fields.seeds, fields.draws, self._last_tokens, self.shifts, self.ahead,
             self._pages.block_size,
@@ -460,7 +460,7 @@ class DecodeGraphs:
         fields = graph.inputs.fields
         by_draw = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
         drawn = sample(logits, *(x.flatten() for x in by_draw))
-        verdict(
+        accept_drafts(
             drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._last_tokens, self.shifts,
             graph.out, graph.following, graph.last,
         )  # fmt: skip

@@ -14,14 +14,14 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.constraint import Constraint
 from perilune.core.errors import ConfigError, EngineError, RequestError
 from perilune.core.messages import Delta, Submit
-from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
+from perilune.core.step import TokenLogprob
 from perilune.engine.client import check_prompt, room
 from perilune.engine.engine import Engine
-from perilune.model.hub import resolve_model
+from perilune.formats.hub import resolve_model
+from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate, PromptOptions, next_tool_index, template_for
-from perilune.text.grammar import AnswerFormat, ToolChoice, constrain
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools

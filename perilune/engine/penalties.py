@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import Draw
 from perilune.core.sampling import SamplingParams
+from perilune.core.step import Draw
 from perilune.engine.sampler import on_device
-from perilune.ops.penalize import PROMPT, penalize
+from perilune.ops.sampling.penalize import PROMPT, penalize
 
 FEWEST = 4  # rows of counts to begin with
 
@@ -42,7 +42,7 @@ class Adjuster:
     def __init__(self, max_num_seqs: int):
         self._max_rows = max_num_seqs
         self._rows: dict[int, int] = {}  # by slot
-        self._counts: Tensor | None = None  # [rows, V] int32, as ops/penalize reads them
+        self._counts: Tensor | None = None  # [rows, V] int32, as ops/sampling/penalize reads them
         self._terms: dict[tuple[int, bool], _Terms] = {}  # by slot, and whether ends are masked
         self._open: tuple[Tensor, Tensor] | None = None  # indices into the step's tokens, and their rows of counts
 

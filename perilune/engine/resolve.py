@@ -9,12 +9,13 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.formats.hub import resolve_model
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
-from perilune.model.hub import resolve_model
-from perilune.ops import compile, latents
-from perilune.spec.drafter import Drafter
+from perilune.ops.harness import build
+from perilune.ops.layouts import latent_cache
+from perilune.speculation.drafter import Drafter
 
 GB = 1e9
 # Left free besides weights and KV: activations, logits and the allocator's own slack.
@@ -62,7 +63,7 @@ def resolve_dtypes(
         kv_dtype = dtype
         choices.note("kv_dtype", kv_dtype, "same as dtype")
     config = dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype)
-    return config, getattr(torch, dtype), latents.PACKED if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    return config, getattr(torch, dtype), latent_cache.PACKED if kv_dtype == "fp8" else getattr(torch, kv_dtype)
 
 
 def resolve_draft(
@@ -90,7 +91,7 @@ def resolve_draft(
             )
         draft_dtype = config.draft_dtype
         if draft_dtype == "auto":
-            draft_dtype = "fp8" if config.rest_dtype == "fp8" or compile.is_hopper(device) else "dtype"
+            draft_dtype = "fp8" if config.rest_dtype == "fp8" or build.is_hopper(device) else "dtype"
             if draft_dtype == "fp8":
                 choices.note("draft_dtype", draft_dtype, "half of what drafting reads; no answer depends on it")
         return dataclasses.replace(config, draft=draft, draft_dtype=draft_dtype), path
@@ -115,7 +116,7 @@ def resolve_sizes(
     block = Pages.block_bytes(
         model.num_hidden_layers,
         config.block_size,
-        latents.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
+        latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
         kv_dtype,
     )
     free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]

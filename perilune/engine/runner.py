@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.core.plan import LEFT_OUT, MAX_DRAFTS, Output, StepPlan, StepResult, TokenLogprob, Work, draws
-from perilune.engine import alone, sampler
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, Output, StepPlan, StepResult, TokenLogprob, Work, draws
+from perilune.engine import exclusive_kernels, sampler
 from perilune.engine.batch import build, followed
-from perilune.engine.grammar import Grammars
 from perilune.engine.graphs import AHEAD, MAX_REQUESTS, Arriving, DecodeGraphs
+from perilune.engine.masks import Grammars
 from perilune.engine.penalties import Adjuster
 from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
-from perilune.ops import registry
-from perilune.ops.linear import FEW_ON_CPU
-from perilune.ops.threads import torch_alone
-from perilune.spec.acceptance import Accepted, accept, rows_kept
-from perilune.spec.drafter import Drafter, Drafts, Start
+from perilune.ops.harness import registry
+from perilune.ops.harness.threads import torch_alone
+from perilune.ops.linear.linear import FEW_ON_CPU
+from perilune.speculation.acceptance import Accepted, accept, rows_kept
+from perilune.speculation.drafter import Drafter, Drafts, Start
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Runner:
         self.model = model
         self.pages = pages
         self.absorb_limit = absorb_limit
-        self.overrides = {**alone.claim(pages.data.device, self), **overrides}
+        self.overrides = {**exclusive_kernels.claim(pages.data.device, self), **overrides}
         # One row more than there are slots, for what nobody reads.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=pages.data.device)
         self.adjuster = Adjuster(max_num_seqs)
@@ -94,7 +94,7 @@ class Runner:
         if self.graphs is not None:
             self.call(self.graphs.close)
         self._worker.shutdown()
-        alone.release(self)
+        exclusive_kernels.release(self)
         if self.pages.data.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 8 MB and more for every stream and thread that multiplied
 

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.plan import Draw, Output, TokenLogprob, Work
-from perilune.ops.greedy import greedy
-from perilune.ops.logprobs import logprobs
-from perilune.ops.sample import sample
+from perilune.core.step import Draw, Output, TokenLogprob, Work
+from perilune.ops.sampling.argmax import argmax
+from perilune.ops.sampling.logprobs import logprobs
+from perilune.ops.sampling.sample import sample
 
 LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at most this many bytes of logits
 
@@ -67,7 +67,7 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     The host does not wait for the device, and every request's numbers travel in one copy.
     """
     if all(d.params.greedy for d in draws):
-        return greedy(logits)
+        return argmax(logits)
     S = len(draws)
     numbers = np.empty(6 * S, np.float32)
     numbers[: 2 * S].view(np.float64)[:] = [uniform(d.seed, d.draw) for d in draws]

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
-from perilune.core.plan import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.core.request import Request
+from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests
 

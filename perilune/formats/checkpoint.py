@@ -10,7 +10,7 @@ import torch
 
 from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.core.files import exists
-from perilune.formats.jsonfile import read_object
+from perilune.core.jsonfile import read_object
 from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX = "model.safetensors.index.json"

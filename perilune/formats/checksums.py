@@ -11,8 +11,8 @@ from pathlib import Path
 
 from perilune.core.errors import CheckpointError, quoted
 from perilune.core.files import exists, open_regular
+from perilune.core.jsonfile import read_object
 from perilune.formats.checkpoint import few
-from perilune.formats.jsonfile import read_object
 
 RECORD = "conversion.json"
 MAX_FILES = 10_000  # of a record; Kimi K2 converted has about 150

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from perilune.formats.parts import Part
+from perilune.formats.stored import Part
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats.parts import Part, finite, has_nan
+from perilune.formats.stored import Part, finite, has_nan
 
 BLOCK = 128
 MAX = 448.0  # the largest e4m3 number

@@ -13,7 +13,7 @@ import torch
 
 from perilune.core.errors import CheckpointError
 from perilune.formats import fp8_block
-from perilune.formats.parts import Part, finite, has_nan
+from perilune.formats.stored import Part, finite, has_nan
 
 TARGETS = ["re:.*self_attn.*_proj.*", "re:.*shared_experts.*_proj$", "re:.*mlp\\.(gate|up|down)_proj$", "re:.*lm_head$"]
 

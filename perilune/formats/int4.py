@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats.parts import Part, finite
 from perilune.formats.scheme import INT4_GROUP
+from perilune.formats.stored import Part, finite
 
 MAX_LEVEL = 7
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,8 @@ import torch
 
 from perilune.core.errors import CheckpointError
 from perilune.formats import int4
-from perilune.formats.parts import Part, finite
 from perilune.formats.scheme import INT4_COMPACT, INT4_GROUP
+from perilune.formats.stored import Part, finite
 
 STEPS = 255
 

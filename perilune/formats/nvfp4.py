@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from perilune.core.errors import CheckpointError
-from perilune.formats.parts import Part, finite
 from perilune.formats.scheme import NVFP4_GROUP
+from perilune.formats.stored import Part, finite
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0  # the largest e2m1 number

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from perilune.formats import nvfp4
-from perilune.formats.parts import Part, finite
 from perilune.formats.scheme import NVFP4_GROUP, NVFP4_PACKED
+from perilune.formats.stored import Part, finite
 
 
 def dequantize(

@@ -17,7 +17,7 @@ import torch
 
 from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.core.files import open_regular
-from perilune.formats.jsonfile import MAX_HEADER
+from perilune.core.jsonfile import MAX_HEADER
 
 LFS_POINTER = b"version https://git-lfs"
 MAX_DIMENSIONS = 64  # the most that torch computes with

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, Literal, Self
 import torch
 
 from perilune.core.errors import CheckpointError
+from perilune.core.jsonfile import write_object
 from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import INDEX, SINGLE
-from perilune.formats.jsonfile import write_object
 from perilune.formats.safetensors_file import DTYPES
 
 SHARD_BYTES = 5_000_000_000

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """`data` [layers, blocks, block_size, width], its rows as ops/latents.py has them.
+    """`data` [layers, blocks, block_size, width], its rows as ops/layouts/latent_cache.py has them.
 
     Which block belongs to whom is kv.blocks' business.
     """

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from perilune.core.errors import CheckpointError, quoted
 from perilune.core.files import exists
+from perilune.core.jsonfile import read_object
 from perilune.formats import scheme
-from perilune.formats.jsonfile import read_object
 
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
 NESTED_TYPE = "kimi_k25"

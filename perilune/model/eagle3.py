@@ -24,11 +24,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
 from perilune.model.weights import Attention, Linear, Mlp
-from perilune.ops.add_rmsnorm import add_rmsnorm
-from perilune.ops.draft_input import draft_input
-from perilune.ops.kv_write import kv_write
-from perilune.ops.rmsnorm import rmsnorm
-from perilune.ops.rope import rope
+from perilune.ops.attention.write_cache import write_cache
+from perilune.ops.drafts.draft_embed import draft_embed
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+from perilune.ops.pointwise.rope import rope
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Eagle3:
         used up: their memory holds other values afterwards.
         """
         w = self.weights
-        x, cos, sin = draft_input(
+        x, cos, sin = draft_embed(
             step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
         )
         h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
@@ -106,14 +106,14 @@ class Eagle3:
     def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
         """The part of `hidden` that later positions need: what the step leaves in `pages`. `features` are used up."""
         w = self.weights
-        x, cos, sin = draft_input(
+        x, cos, sin = draft_embed(
             step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
         )
         if isinstance(w.attention, Attention):
             latent = w.attention.kv_a_norm.shape[0]
             ckv = apply(w.attention.qkv_a, x)[:, w.attention.q_a_norm.shape[0] :]
             k_pe = rope(ckv[:, latent:].unsqueeze(1), cos, sin).squeeze(1)
-            kv_write(pages, rmsnorm(ckv[:, :latent], w.attention.kv_a_norm, self.eps), k_pe, step.slots)
+            write_cache(pages, rmsnorm(ckv[:, :latent], w.attention.kv_a_norm, self.eps), k_pe, step.slots)
         else:
             self._keys(w.attention, x, cos, sin, step, pages)
 

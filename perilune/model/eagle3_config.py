@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from perilune.core.errors import CheckpointError, quoted, shown
-from perilune.formats.jsonfile import read_object
+from perilune.core.jsonfile import read_object
 from perilune.model.config import Keys, Yarn, inverse_frequencies, read_rope, yarn_mscale
 
 DRAFTER = "drafter"  # of a model directory: its own draft model

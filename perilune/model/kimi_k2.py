@@ -30,27 +30,27 @@ from perilune.model.weights import (
     NvFp4Experts,
     Weights,
 )
-from perilune.ops.add_rmsnorm import add_rmsnorm
-from perilune.ops.embed_norm import embed_norm
-from perilune.ops.experts import experts
-from perilune.ops.experts_fp8 import experts_fp8
-from perilune.ops.experts_nvfp4 import experts_nvfp4
-from perilune.ops.int4_linear import int4_linear
-from perilune.ops.linear import linear
-from perilune.ops.linear_fp8 import linear_fp8
-from perilune.ops.mla_decode import mla_decode
-from perilune.ops.mla_input import mla_input
-from perilune.ops.mla_output import mla_output
-from perilune.ops.mla_plain import mla_plain
-from perilune.ops.mla_project import mla_project
-from perilune.ops.mla_query import mla_query
-from perilune.ops.mla_rotate import mla_rotate
-from perilune.ops.mla_router import mla_router
-from perilune.ops.moe_int4 import moe_int4
-from perilune.ops.norm_linear import norm_linear
-from perilune.ops.rmsnorm import rmsnorm
-from perilune.ops.router import router
-from perilune.ops.swiglu import swiglu
+from perilune.ops.attention.mla_absorb_query import mla_absorb_query
+from perilune.ops.attention.mla_decode import mla_decode
+from perilune.ops.attention.mla_decode_output import mla_decode_output
+from perilune.ops.attention.mla_pre_attention import mla_pre_attention
+from perilune.ops.attention.mla_prefill import mla_prefill
+from perilune.ops.attention.mla_project_query import mla_project_query
+from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.linear.linear import linear
+from perilune.ops.linear.linear_fp8 import linear_fp8
+from perilune.ops.linear.linear_int4 import linear_int4
+from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
+from perilune.ops.moe.experts import experts
+from perilune.ops.moe.experts_fp8 import experts_fp8
+from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
+from perilune.ops.moe.mla_decode_router import mla_decode_router
+from perilune.ops.moe.moe_int4 import moe_int4
+from perilune.ops.moe.router import router
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.pointwise.embed_norm import embed_norm
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+from perilune.ops.pointwise.swiglu import swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class KimiK2:
         """Of a layer whose input is h + x, which h is then; x as `_ffn` gives it."""
         w = layer.attention
         assert not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
-        return mla_input(
+        return mla_pre_attention(
             h, x, layer.input_norm, w.qkv_a.weight, _scale(w.qkv_a), w.q_a_norm, w.q_b.weight, _scale(w.q_b),
             w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, self.eps, self.qk_norm_eps,
         )  # fmt: skip
@@ -167,7 +167,7 @@ class KimiK2:
         if isinstance(ffn, Mlp) or isinstance(w.o, Int4):
             attended = _attend(w, q_full, span, pages, self.scale)
             return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
-        x, ids, shares = mla_router(
+        x, ids, shares = mla_decode_router(
             q_full, pages, span.tables, span.query_start, span.context, self.scale, w.w_uv, *_values(w), w.o.weight,
             _scale(w.o), h, layer.post_norm, self.eps, ffn.gate, ffn.bias, c.num_experts_per_tok, c.n_group,
             c.topk_group, c.routed_scaling_factor, c.norm_topk_prob,
@@ -192,7 +192,7 @@ def mla(
     (heads, n, latent), r = w.w_uk.shape, 2 * cos.shape[1]
     q_a, ckv = apply(w.qkv_a, x).split([w.q_a_norm.shape[0], latent + r], dim=-1)
     if step.plain is None and (span := step.absorbed) is not None and isinstance(w.q_b, Dense | Fp8):
-        q_full = mla_project(
+        q_full = mla_project_query(
             q_a, w.q_a_norm, w.q_b.weight, _scale(w.q_b), ckv, w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots,
             norm_eps,
         )  # fmt: skip
@@ -201,15 +201,15 @@ def mla(
     out = []
     if (span := step.absorbed) is not None:
         rows = span.rows
-        q_full = mla_query(
+        q_full = mla_absorb_query(
             q[rows], ckv[rows], w.kv_a_norm, cos[rows], sin[rows], w.w_uk, pages, step.slots[rows], norm_eps
         )
         out.append(mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv))
     if (span := step.plain) is not None:
         rows = span.rows
         q_rows = q[rows]
-        mla_rotate(q_rows, ckv[rows], w.kv_a_norm, cos[rows], sin[rows], pages, step.slots[rows], norm_eps)
-        out.append(mla_plain(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
+        mla_rotate_query(q_rows, ckv[rows], w.kv_a_norm, cos[rows], sin[rows], pages, step.slots[rows], norm_eps)
+        out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
     heads_out = out[0] if len(out) == 1 else torch.cat(out)
     return apply(w.o, heads_out.flatten(1))
 
@@ -219,13 +219,13 @@ def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: floa
     if isinstance(w.o, Int4):
         attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
         return apply(w.o, attended.flatten(1))
-    return mla_output(
+    return mla_decode_output(
         q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, *_values(w), w.o.weight, _scale(w.o),
     )  # fmt: skip
 
 
 def _absorbed(w: Attention, step: Step) -> bool:
-    """Whether all rows attend in the absorbed form and `mla_input` can make their queries."""
+    """Whether all rows attend in the absorbed form and `mla_pre_attention` can make their queries."""
     rows = step.plain is None and step.absorbed is not None
     return rows and not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
 
@@ -287,13 +287,13 @@ def apply(w: Linear, x: Tensor, wide: bool = False) -> Tensor:
         return linear(x, w.weight, wide)
     if isinstance(w, Fp8):
         return linear_fp8(x, None, w.weight, w.scale, wide=wide)
-    y = int4_linear(x, w.packed, w.scale)
+    y = linear_int4(x, w.packed, w.scale)
     return y.float() if wide else y
 
 
 def _norm_apply(w: Linear, x: Tensor, norm: Tensor, eps: float) -> Tensor:
     if isinstance(w, Dense):
-        return norm_linear(x, norm, w.weight, eps)
+        return rmsnorm_linear(x, norm, w.weight, eps)
     if isinstance(w, Fp8):
         return linear_fp8(x, norm, w.weight, w.scale, eps)
     return apply(w, rmsnorm(x, norm, eps))

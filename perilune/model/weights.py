@@ -25,7 +25,7 @@ class Int4:
 
 @dataclass(slots=True)
 class Fp8:
-    """Made at load (model/fp8_rest.py): the value is weight * scale of its row."""
+    """Made at load (loading/fp8_dense.py): the value is weight * scale of its row."""
 
     weight: torch.Tensor  # [o, i] float8_e4m3fn
     scale: torch.Tensor  # [o] float32

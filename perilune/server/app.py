@@ -13,14 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from perilune.core.errors import EngineError, PeriluneError, RequestError
-from perilune.server import anthropic, errors, metrics
-from perilune.server.chat import chat_completions
-from perilune.server.completions import completions
+from perilune.server import errors, metrics
+from perilune.server.anthropic import messages
 from perilune.server.middleware import ApiKey, BodyLimit, Observe
+from perilune.server.openai.chat import chat_completions
+from perilune.server.openai.completions import completions
+from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response, parse
 from perilune.server.page import page
-from perilune.server.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response, parse
-from perilune.server.responses import create_response, response_by_id
-from perilune.server.responses_store import ResponseStore
+from perilune.server.responses.api import create_response, response_by_id
+from perilune.server.responses.store import ResponseStore
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 from perilune.server.turn import prompt_ids
@@ -43,8 +44,8 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
-        Route("/v1/messages", anthropic.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
+        Route("/v1/messages", messages.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -57,7 +58,7 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(Observe, metrics=service.metrics, paths={r.endpoint: r.path for r in routes}),
-            Middleware(anthropic.ErrorShape),
+            Middleware(messages.ErrorShape),
             # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
             *_cors(service.config.cors_origins),
             Middleware(ApiKey, key=service.config.api_key),

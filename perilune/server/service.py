@@ -19,7 +19,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.errors import GenerationError
 from perilune.server.metrics import Metrics
-from perilune.server.protocol import Predictions
+from perilune.server.openai.protocol import Predictions
 from perilune.text.chat import ChatTemplate
 from perilune.text.tokenizer import Tokenizer
 

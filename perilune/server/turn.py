@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.core.errors import RequestError
-from perilune.core.plan import TokenLogprob
 from perilune.core.sampling import candidates, sibling
-from perilune.server.form import check_strict, enforced, tool_choice
-from perilune.server.protocol import ChatBody, Predictions, usage
+from perilune.core.step import TokenLogprob
+from perilune.server.answer_format import check_strict, enforced, tool_choice
+from perilune.server.openai.protocol import ChatBody, Predictions, usage
 from perilune.server.service import Generation, Service
 from perilune.text.beginning import Beginning
 from perilune.text.chat import PromptOptions, next_tool_index

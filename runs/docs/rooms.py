@@ -1,4 +1,4 @@
-"""The import table of tests/cpu/test_imports.py, as docs/images/rooms.svg and as text for docs/architecture.md.
+"""The import table of tests/cpu/house/test_imports.py, as docs/images/rooms.svg and as text for docs/architecture.md.
 
 The picture has a box for each room of the package and an arrow for each import that no chain of other arrows implies,
 all of them downwards. Boxes are laid out as in Sugiyama's method: a row by longest path, arrows that pass rows get a
@@ -9,7 +9,7 @@ from html import escape
 from itertools import pairwise
 
 from runs.docs.tables import ROOT
-from tests.cpu.test_imports import MAY, NO_TORCH
+from tests.cpu.house.test_imports import MAY, NO_TORCH
 
 # What a room holds, in a few words; a new row of the import table needs a line here.
 HOLDS = {

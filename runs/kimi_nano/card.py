@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perilune.bench.evaluate import HELD_OUT, STRUCTURAL
+from perilune.evals.evaluate import HELD_OUT, STRUCTURAL
 from perilune.tasks.families import FAMILIES
 from perilune.tasks.problem import HELD_OUT_SHARE, SEED
 from runs.kimi_nano.data import LONGEST, TEXT_SHARE

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from perilune.core.jsonfile import read_object, write_object
 from perilune.core.sampling import SamplingParams
 from perilune.draft import report
 from perilune.draft.capture import Capture
@@ -22,13 +23,12 @@ from perilune.draft.mine_score import reopen, score
 from perilune.draft.prompts import Problems
 from perilune.draft.train import Options, train
 from perilune.engine.llm import LLM
-from perilune.formats.jsonfile import read_object, write_object
+from perilune.formats.hub import resolve_model
+from perilune.loading.eagle3 import read_tensors
+from perilune.loading.load import load
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.eagle3_load import read_tensors
-from perilune.model.hub import resolve_model
 from perilune.model.kimi_k2 import KimiK2
-from perilune.model.load import load
-from perilune.spec.eagle3 import load_drafter
+from perilune.speculation.eagle3 import load_drafter
 from runs.kimi_nano.mining_setting import BASE, LENGTH, WAYS, Job, Measured, Mining, Part
 
 AUX, WIDTH, RATE = (1, 3, 4), 448, 2e-3  # of a draft from nothing, as the bundled one

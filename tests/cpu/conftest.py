@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perilune.spec.costs import Costs, Curve
+from perilune.speculation.step_cost import Costs, Curve
 
 ALONE = Costs(  # kimi-nano's on two cores, once
     base=Curve(
@@ -20,7 +20,7 @@ CHAIN = Curve((1, 8), (1.2e-3, 2.4e-3))
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_have_a_price() -> Iterator[None]:
-    """The same table for every engine, so that it drafts alike in every run; test_costs.py measures one."""
+    """The same table for every engine, so that it drafts alike in every run; test_cost_table.py measures one."""
     engine = sys.modules.get("perilune.engine.engine")
     if engine is None:
         yield

@@ -32,8 +32,8 @@ from perilune.draft.batch import Batch
 from perilune.draft.corpus import Row
 from perilune.draft.trainee import Trainee
 from perilune.model.eagle3_config import Eagle3Config
-from tests.cpu.test_draft_train import a_target, a_trainee, drafts_config, head_of, states_for
-from tests.cpu.test_eagle3 import D, V
+from tests.cpu.draft.test_draft_train import a_target, a_trainee, drafts_config, head_of, states_for
+from tests.cpu.model.test_eagle3 import D, V
 
 THEIRS = {"kl": kl_div_loss, "tv": tv_loss, "nla": neg_log_acceptance_loss, "hybrid": lk_hybrid_loss}
 STEPS = 4

@@ -1,0 +1,87 @@
+"""`perilune bench aa`: the Artificial-Analysis protocol through HTTP."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perilune.bench import aa
+from perilune.cli.shared import options, targets
+from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.client.target import open_target, origin, run
+from perilune.core.config import EngineConfig
+
+POSITIVE = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option(
+    "--prompt-tokens",
+    type=POSITIVE,
+    default=10_000,
+    show_default=True,
+    help="Prompt length; less where the context is short.",
+)
+@click.option(
+    "--output-tokens", type=click.IntRange(min=2), default=1_500, show_default=True, help="Output length, at most."
+)
+@click.option("--runs", type=POSITIVE, default=8, show_default=True, help="Rounds of requests.")
+@click.option(
+    "--parallel", type=POSITIVE, default=1, show_default=True, help="Requests at once; the protocol has 1 and 10."
+)
+@click.option(
+    "--ignore-eos/--no-ignore-eos",
+    default=None,
+    help="Ask for the full output length whatever the model says.  [default: where the server is known to understand]",
+)
+@click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the server's]")
+@targets.target_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "dtype")
+@options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
+@options.set_option
+@ledger_option("aa")
+def command(
+    model: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    runs: int,
+    parallel: int,
+    ignore_eos: bool | None,
+    thinking: bool | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
+    assignments: tuple[str, ...],
+    directory: Path | None,
+    **engine: Any,
+) -> None:
+    """TTFT, output speed, time to first answer token and end-to-end time of MODEL, as Artificial Analysis takes them.
+
+    MODEL is served on a free port meanwhile, or is the http(s) address of any OpenAI-compatible endpoint.
+    """
+
+    async def measure() -> dict[str, Any]:
+        async with open_target(
+            model,
+            model_name=model_name,
+            api_key=targets.key(api_key_file),
+            timeout=timeout,
+            serve_options=targets.serve_options(engine, assignments),
+        ) as endpoint:
+            return await aa.measure(
+                endpoint,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                runs=runs,
+                parallel=parallel,
+                ignore_eos=ignore_eos,
+                thinking=thinking,
+                report=say,
+            )
+
+    row = run(measure()) | origin(model, assignments)
+    click.echo(f"median of {row['samples']}: {aa.describe(row)}", err=True)
+    finish([row], directory)

@@ -1,0 +1,42 @@
+"""`perilune bench convert`: INT4 to NVFP4, beside the usual recipe."""
+
+from pathlib import Path
+
+import click
+
+from perilune.bench import conversion, conversion_stream
+from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.formats.hub import resolve_model
+
+DB_MARKS = {"gaussian": 22.6, "lognormal": 23.0, "student5": 23.1}  # what this project promises
+SECONDS_MARK, KL_MARK = 0.15, 0.6
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared at least.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Per matrix; medians count.")
+@click.option("--stream-gb", type=click.FloatRange(min=1), help="Instead: convert a made-up source of this size.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("."),
+    help="With --stream-gb: where there is room for 2.1 times that.  [default: here]",
+)
+@ledger_option("convert")
+def command(
+    model: str, tokens: int, rounds: int, stream_gb: float | None, scratch: Path, directory: Path | None
+) -> None:
+    """Error and time of the exact search for NVFP4 scales, and the KL it leaves in MODEL, whose experts are INT4."""
+    if stream_gb is not None:
+        finish([conversion_stream.measure(scratch, stream_gb, say)], directory)
+        return
+    row = conversion.measure(resolve_model(model), tokens=tokens, rounds=rounds, report=say)
+    marks = ", ".join(f"{name} {row[f'{name}_db']:.2f} (mark: {mark})" for name, mark in DB_MARKS.items())
+    click.echo(f"SQNR in dB: {marks}", err=True)
+    click.echo(
+        f"{row['seconds_per_matrix']:.3f} s per matrix (mark: {SECONDS_MARK}); KL {row['kl_ratio']:.3f} of the usual "
+        f"recipe's (mark: {KL_MARK}), {row['kl_ratio_calibrated']:.3f} calibrated",
+        err=True,
+    )
+    finish([row], directory)

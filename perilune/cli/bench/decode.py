@@ -1,0 +1,128 @@
+"""`perilune bench decode`: steps of the real engine, on real weights or per layer on shapes of a larger model."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perilune.bench import cycle, decode, microscope
+from perilune.bench.shapes import SHAPES
+from perilune.cli.shared.rows import finish, ledger_option, numbers, say
+from perilune.core.config import EngineConfig, build
+from perilune.core.step import MAX_DRAFTS
+from perilune.formats.hub import resolve_model
+
+shape_option = click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of MODEL: exactly this model's shapes with random weights, on a GPU, time per layer.",
+)
+layers_option = click.option("--layers", default=9, show_default=True, help="With --shape: layers of the larger slice.")
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@shape_option
+@layers_option
+@click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
+@click.option("--context", default="128", show_default=True, help="Tokens each request has in its cache, likewise.")
+@click.option(
+    "--draft",
+    type=click.IntRange(0, MAX_DRAFTS),
+    default=0,
+    show_default=True,
+    help="Drafts per step, at most: suffix matches; with --shape random ones, and a draft model of real shape.",
+)
+@click.option(
+    "--accepted",
+    type=float,
+    help="With --shape and --draft: tokens per cycle (verify, accept, draft) to declare.",
+)
+@click.option(
+    "--rest-dtype",
+    type=click.Choice(["dtype", "fp8"]),
+    default="dtype",
+    show_default=True,
+    help="With --shape: weights besides the routed experts in bfloat16, or in FP8.",
+)
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="With --shape: the KV cache in bfloat16, or in FP8.",
+)
+@click.option(
+    "--draft-dtype",
+    type=click.Choice(["dtype", "fp8"]),
+    default="fp8",
+    show_default=True,
+    help="With --shape and --draft: the draft model's weights, as the engine has them by default, or in bfloat16.",
+)
+@click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
+@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
+@click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
+@ledger_option("decode")
+def command(
+    model: str,
+    shape: str | None,
+    layers: int,
+    batch: str,
+    context: str,
+    draft: int,
+    accepted: float | None,
+    rest_dtype: str,
+    kv_dtype: str,
+    draft_dtype: str,
+    kernels: bool,
+    tokens: int,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    directory: Path | None,
+) -> None:
+    """Decode speed of the real engine: on MODEL's real weights, or per layer on a SHAPE too large for one GPU.
+
+    Prompts are random and decoding is greedy. With --shape the time of one MoE layer is the difference between two
+    slices of the model, so that what the ends cost cancels.
+    """
+    batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
+    if tokens < 2:
+        raise click.BadParameter("must be at least 2", param_hint="--tokens")
+    if accepted is not None and not (draft and shape and 1 <= accepted <= draft + 1):
+        raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
+    if draft and shape is not None and accepted is None:
+        raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
+    if shape is not None:
+        bench = microscope.Bench(shape, layers)
+        form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
+        rows = []
+        for c in contexts:
+            for b in batches:
+                if accepted is None:
+                    rows.append(bench.decode(b, c, say, **form))
+                else:
+                    rows.append(
+                        cycle.measure(bench, b, c, say, draft=draft, accepted=accepted, draft_dtype=draft_dtype, **form)
+                    )
+        finish(rows, directory)
+        return
+    rows = []
+    for length in contexts:
+        config = build(
+            EngineConfig,
+            {
+                "device": device,
+                "dtype": dtype,
+                "threads": threads,
+                "max_num_seqs": max(batches),
+                "max_model_len": length + tokens + 1,
+                "prefix_cache": False,  # every prompt must be computed
+                "draft": "suffix" if draft else "off",
+                "draft_tokens": draft or None,
+            },
+        )
+        rows += decode.measure(resolve_model(model), config, batches, length, tokens, say)
+    finish(rows, directory)

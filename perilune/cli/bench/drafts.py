@@ -1,0 +1,48 @@
+"""`perilune bench drafts`: what speculation gains on a mixed trace."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perilune.bench import drafts as bench
+from perilune.cli.shared import options
+from perilune.cli.shared.rows import finish, ledger_option, numbers, say
+from perilune.core.config import EngineConfig, build
+from perilune.formats.hub import resolve_model
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@options.draft_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "threads")
+@options.field_option(EngineConfig, "max_model_len")
+@click.option("--requests", default=48, show_default=True, help="Requests of the trace.")
+@click.option("--users", default="1,4,16", show_default=True, help="Requests at a time, separated by commas.")
+@click.option("--rounds", default=3, show_default=True, help="Times that every setting plays the trace.")
+@click.option(
+    "--settings",
+    help="What to compare with no speculation, separated by commas: suffix, eagle3 or hybrid, as many as pay, or with "
+    ":K drafts. [default: a grid and the policy]",
+)
+@ledger_option("drafts")
+def command(
+    model: str,
+    requests: int,
+    users: str,
+    rounds: int,
+    settings: str | None,
+    directory: Path | None,
+    draft_tokens: int | None,
+    **engine: Any,
+) -> None:
+    """Speculation on a mixed trace: fixed sources and lengths, the policy, and none, in one run on MODEL."""
+    if draft_tokens is not None:
+        raise click.BadParameter("say which drafts to compare with --settings", param_hint="--draft-tokens")
+    config = options.engine_values(engine, (), {})
+    build(EngineConfig, config)
+    config.setdefault("max_model_len", bench.CONTEXT)
+    wanted = [] if settings is None else bench.settings_of(settings)
+    found = bench.measure(resolve_model(model), config, requests, numbers(users, "--users"), rounds, say, wanted)
+    finish([found], directory)

@@ -1,0 +1,21 @@
+"""`perilune bench`: how fast, and how far from the ceiling."""
+
+import click
+
+from perilune.cli.shared.verbs import Verbs
+
+VERBS = {
+    "decode": "decode speed of the real engine, or per layer on large shapes",
+    "prefill": "time per layer of a prompt, on large shapes (needs a GPU)",
+    "aa": "TTFT, output speed and more, as Artificial Analysis takes them",
+    "drafts": "what speculation gains on a mixed trace",
+    "loading": "load a large checkpoint, with the page cache cold and warm",
+    "rivals": "CPU decode speed beside transformers and llama.cpp",
+    "schemas": "validity of tool calls and structured answers",
+    "convert": "error and time of the search for NVFP4 scales",
+}
+
+
+@click.group(cls=Verbs, verbs=VERBS, prefix="bench_")
+def command() -> None:
+    """Measure speed, with the ceiling beside it. The last line of output is JSON."""

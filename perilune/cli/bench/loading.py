@@ -1,0 +1,51 @@
+"""`perilune bench loading`: from disk to memory, beside the disk's own speed."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import torch
+
+from perilune.bench import loading
+from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.core.errors import ConfigError
+
+MARK = 0.8  # of the disk's sequential bandwidth, which this project promises
+
+
+@click.command()
+@click.option(
+    "--directory",
+    "parent",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path(tempfile.gettempdir()),
+    show_default=True,
+    help="Where to write the checkpoint, and so which disk is measured. It is removed afterwards.",
+)
+@click.option("--gigabytes", type=click.FloatRange(min=2), default=12.0, show_default=True, help="Checkpoint's size.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads that read.  [default: the loader's choice]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@ledger_option("loading")
+def command(
+    parent: Path, gigabytes: float, rounds: int, threads: int | None, device: str, directory: Path | None
+) -> None:
+    """Load a synthetic INT4 checkpoint of Kimi K2's shapes, with the page cache cold and warm."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("the page cache can be emptied and watched on Linux only: run this bench there")
+    row = loading.measure(
+        parent,
+        gigabytes=gigabytes,
+        rounds=rounds,
+        threads=threads,
+        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        report=say,
+    )
+    click.echo(
+        f"disk {row['disk_gb_per_s']:.2f} GB/s; cold load {row['cold_gb_per_s']:.2f} GB/s, "
+        f"{100 * row['fraction']:.1f} % of it (mark: {100 * MARK:.0f} %); from the page cache "
+        f"{row['warm_gb_per_s']:.2f} GB/s",
+        err=True,
+    )
+    finish([row], directory)

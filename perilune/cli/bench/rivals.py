@@ -1,0 +1,63 @@
+"""`perilune bench rivals`: the engine beside transformers on the same weights and threads."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from perilune.bench import rivals
+from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.formats.hub import resolve_model
+
+MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everyone.  [default: torch's choice]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Prompt length.")
+@click.option("--output-tokens", type=click.IntRange(min=8), default=256, show_default=True, help="Tokens to decode.")
+@click.option(
+    "--batch", type=click.IntRange(min=2), default=16, show_default=True, help="Concurrent users of the engine."
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds; medians count."
+)
+@click.option(
+    "--llama-cpp",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Time llama.cpp too: the directory that runs/llama-cpp.sh made.",
+)
+@ledger_option("rivals")
+def command(model: str, threads: int | None, directory: Path | None, **sizes: Any) -> None:
+    """CPU decode speed of MODEL: the engine alone and with several users, and transformers' best of two types."""
+    rivals.require_transformers()
+    row = rivals.measure(
+        resolve_model(model),
+        threads=threads or torch.get_num_threads(),
+        report=say,
+        **sizes,
+    )
+    for line in table(row):
+        click.echo(line, err=True)
+    finish([row], directory)
+
+
+def table(row: dict[str, Any]) -> list[str]:
+    """The row in words: ceiling first, then speeds, then the two ratios against their marks."""
+    return [
+        f"{row['model']}, {row['threads']} threads, {row['prompt_tokens']} in, {row['output_tokens']} out",
+        f"ceiling             {row['ceiling_tokens_per_s']:>9,.1f} tok/s alone, "
+        f"{row['batch_ceiling_tokens_per_s']:,.1f} with {row['batch']} ({row['read_gb_per_s']} GB/s read)",
+        *(f"transformers {kind:<8}{row[f'transformers_{kind}_tokens_per_s']:>8,.1f} tok/s" for kind in rivals.DTYPES),
+        *(
+            f"llama.cpp {kind:<11}{row[f'llama_cpp_{kind}_tokens_per_s']:>8,.1f} tok/s"
+            for kind in rivals.LLAMA_FILES
+            if row["llama_cpp_ratio"] is not None
+        ),
+        f"perilune {row['dtype']:<11}{row['tokens_per_s']:>9,.1f} tok/s, {100 * row['fraction']:.1f} % of the ceiling; "
+        f"{row['transformers_ratio']} times transformers (mark: {MARK:g})",
+        f"perilune, {row['batch']:>3} users {row['batch_tokens_per_s']:>9,.1f} tok/s, "
+        f"{100 * row['batch_fraction']:.1f} % of the ceiling; {row['batch_ratio']} times alone (mark: {BATCH_MARK:g})",
+    ]

@@ -1,0 +1,115 @@
+"""`perilune bench schemas`: tool calls and structured answers over awkward schemas, every one judged."""
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perilune.cli.shared import options, targets
+from perilune.cli.shared.rows import keep, ledger_option
+from perilune.client.target import open_target, origin, run
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.core.jsonfile import write_object
+from perilune.evals.schema_maker import schemas as draw
+
+SEED = 20261121
+WIDTH = 120  # of the table where there is no terminal
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option("--schemas", "different", type=click.IntRange(min=1), default=400, show_default=True, help="Schemas.")
+@click.option("--calls", type=click.IntRange(min=1), default=2_000, show_default=True, help="Requests.")
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=64, show_default=True, help="Requests at once.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=320,
+    show_default=True,
+    help="Tokens of an answer; one that is cut off there counts as invalid.",
+)
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Which schemas and requests are drawn.")
+@click.option(
+    "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every invalid answer to this JSON file."
+)
+@targets.target_options
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "dtype")
+@options.field_option(EngineConfig, "max_model_len")
+@options.draft_options
+@options.set_option
+@ledger_option("schemas")
+def command(
+    model: str,
+    different: int,
+    calls: int,
+    concurrency: int,
+    max_tokens: int,
+    seed: int,
+    failures: Path | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
+    assignments: tuple[str, ...],
+    directory: Path | None,
+    **engine: Any,
+) -> None:
+    """Validity of MODEL's tool calls and structured answers over awkward JSON schemas, sampled hot.
+
+    MODEL is served on a free port meanwhile, or is the http(s) address of any OpenAI-compatible endpoint. The last line
+    of output is JSON.
+    """
+    from perilune.evals import schemas  # its judge, jsonschema, is not among the dependencies
+
+    if failures is not None and not failures.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
+    drawn = draw(different, seed)
+    cases = schemas.plan(drawn, calls, seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    serve_options = targets.serve_options(engine, assignments)
+
+    async def ask() -> tuple[str, schemas.Outcome, float]:
+        async with open_target(
+            model,
+            model_name=model_name,
+            api_key=targets.key(api_key_file),
+            timeout=timeout,
+            serve_options=serve_options,
+        ) as endpoint:
+            with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task(endpoint.model, total=len(cases))
+                begun = perf_counter()
+                outcome = await schemas.run(
+                    endpoint,
+                    drawn,
+                    cases,
+                    concurrency=concurrency,
+                    max_tokens=max_tokens,
+                    advance=lambda: bar.advance(task),
+                )
+            return endpoint.model, outcome, perf_counter() - begun
+
+    name, outcome, seconds = run(ask())
+    settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "seconds": round(seconds, 1)}
+    made = schemas.rows(name, outcome, different, **settings, **origin(model, assignments))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(schemas.table(made))
+    for line in schemas.refusals(outcome, drawn):
+        click.echo(f"refused: {line}")
+    for failure in outcome.failures[:10]:
+        click.echo(
+            f"invalid: {failure['case']['kind']} of schemas {failure['case']['schemas']}: {failure['why'][:300]}"
+        )
+    if failures is not None:
+        try:
+            write_object(failures, {"model": name, "failures": outcome.failures})
+        except OSError as e:
+            raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
+        click.echo(f"{len(outcome.failures)} invalid answers written to {failures}", err=True)
+    keep(made, directory)
+    click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))

@@ -1,0 +1,113 @@
+"""`perilune draft evaluate`: acceptance length on problems that were kept out of training, and speed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from perilune.cli.shared import options
+from perilune.core.config import EngineConfig
+from perilune.core.jsonfile import write_object
+from perilune.draft import plot, report, speed
+from perilune.engine.llm import LLM
+from perilune.formats.hub import resolve_model
+from perilune.tasks.problem import SEED
+
+SERVED = 3  # the chain length that is timed and drawn, if it is measured
+WIDTH = 200  # of the table where there is no terminal
+
+
+@click.command()
+@click.argument("draft", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--model", default="kimi-nano", show_default=True, help="The target.")
+@click.option("--count", type=click.IntRange(min=2), default=64, show_default=True, help="Problems per family.")
+@click.option(
+    "--lengths", default="3", show_default=True, help="Chain lengths to measure, separated by commas, up to 8."
+)
+@click.option(
+    "--splits",
+    default=",".join(report.SPLITS),
+    show_default=True,
+    help="Problems drawn as in training but kept out of it, and ones with words and layouts that it never had.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=4), default=1024, show_default=True, help="Of an answer.")
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are drawn.")
+@click.option(
+    "--speed",
+    "timed",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Held-out problems per family that the engine answers with and without, in turns; 0: none.",
+)
+@click.option("--users", default="1,8", show_default=True, help="How many at once, then.")
+@click.option("--plot", "drawing", type=click.Path(path_type=Path, dir_okay=False), help="Also draw an SVG picture.")
+@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the records here.")
+@options.field_option(EngineConfig, "device")
+@options.field_option(EngineConfig, "max_num_seqs")
+@options.set_option
+def command(
+    draft: Path,
+    model: str,
+    count: int,
+    lengths: str,
+    splits: str,
+    max_tokens: int,
+    seed: int,
+    timed: int,
+    users: str,
+    drawing: Path | None,
+    file: Path | None,
+    assignments: tuple[str, ...],
+    **engine: Any,
+) -> None:
+    """How many tokens a verify step brings with the drafter in DRAFT, by family and position, at T = 0 and 1, and how
+    many times as fast the engine answers with it.
+
+    "lookup" beside it copies what followed the same tokens before, and needs no model; speed is that of the engine
+    that serves, the same prompts with and without drafts in turns. The last line of output is JSON.
+    """
+    wanted, most = _numbers(lengths, "--lengths", 8), _numbers(users, "--users", 512)
+    served = SERVED if SERVED in wanted else wanted[0]
+    chosen = splits.split(",")
+    if not set(chosen) <= set(report.SPLITS):
+        raise click.BadParameter(f"choose from {', '.join(report.SPLITS)}", param_hint="--splits")
+    path = resolve_model(model)
+    # The texts are the same with and without; a large batch is faster without.
+    with LLM(path, **options.engine_values(engine, assignments, {"draft": "off"})) as llm:
+        rows = {s: report.answers(llm, count, seed=seed, max_tokens=max_tokens, split=s) for s in chosen}
+        ends = llm.tokenizer.stop_ids if llm.tokenizer is not None else frozenset()
+        dtype = getattr(torch, llm.config.dtype)
+        device = torch.device({key: value for key, value, _ in llm.info.choices}.get("device", llm.config.device))
+    records = [
+        {"split": split, **record}
+        for split, some in rows.items()
+        for record in report.measure(path, draft, some, lengths=wanted, device=device, dtype=dtype)
+    ]
+    speeds: list[dict[str, Any]] = []
+    if timed:
+        asked = report.questions(rows[chosen[0]][0.0], timed, max_tokens=max_tokens, ends=ends)
+        values = options.engine_values(engine, assignments, {})
+        speeds = speed.measure(path, draft, asked, report.evaluated(), length=served, users=most, engine=values)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(report.table(records, speeds))
+    result = {
+        "draft": "evaluate", "model": path.name, "seed": seed, "count": count, "max_tokens": max_tokens,
+        "records": records, "speed": speeds,
+    }  # fmt: skip
+    if drawing is not None:
+        title = f"Tokens per verify step, chains of {served}: {draft.name} for {path.name}"
+        drawing.write_text(plot.picture(records, served, title))
+    if file is not None:
+        write_object(file, result)
+    click.echo(json.dumps(result))
+
+
+def _numbers(text: str, option: str, most: int) -> list[int]:
+    found = sorted({int(n) for n in text.split(",")}) if text.replace(",", "").isdigit() else [0]
+    if not 1 <= found[0] <= found[-1] <= most:
+        raise click.BadParameter(f"must be numbers from 1 to {most}", param_hint=option)
+    return found

@@ -1,0 +1,198 @@
+"""`perilune draft mine`: training windows from what a draft gets wrong."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from perilune.core.errors import CheckpointError, ConfigError
+from perilune.draft.capture import Capture
+from perilune.draft.corpus import ABOUT, Corpus, Row
+from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
+from perilune.draft.mine_group import group, names
+from perilune.draft.mine_score import reopen, score
+from perilune.formats.hub import resolve_model
+from perilune.loading.load import load
+from perilune.model.eagle3_config import DRAFTER
+from perilune.model.kimi_k2 import KimiK2
+from perilune.speculation.rejection_log import records
+from perilune.text.tokenizer import Tokenizer
+
+DEFAULTS = Rule(tokens=1_000_000)
+CAPTURED = 65536  # tokens in a pass, or one text
+SHARD_ROWS = 16384
+WIDTH = 140  # of the table where there is no terminal
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the windows."
+)
+@click.option(
+    "--corpus",
+    "corpora",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    multiple=True,
+    help="Directory of `draft collect` to evaluate --drafter on; repeatable.",
+)
+@click.option(
+    "--drafter",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Draft that is to get better; needed with --corpus.  [default: drafter/ in the model's directory]",
+)
+@click.option(
+    "--rejected",
+    "logs",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    multiple=True,
+    help="Directory of `serve --log-rejected`; repeatable.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=1), default=DEFAULTS.tokens, show_default=True, help="Taught ones, at most."
+)
+@click.option("--length", type=click.IntRange(1, 8), default=3, show_default=True, help="Of the chains in evaluation.")
+@click.option(
+    "--unroll", type=click.IntRange(1, 8), default=DEFAULTS.after, show_default=True, help="As `draft train` will."
+)
+@click.option(
+    "--focus",
+    type=click.FloatRange(min=0),
+    default=DEFAULTS.focus,
+    show_default=True,
+    help="Power of what a domain's chains lose, by which it gets windows.",
+)
+@click.option(
+    "--balance",
+    type=click.FloatRange(0, 1),
+    default=DEFAULTS.balance,
+    show_default=True,
+    help="0: frequent domains get more in proportion, 1: rare ones get as much.",
+)
+@click.option(
+    "--guard",
+    type=click.FloatRange(0, 1),
+    default=DEFAULTS.guard,
+    show_default=True,
+    help="Share of the windows that domains get by their part of the text, so that none is forgotten.",
+)
+@click.option(
+    "--groups", type=click.IntRange(1, 64), default=8, show_default=True, help="Domains made of --rejected texts."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw among windows.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+def command(
+    model: str,
+    out: Path,
+    corpora: tuple[Path, ...],
+    drafter: Path | None,
+    logs: tuple[Path, ...],
+    tokens: int,
+    length: int,
+    unroll: int,
+    focus: float,
+    balance: float,
+    guard: float,
+    groups: int,
+    seed: int,
+    device: str,
+) -> None:
+    """Find where a draft loses tokens and write these windows, weighted, for `draft train --windows`.
+
+    They come from answers that the draft is evaluated on (--corpus; domains are their families), from what a server
+    logged (--rejected; domains are groups of like texts), or both. The last line of output is JSON.
+    """
+    if not corpora and not logs:
+        raise ConfigError("nothing to mine from: give --corpus DIR or --rejected DIR")
+    if (out / ABOUT).exists():
+        raise ConfigError(f"{out} already holds windows: choose an empty directory")
+    rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)
+    path = resolve_model(model)
+    found: list[Scored] = []
+    domains: list[str] = []
+    if corpora:
+        draft = drafter if drafter is not None else path / DRAFTER
+        if not draft.is_dir():
+            raise ConfigError(f"{path} has no {DRAFTER}/: name the draft with --drafter")
+        found, domains = _evaluated([Corpus(c) for c in corpora], path, draft, length, device)
+    if logs:
+        found += _logged(logs, path, groups, domains)
+    windows, summary = mine(found, domains, rule)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table(summary))
+    if not windows:
+        raise CheckpointError("no draft was wrong anywhere: there is nothing to learn")
+    written = Corpus(out, {"source": "mined", "families": domains, "rule": asdict(rule)})
+    for begin in range(0, len(windows), SHARD_ROWS):
+        written.add([w.row for w in windows[begin : begin + SHARD_ROWS]])
+    record = {
+        "windows": len(windows),
+        "taught_tokens": sum(w.taught for w in windows),
+        "domains": [{**asdict(d), "rate": round(d.rate, 4)} for d in summary],
+    }
+    click.echo(json.dumps({"draft": "mine", "model": path.name, "out": str(out), **record}))
+
+
+def _evaluated(
+    corpora: Sequence[Corpus], path: Path, draft: Path, length: int, device: str
+) -> tuple[list[Scored], list[str]]:
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    config, weights = load(path, dtype=dtype, device=where, progress=sys.stderr.isatty())
+    model = KimiK2(config, weights, max_positions=config.max_position_embeddings)
+    trainee = reopen(draft, model)
+    domains = list(dict.fromkeys(name for corpus in corpora for name in corpus.families))
+    rows: list[Row] = []
+    numbers: list[int] = []
+    for corpus in corpora:
+        rows += (own := corpus.rows())
+        numbers += [domains.index(corpus.families[row.family]) for row in own]
+    longest = max((len(row.ids) for row in rows), default=0)
+    capture = Capture(model, trainee.config.aux_layers(config.num_hidden_layers), tokens=max(CAPTURED, longest))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("answers", total=len(rows))
+        lost = score(trainee, capture, rows, length, advance=lambda count: bar.advance(task, count))
+    return [Scored(row, some, number) for row, some, number in zip(rows, lost, numbers) if some], domains
+
+
+def _logged(logs: Sequence[Path], path: Path, groups: int, domains: list[str]) -> list[Scored]:
+    """Adds the groups to `domains`."""
+    found = of_records([record for log in logs for record in records(log)])
+    tokenizer = Tokenizer.from_directory(path)
+    texts = [scored.row.ids for scored in found]
+    if any(max(ids) >= tokenizer.vocab_size for ids in texts):
+        raise CheckpointError("the log has tokens that this model does not have: mine with the model that was served")
+    numbers = group(texts, groups)
+    first = len(domains)
+    domains += names(texts, numbers, lambda token: tokenizer.decode([token]))
+    return [Scored(s.row, s.lost, first + number) for s, number in zip(found, numbers)]
+
+
+def table(summary: Sequence[Domain]) -> Table:
+    lost = sum(d.lost for d in summary) or 1.0
+    shown = Table(title="what the draft loses, by domain")
+    for heading in (
+        "domain",
+        "answers",
+        "chains",
+        "lost per chain",
+        "of all lost",
+        "windows",
+        "kept",
+        "taught",
+        "weight",
+    ):
+        shown.add_column(heading, justify="left" if heading == "domain" else "right")
+    for d in sorted(summary, key=lambda d: -d.rate):
+        shown.add_row(
+            d.name, f"{d.answers:,}", f"{d.chains:,}", f"{d.rate:.3f}", f"{d.lost / lost:.0%}", f"{d.windows:,}",
+            f"{d.kept:,}", f"{d.taught:,}", f"{d.weight:.2f}",
+        )  # fmt: skip
+    return shown

@@ -1,0 +1,217 @@
+"""`perilune draft train`: an EAGLE-3 draft from a corpus."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from perilune.core.errors import ConfigError
+from perilune.core.jsonfile import read_object
+from perilune.draft import ranks
+from perilune.draft.corpus import Corpus
+from perilune.draft.export import config_for, export
+from perilune.draft.losses import LOSSES
+from perilune.draft.states import States, load_ends
+from perilune.draft.train import Options, options_of, train
+from perilune.formats.hub import resolve_model
+from perilune.loading.eagle3 import read_tensors
+from perilune.loading.load import load
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.kimi_k2 import KimiK2
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every process of a run is told. `shape` are the keywords of `config_for`, empty where `begin` brings one."""
+
+    model: Path
+    corpora: tuple[Path, ...]
+    windows: tuple[Path, ...]
+    states: Path | None
+    begin: Path | None
+    run: Path
+    out: Path
+    shape: dict[str, Any]
+    own_head: bool
+    options: Options
+    device: str
+
+
+def layer_numbers(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(n) for n in text.split(",")]
+    except ValueError as e:
+        raise click.BadParameter("must be whole numbers separated by commas", param_hint="--aux-layers") from e
+
+
+@click.command()
+@click.argument("model", default="kimi-nano")
+@click.option(
+    "--corpus",
+    "corpora",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    required=True,
+    multiple=True,
+    help="Directory of `draft collect`; repeatable.",
+)
+@click.option(
+    "--windows",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    multiple=True,
+    help="Directory of `draft mine`, taught besides the corpora; repeatable.",
+)
+@click.option(
+    "--states",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Directory of `draft capture` for these corpora: MODEL itself is then not run.",
+)
+@click.option(
+    "--window-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help=f"Of what is taught, how much is of --windows.  [default: {DEFAULTS.window_share}]",
+)
+@click.option(
+    "--from",
+    "begin",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Draft to begin with.  [default: random weights]",
+)
+@click.option("--run", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the run.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Checkpoint to write at the end."
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Length of the schedule, instead of --minutes.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Length of the schedule.  [default: 2]")
+@click.option(
+    "--loss",
+    type=click.Choice(tuple(LOSSES)),
+    help=f"What is minimised; all but kl aim at how much of a draft is accepted.  [default: {DEFAULTS.loss}]",
+)
+@click.option(
+    "--unroll", type=click.IntRange(1, 8), help=f"Chain steps that are trained.  [default: {DEFAULTS.unroll}]"
+)
+@click.option("--chains", type=click.IntRange(min=1), help=f"Of a batch.  [default: {DEFAULTS.chains}]")
+@click.option("--rate", type=click.FloatRange(min=0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
+@click.option("--seed", type=int, help=f"Of weights and order.  [default: {DEFAULTS.seed}]")
+@click.option(
+    "--keep-gb",
+    type=click.FloatRange(min=0),
+    help=f"Hidden states kept for later epochs.  [default: {DEFAULTS.keep_gb}]",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    default=None,
+    help="Do not keep attention and logits for the way back: slower, in far less memory, for long rows.",
+)
+@click.option(
+    "--save-every", type=click.FloatRange(min=0), help=f"Seconds between saves.  [default: {DEFAULTS.save_every:g}]"
+)
+@click.option(
+    "--form",
+    type=click.Choice(["mla", "mha"]),
+    help="mla: attention as the target's. mha: keys and values of its own heads.  [default: mla]",
+)
+@click.option(
+    "--draft-vocab",
+    type=click.IntRange(min=1),
+    help="Tokens that it can say: those most frequent in the corpora.  [default: all]",
+)
+@click.option(
+    "--own-head", is_flag=True, help="Learn a head, beginning as the target's; implied by a smaller --draft-vocab."
+)
+@click.option("--aux-layers", help="Layers whose output is read, from 1 on, e.g. 1,29,57.  [default: spread]")
+@click.option("--intermediate-size", type=click.IntRange(min=8), help="Of the draft's MLP.  [default: the target's]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of this machine that share the work."
+)
+def command(
+    model: str,
+    corpora: tuple[Path, ...],
+    windows: tuple[Path, ...],
+    states: Path | None,
+    begin: Path | None,
+    run: Path,
+    out: Path,
+    form: str | None,
+    draft_vocab: int | None,
+    own_head: bool,
+    aux_layers: str | None,
+    intermediate_size: int | None,
+    device: str,
+    gpus: int,
+    **given: Any,
+) -> None:
+    """Train an EAGLE-3 draft for MODEL on its own answers and write it as a checkpoint.
+
+    It has latent attention of the target's shape and the target's embedding and head, unless other is asked for. Repeat
+    the same command to go on where it stopped. Several GPUs: --gpus, or torchrun for several machines; the schedule is
+    then given in --steps. The last line of output is JSON.
+    """
+    shape = {
+        "form": form,
+        "draft_vocab": draft_vocab,
+        "aux_ids": layer_numbers(aux_layers),
+        "intermediate_size": intermediate_size,
+    }
+    shape = {key: value for key, value in shape.items() if value is not None}
+    if any(out.glob("*.safetensors")):
+        raise ConfigError(f"{out} already holds a checkpoint: choose an empty directory")
+    if begin is not None and (shape or own_head):
+        raise ConfigError(
+            "--from brings its own shape: leave out --form, --draft-vocab, --own-head, --aux-layers and "
+            "--intermediate-size"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and gpus > torch.cuda.device_count():
+        raise ConfigError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
+    options = options_of(given)
+    job = Job(resolve_model(model), corpora, windows, states, begin, run, out, shape, own_head, options, device)
+    if ranks.launched():
+        with ranks.group():
+            _train(job)
+    elif gpus > 1:
+        if not options.steps:
+            raise ConfigError("several GPUs need --steps: the clocks of their processes differ")
+        ranks.spawn(gpus, _train, job)
+    else:
+        _train(job)
+
+
+def _train(job: Job) -> None:
+    device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    if job.states is None:
+        progress = ranks.rank() == 0 and sys.stderr.isatty()
+        target, weights = load(job.model, dtype=dtype, device=device, progress=progress)
+    else:
+        target, weights = load_ends(job.model, dtype=dtype, device=device)
+    if job.begin is not None:
+        raw, start = read_object(job.begin / "config.json"), read_tensors(job.begin)
+    else:
+        raw, start = config_for(target, **job.shape), None
+    trainee = train(
+        KimiK2(target, weights, max_positions=target.max_position_embeddings),
+        Eagle3Config.from_dict(raw, where="the draft's config.json"),
+        [Corpus(directory) for directory in job.corpora],
+        job.run,
+        job.options,
+        windows=[Corpus(directory) for directory in job.windows],
+        start=start,
+        own_head=job.own_head,
+        states=None if job.states is None else States(job.states),
+        tell=lambda record: click.echo(json.dumps(record), err=True),
+    )
+    tensors = trainee.checkpoint()
+    if ranks.rank() == 0:
+        export(job.out, raw, tensors)
+        size = sum(f.stat().st_size for f in job.out.iterdir())
+        click.echo(json.dumps({"draft": "train", "model": job.model.name, "out": str(job.out), "bytes": size}))

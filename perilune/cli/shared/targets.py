@@ -1,0 +1,43 @@
+"""Options of the verbs that work on any OpenAI endpoint as well as on a model served for the occasion."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from perilune.cli.serve import read_key
+from perilune.client.endpoint import READ_SECONDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def target_options(function: F) -> F:
+    """--model-name, --api-key-file and --timeout, for a MODEL that is an address."""
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=READ_SECONDS,
+            show_default=True,
+            help="Seconds without a byte from the server after which to give up.",
+        ),
+        click.option(
+            "--api-key-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File whose only line is the endpoint's key.",
+        ),
+        click.option("--model-name", help="The model's name at the endpoint.  [default: the only one it lists]"),
+    ):
+        function = option(function)
+    return function
+
+
+def key(file: Path | None) -> str | None:
+    return read_key(file) if file is not None else None
+
+
+def serve_options(given: dict[str, Any], assignments: Sequence[str]) -> list[str]:
+    """Arguments of `perilune serve` from engine options that were given and --set."""
+    named = [text for k, v in given.items() if v is not None for text in (f"--{k.replace('_', '-')}", str(v))]
+    return named + [text for assignment in assignments for text in ("--set", assignment)]

@@ -1,0 +1,136 @@
+"""A checkpoint's tensors against its configuration, a bounded part of their values, and what only tensors can tell."""
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from perilune.core.errors import shown
+from perilune.core.files import open_regular
+from perilune.doctor import published
+from perilune.doctor.finding import Finding
+from perilune.doctor.headers import Shards
+from perilune.formats.checkpoint import few
+from perilune.formats.safetensors_file import TensorInfo
+from perilune.formats.stored import Part, finite
+from perilune.loading.survey import VISION_PREFIXES, Survey, compare, is_linear, spell
+from perilune.model.config import KimiConfig
+
+SAMPLED_BYTES = 1 << 26  # read of all values; a checkpoint with fewer to check is checked whole
+PIECE_BYTES = 1 << 15
+EXPERT_PIECES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    tensors: int  # looked at
+    of: int  # that hold values which can be wrong
+    nbytes: int
+
+
+def examine(shards: Shards, config: KimiConfig) -> tuple[Survey, list[Finding]]:
+    """Names, shapes and types of all tensors against the configuration."""
+    found, faults = compare(shards.tensors, config, shards.unread)
+    remedy = "config.json and the shards must be of one model and one revision: download both again"
+    findings = [Finding("wrong", fault, remedy) for fault in faults]
+    if config.has_vision and not shards.unread and not found.vision_tensors:
+        text = "config.json describes a vision tower, and no tensor of one is there"
+        findings.append(Finding("warning", text, "text is served without it"))
+    return found, findings
+
+
+def sample(found: Survey) -> tuple[Sample, list[Finding]]:
+    """Looks for scales and other values that cannot be right. Reads at most SAMPLED_BYTES or so, always the same."""
+    candidates = list(_candidates(found))
+    chosen = candidates
+    whole = sum(info.nbytes for info, _ in candidates) <= SAMPLED_BYTES
+    if not whole:
+        experts = [c for c in candidates if ".mlp.experts." in c[0].name]
+        step = max(len(experts) // EXPERT_PIECES, 1)
+        chosen = [c for c in candidates if ".mlp.experts." not in c[0].name] + experts[::step]
+    generator = random.Random(0)
+    faults: dict[str, list[str]] = {}
+    nbytes = 0
+    files: dict[Path, list[tuple[TensorInfo, Part]]] = {}
+    for candidate in chosen:
+        files.setdefault(candidate[0].file, []).append(candidate)
+    for file, held in files.items():
+        try:
+            with open_regular(file) as opened:
+                for info, part in held:
+                    values = _piece(opened.fileno(), info, generator, whole)
+                    nbytes += values.nbytes
+                    if fault := part.fault(values) if part.fault is not None else _values(values):
+                        faults.setdefault(fault, []).append(info.name)
+        except OSError as e:
+            faults.setdefault(f"cannot be read: {e.strerror}", []).append(file.name)
+    remedy = "the file is damaged or the conversion went wrong: download it again, or convert again"
+    findings = []
+    for fault, names in faults.items():
+        more = f" (and {len(names) - 1:,} more of those looked at)" if len(names) > 1 else ""
+        findings.append(Finding("wrong", f"tensor {shown(names[0])} {fault}{more}", remedy))
+    return Sample(len(chosen), len(candidates), nbytes), findings
+
+
+def _candidates(found: Survey) -> Iterator[tuple[TensorInfo, Part]]:
+    """Tensors with values that can be wrong, of a type that is expected; packed ones have none."""
+    for name, info in found.tensors.items():
+        if is_linear(f"{name.rpartition('.')[0]}.weight"):
+            continue
+        if info.dtype.is_floating_point and info.nbytes:
+            yield info, Part(info.shape, (info.dtype,))
+    for linear in found.formats:
+        for suffix, part in found.parts(linear).items():
+            info = found.tensors.get(linear + suffix)
+            if info is None or info.dtype not in part.dtypes or not info.nbytes:
+                continue
+            if part.fault is not None or info.dtype.is_floating_point:
+                yield info, part
+
+
+def _piece(handle: int, info: TensorInfo, generator: random.Random, whole: bool) -> torch.Tensor:
+    count = info.nbytes // info.dtype.itemsize
+    picked = count if whole else min(count, PIECE_BYTES // info.dtype.itemsize)
+    first = generator.randrange(count - picked + 1)
+    size = info.dtype.itemsize
+    raw = bytearray(os.pread(handle, picked * size, info.offset + first * size))
+    if len(raw) < picked * size:
+        raise OSError(None, "it shrank while it was read")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(info.dtype)
+
+
+def _values(values: torch.Tensor) -> str | None:
+    return "holds values that are not finite" if finite(values) else None
+
+
+def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
+    """What the family's documentation leaves open and the tensors of a checkpoint tell, by topic."""
+    tensors = shards.tensors
+    told = {
+        "router bias": _types(tensors, ".e_score_correction_bias"),
+        "weight_shape": _types(tensors, ".weight_shape"),
+        "expert scales": _types(tensors, ".weight_scale", ".weight_scale_inv"),
+    }
+    times = [name for name in tensors if name.endswith("pos_emb.time_weight")]
+    tower = any(name.startswith(VISION_PREFIXES) for name in tensors)
+    told["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
+    scales = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    told["KV cache scales"] = few(scales, "tensor", limit=2) + ", not read" if scales else "none"
+    if not published.is_full_size(config):
+        told["config.json"] = "not of a published size, not compared"
+    elif odd := published.differences(config):
+        told["config.json"] = f"differs from the published ones: {'; '.join(odd)}"
+    else:
+        told["config.json"] = "every value is a published one"
+    told["config varies"] = published.varying(config)
+    told["q/kv norm eps"] = (
+        f"no file says; rms_norm_eps {config.rms_norm_eps:g} is used (--set qk_norm_eps=1e-6 for transformers' choice)"
+    )
+    return told
+
+
+def _types(tensors: Mapping[str, TensorInfo], *suffixes: str) -> str:
+    return " and ".join(sorted({spell(t.dtype) for name, t in tensors.items() if name.endswith(suffixes)})) or "none"

@@ -1,0 +1,85 @@
+"""Times steps of an engine that nobody uses yet, for the table by which draft lengths are chosen
+(speculation/step_cost.py)."""
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+
+from perilune.core.config import EngineConfig
+from perilune.core.sampling import SamplingParams
+from perilune.core.step import MAX_DRAFTS, StepPlan, Work
+from perilune.engine.runner import Runner
+from perilune.speculation import step_cost
+
+log = logging.getLogger("perilune.engine")
+
+
+def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
+    """Overwrites the cache, which must not hold anything yet."""
+    assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
+    begin = time.perf_counter()
+    most_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
+    held = config.kv_blocks * config.block_size
+    table = step_cost.measure(
+        _Timer(runner, config),
+        most_requests=most_requests,
+        most_tokens=config.max_step_tokens,
+        longest=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
+        chains=runner.drafter is not None,
+        trails=runner.trails,
+    )
+    log.info("costs measured in %.1f s: %s", time.perf_counter() - begin, table)
+    return table
+
+
+class _Timer:
+    """A costs.Timer. Requests share blocks where there are too few: what they hold does not matter here."""
+
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        assert config.block_size and config.kv_blocks
+        self._runner = runner
+        self._block_size = config.block_size
+        self._num_blocks = config.kv_blocks
+        self._random = random.Random(0)
+        self._cleared = 0
+
+    def __call__(self, counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
+        return self._runner.call(self._time, counts, context, chain, ahead)
+
+    def _time(self, counts: Sequence[int], context: int, chain: int, ahead: int) -> float:
+        each = -(-(context + max(counts)) // self._block_size)
+        self._clear(min(each * len(counts), self._num_blocks))
+        vocabulary = self._runner.model.config.vocab_size
+        work = tuple(
+            Work(
+                rid=i,
+                slot=i,
+                start=context,
+                tokens=tuple(self._random.randrange(vocabulary) for _ in range(count)),
+                blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
+                sample=True,
+                draw=0,
+                params=SamplingParams(temperature=0.0),
+                seed=0,
+                left=count,
+                drafts=count - 1,
+            )
+            for i, count in enumerate(counts)
+        )
+        begin = time.perf_counter()
+        before = None
+        for _ in range(ahead):  # as the engine does: a step is queued, then the one before it is read
+            queued = self._runner.run(StepPlan(0, work, chain))
+            if before is not None:
+                before.result()
+            before = queued
+        assert before is not None
+        before.result()
+        return (time.perf_counter() - begin) / ahead
+
+    def _clear(self, blocks: int) -> None:
+        """Makes the first blocks hold numbers: whatever memory held may be slow to compute with."""
+        if blocks > self._cleared:
+            self._runner.pages.data[:, self._cleared : blocks] = 0
+            self._cleared = blocks

@@ -1,0 +1,214 @@
+"""A decode or verify step's numbers in one buffer, from plan to device in one copy: what a CUDA graph reads.
+
+The buffer has rows for a fixed number of requests with a fixed number of tokens each. Rows beyond the step's requests
+repeat the first one, so that they touch no expert of their own, and write nothing that anybody reads. Where requests
+have different numbers of tokens, those with fewer get rows in front, which repeat their first token at the positions
+before it and write nothing either: only what has been computed is in reach of them.
+
+Where a step is planned behind one whose tokens the host has not seen, the device completes the numbers
+(ops/drafts/advance_inputs).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.core.step import PENDING, Work
+from perilune.engine.sampler import uniforms
+
+A = TypeVar("A")
+
+_WORD = (1 << 64) - 1
+
+
+class Size(NamedTuple):
+    """B requests of m tokens each, with block tables M wide."""
+
+    requests: int
+    each: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fields(Generic[A]):
+    """Views of the buffer, the eight-byte ones first; A is a tensor or an array.
+
+    ids, rows, positions, slots   int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
+    u                             float64 [B, m]: the random number of each draw
+    stores                        int64 [B]: the row of the last-token buffer that a request's last token goes to
+    held, seeds, draws            int64 [B]: of works planned behind a step: the row they go on from, their request's
+                                  seed, the number of the first draw
+    context, front, stop          int32 [B]: tokens in the cache afterwards; own columns and drafts, as in
+    ops/drafts/accept_drafts behind                        int32 [B]: 1 for such works
+    top_k                         int32 [B, m]; temperature, top_p, min_p float32 [B, m]: of each draw
+    tables                        int32 [B, M]
+    """
+
+    ids: A
+    rows: A
+    positions: A
+    slots: A
+    u: A
+    stores: A
+    held: A
+    seeds: A
+    draws: A
+    context: A
+    front: A
+    stop: A
+    behind: A
+    top_k: A
+    temperature: A
+    top_p: A
+    min_p: A
+    tables: A
+
+
+_DTYPES = {
+    **dict.fromkeys(("ids", "rows", "positions", "slots", "stores", "held", "seeds", "draws"), torch.int64),
+    "u": torch.float64,
+    **dict.fromkeys(("context", "front", "stop", "behind", "top_k", "tables"), torch.int32),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+}
+
+
+def _shapes(size: Size) -> dict[str, tuple[int, ...]]:
+    B, m, M = size
+    by_request = ("stores", "held", "seeds", "draws", "context", "front", "stop", "behind")
+    special = {**dict.fromkeys(by_request, (B,)), "tables": (B, M)}
+    return {f.name: special.get(f.name, (B, m)) for f in fields(Fields)}
+
+
+def _views(buffer: Tensor, size: Size) -> list[Tensor]:
+    views, at = [], 0
+    for name, shape in _shapes(size).items():
+        dtype = _DTYPES[name]
+        end = at + dtype.itemsize * int(np.prod(shape))
+        views.append(buffer[at:end].view(dtype).view(shape))
+        at = end
+    return views
+
+
+@dataclass(slots=True)
+class _Host:
+    buffer: Tensor  # pinned if the device is a GPU
+    fields: Fields[NDArray[Any]]
+    tables: list[tuple[int, ...] | None]  # whose blocks stand in each row of `tables`
+
+
+class Arrays:
+    """Block tables as arrays, made anew only when they have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[int, ...], NDArray[np.int32]]] = {}  # by slot
+
+    def of(self, w: Work) -> NDArray[np.int32]:
+        known = self._known.get(w.slot)
+        if known is None or known[0] is not w.blocks:
+            known = self._known[w.slot] = (w.blocks, np.asarray(w.blocks, np.int32))
+        return known[1]
+
+
+class Inputs:
+    """The buffer on the device, and two of its like in host memory: while one is copied, the next step is written to
+    the other. So of two steps in a row the first may still run; the one before them must be over.
+
+    `nobody` is the row of the last-token buffer for what nobody reads.
+    """
+
+    def __init__(self, size: Size, device: torch.device, arrays: Arrays, *, block_size: int, nobody: int) -> None:
+        self.size = size
+        nbytes = sum(_DTYPES[name].itemsize * int(np.prod(shape)) for name, shape in _shapes(size).items())
+        self._buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.fields: Fields[Tensor] = Fields(*_views(self._buffer, size))
+        self._arrays, self._block_size, self._nobody = arrays, block_size, nobody
+        self._hosts = tuple(self._host(nbytes, device.type == "cuda") for _ in range(2))
+        self._columns = np.arange(size.each)
+        self.turn = 0
+
+    def _host(self, nbytes: int, pinned: bool) -> _Host:
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        views: Fields[NDArray[Any]] = Fields(*(view.numpy() for view in _views(buffer, self.size)))
+        views.top_p[:] = 1.0
+        return _Host(buffer, views, [None] * self.size.requests)
+
+    def fill(self, work: Sequence[Work]) -> bool:
+        """Writes the numbers of a step and queues their copy; whether the device has to complete them."""
+        self.turn ^= 1
+        host = self._hosts[self.turn]
+        to, count = host.fields, len(work)
+        to.rows[:count] = np.array([w.slot for w in work])[:, None]
+        to.stores[:count] = to.rows[:count, 0]
+        to.context[:count] = [w.end for w in work]
+        behind = any(w.behind for w in work)
+        resumed = behind and all(w.behind for w in work)
+        if resumed:
+            self._resumed(to, work)
+        elif self.size.each == 1:
+            size = self._block_size
+            to.ids[:count, 0] = [w.tokens[0] for w in work]
+            to.positions[:count, 0] = [w.start for w in work]
+            to.slots[:count, 0] = [w.blocks[w.start // size] * size + w.start % size for w in work]
+        else:
+            for i, w in enumerate(work):
+                self._tokens(to, i, w)
+        self._draws(to, work, known=not resumed)
+        for values in (to.ids, to.rows, to.positions, to.context, to.front, to.stop):
+            values[count:] = values[:1]
+        if behind:
+            to.behind[:count] = [w.behind for w in work]
+            to.seeds[:count] = np.array([w.seed & _WORD for w in work], np.uint64).view(np.int64)
+            to.draws[:count] = [w.draw for w in work]
+            to.behind[count:], to.held[:] = to.behind[0], to.rows[:, 0]
+        to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._nobody, 0.0
+        for i, w in enumerate(work):
+            if host.tables[i] is not w.blocks:  # the same tuple as long as it is the same table
+                to.tables[i, : len(w.blocks)] = self._arrays.of(w)
+                to.tables[i, len(w.blocks) :] = w.blocks[0]
+                host.tables[i] = w.blocks
+        first = work[0].blocks
+        if any(known is not first for known in host.tables[count:]):
+            to.tables[count:] = to.tables[0]
+            host.tables[count:] = [first] * (self.size.requests - count)
+        self._buffer.copy_(host.buffer, non_blocking=True)
+        return behind
+
+    def _tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:
+        """Row i, where requests have several tokens."""
+        each, size, blocks = self.size.each, self._block_size, w.blocks
+        front = each - w.count
+        to.ids[i] = [w.tokens[0]] * front + list(w.tokens)
+        to.positions[i] = range(w.end - each, w.end)
+        to.slots[i] = [-1] * front + [blocks[p // size] * size + p % size for p in range(w.start, w.end)]
+        to.front[i], to.stop[i] = front, each - 1
+
+    def _resumed(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
+        """All rows, where the device completes every one: no ids, and of slots only where there are any."""
+        count, each = len(work), self.size.each
+        front = each - np.array([w.count for w in work])[:, None]
+        to.ids[:count] = PENDING
+        to.positions[:count] = np.array([w.start for w in work])[:, None] - front + self._columns
+        to.slots[:count] = np.where(self._columns < front, -1, 0)
+        to.front[:count], to.stop[:count] = front[:, 0], each - 1
+
+    def _draws(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, known: bool) -> None:
+        """`known`: which of a request's draws they are."""
+        count, params = len(work), [w.params for w in work]
+        if all(p.greedy for p in params):
+            to.temperature[:count] = 0.0
+            return
+        front = to.front[:count, None]
+        to.temperature[:count] = np.array([p.temperature for p in params])[:, None]
+        to.temperature[:count][self._columns < front] = 0.0  # the shortest way to a token that nobody reads
+        to.top_k[:count] = np.array([min(p.top_k, 2**31 - 1) for p in params])[:, None]
+        to.top_p[:count] = np.array([p.top_p for p in params])[:, None]
+        to.min_p[:count] = np.array([p.min_p for p in params])[:, None]
+        if not known:
+            return
+        numbers = np.array([w.draw for w in work])[:, None] + self._columns - front
+        to.u[:count] = uniforms([w.seed for w in work], numbers.clip(0))

@@ -1,0 +1,287 @@
+"""What a request asks of its answer's form, as a `Constraint` the engine enforces."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from perilune.core.constraint import Constraint
+from perilune.core.errors import RequestError
+from perilune.grammar.enforcer import Enforcer
+from perilune.grammar.json_schema import enforceable
+from perilune.grammar.matcher import GrammarError, Vocabulary, json_grammar, lark_grammar, regex_grammar, vocabulary
+from perilune.grammar.shortest_end import example
+from perilune.text.beginning import compact
+from perilune.text.tokenizer import Tokenizer
+from perilune.text.tools import Tool, check_depth, show
+
+MAX_CHOICES = 1024
+_JSON_LEAP = 48  # what a token of brackets and quotes opens has to be closed again
+_FREE_LEAP = 256
+_MOST_LEAP = 1 << 15
+_OVERLAP = (
+    "oneOf has alternatives that one value could satisfy together: use anyOf, or tell them apart by type or a const"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The choice of one declared tool, which has to be called."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | Named
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The form of the answer's text.
+
+    kind and value: "json_object" (None), "json_schema" (the schema), "regex" (the expression, which the whole answer
+    matches), "choice" (the strings, one of which is the answer), "grammar" (Lark text). `param` is the request field
+    it came from, for error messages.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: Any = None
+    param: str = "response_format"
+
+
+def constrain(
+    tokenizer: Tokenizer,
+    *,
+    tools: Sequence[Tool] = (),
+    choice: ToolChoice = "auto",
+    parallel: bool = True,
+    first_index: int = 0,
+    thinking: bool = False,
+    answer: AnswerFormat | None = None,
+    thinking_budget: int | None = None,
+    begun: str = "",
+) -> Constraint | None:
+    """The constraint of a chat answer; None when nothing has to be enforced.
+
+    Raises RequestError whose `param` is the field, naming the keyword, for anything the engine cannot enforce. Give
+    the result to `EngineClient.generate(prompt, params, constraint)`; call `result.check_room(max_tokens)` before the
+    response has begun. Takes about a millisecond for each schema not seen before, and some seconds on the first call
+    with a large vocabulary (`warm_up` does that ahead): call it on a thread.
+
+    `begun` is content of the answer that the prompt already holds: the form applies to all of it. JSON may have any
+    white space there; what follows is compact.
+    """
+    declared = {tool.name: tool for tool in tools}
+    if isinstance(choice, Named):
+        if choice.name not in declared:
+            raise RequestError(f"tool_choice names {choice.name!r}, which is not among the tools", param="tool_choice")
+        declared, parallel = {choice.name: declared[choice.name]}, False
+    elif choice == "required" and not declared:
+        raise RequestError("tool_choice is 'required', but there are no tools: declare some", param="tool_choice")
+    elif choice == "none":
+        declared = {}
+    forced = choice not in ("auto", "none")
+    m = tokenizer.markers
+    if declared and None in (m.section_begin, m.section_end, m.call_begin, m.argument_begin, m.call_end):
+        raise RequestError("this model cannot call tools: its vocabulary has no markers for calls", param="tools")
+    thinking = thinking and not begun and m.think_begin is not None and m.think_end is not None
+    if not thinking:
+        thinking_budget = None
+    if not tools and answer is None and thinking_budget is None:
+        return None
+    if not declared and answer is None:  # text with markers masked: no grammar is needed
+        return Constraint(thinking=thinking, thinking_budget=thinking_budget)
+    known = vocabulary(tokenizer)
+    leaps = [0]
+    grammars = []
+    for position, tool in enumerate(tools):
+        if tool.name in declared:
+            where = f"tools[{position}].function.parameters"
+            schema = _of_object(tool.parameters, where)
+            grammars.append((tool.name, _compiled(known, json_grammar, schema, where, f"tool {tool.name!r}")))
+            leaps.append(_leap(schema))
+    structured = None
+    if answer is not None and not forced:
+        structured, leap = _answer(known, answer)
+        leaps.append(leap)
+        begun = _begun(known, structured, answer, begun)
+    made = Constraint(
+        thinking=thinking,
+        thinking_budget=thinking_budget,
+        text=not forced and structured is None,
+        tools=tuple(grammars),
+        parallel=parallel,
+        first_index=first_index,
+        answer=structured,
+        begun=begun if structured is not None else "",
+        leap=max(leaps),
+        param="tools" if forced else answer.param if answer is not None else None,
+    )
+    # What the prompt ends in is not known here: one token more if the model has to open its thought itself.
+    return dataclasses.replace(made, least=len(Enforcer(known, made, opened=True).shortest()))
+
+
+def warm_up(tokenizer: Tokenizer) -> None:
+    """Builds what the first `constrain` with this tokenizer would have to build. Blocks for up to some seconds."""
+    vocabulary(tokenizer)
+
+
+def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
+    """The grammar of an answer, and its `leap`."""
+    value, where = answer.value, answer.param
+    match answer.kind:
+        case "json_object":
+            return _compiled(known, json_grammar, {"type": "object"}, where, "a JSON object"), _leap({})
+        case "json_schema":
+            if not isinstance(value, Mapping | bool):
+                raise RequestError(f"the schema must be a JSON schema object, not {show(value)}", param=where)
+            if isinstance(value, Mapping):
+                check_depth(value, where)
+                _check_schema(value, where)
+            value = enforceable(value)
+            return _compiled(known, json_grammar, value, where, "the schema"), _leap(value)
+        case "regex":
+            if not isinstance(value, str) or not value:
+                raise RequestError(f"the expression must be a non-empty string, not {show(value)}", param=where)
+            return _compiled(known, regex_grammar, value, where, "the expression"), _FREE_LEAP + len(value)
+        case "choice":
+            fine = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_CHOICES
+            if not fine or not all(isinstance(v, str) and v for v in value):
+                raise RequestError(f"choices must be 1 to {MAX_CHOICES} non-empty strings", param=where)
+            text = "|".join("".join(f"\\x{{{ord(c):x}}}" for c in choice) for choice in value)
+            return _compiled(known, regex_grammar, text, where, "the choices"), max(len(v) for v in value) * 4
+        case "grammar":
+            if not isinstance(value, str) or not value.strip():
+                raise RequestError(f"the grammar must be a non-empty string, not {show(value)}", param=where)
+            return _compiled(known, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
+
+
+def _begun(known: Vocabulary, grammar: str, answer: AnswerFormat, text: str) -> str:
+    """What the grammar has to match of an answer's beginning; RequestError if it does not."""
+    if answer.kind in ("json_object", "json_schema"):
+        text = compact(text)
+    try:
+        rest = known.compile(grammar).begin(text) if text else ""
+    except GrammarError as e:
+        raise RequestError(
+            f"the last message cannot be continued as {answer.param} asks: {e}", param=answer.param
+        ) from e
+    if rest:
+        raise RequestError(
+            f"the last message cannot begin an answer that keeps to {answer.param}: {show(rest)} does not fit",
+            param=answer.param,
+            code="invalid_value",
+        )
+    return text
+
+
+def _compiled(known: Vocabulary, write: Callable[[Any], str], value: Any, where: str, what: str) -> str:
+    """The grammar's text, once it has compiled."""
+    try:
+        grammar = write(value)
+        known.compile(grammar)
+    except GrammarError as e:
+        why = _OVERLAP if "coerce_one_of" in str(e) else str(e)
+        raise RequestError(f"{what} cannot be enforced: {why}", param=where, code="unsupported_schema") from e
+    return grammar
+
+
+# ---- schemas
+
+
+def _of_object(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object whatever else it says."""
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(f"{where}.type must be 'object', not {show(kind)}", param=where)
+    _check_schema(parameters, where)
+    made: dict[str, Any] = enforceable({**parameters, "type": "object"})
+    return made
+
+
+def _check_schema(schema: Mapping[str, Any], where: str) -> None:
+    """Refuses what llguidance takes but does not hold: minProperties counts a key that comes twice as two.
+
+    One pair is one pair, though, and so are the required ones.
+    """
+    for node in _nodes(schema):
+        least, required = node.get("minProperties"), _items(node.get("required"))
+        if isinstance(least, int) and least > max(1, len({str(name) for name in required})):
+            raise RequestError(
+                f"minProperties cannot be enforced beyond the required properties: list {least} in 'required'",
+                param=where,
+                code="unsupported_schema",
+            )
+
+
+def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object of a schema, the schema itself first. Some are no schemas (a map of properties, an enum's value)."""
+    level = [schema]
+    while level:
+        value = level.pop()
+        if isinstance(value, Mapping):
+            yield value
+            level += value.values()
+        elif isinstance(value, list):
+            level += value
+
+
+def _leap(schema: Any) -> int:
+    """Bytes that a token can add to the shortest completion: some of the heaviest values a schema has room for.
+
+    Too much costs time near the end of the budget; too little could, in theory, let an answer run into it.
+    """
+    sizes = _Sizes(schema)
+    heaviest = max((sizes.of(node) for node in _nodes(schema)), default=0)
+    longest_key = max((len(k) for node in _nodes(schema) for k in node), default=0)
+    return min(_JSON_LEAP + 2 * (heaviest + longest_key), _MOST_LEAP)
+
+
+class _Sizes:
+    """About how many bytes the shortest value of a schema takes, taking the longest of alternatives."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}
+
+    def of(self, node: Any) -> int:
+        if not isinstance(node, Mapping):
+            return 1
+        if id(node) not in self._known:
+            self._known[id(node)] = 0  # a reference back to it adds nothing
+            self._known[id(node)] = min(self._measure(node), _MOST_LEAP)
+        return self._known[id(node)]
+
+    def _measure(self, node: Mapping[str, Any]) -> int:
+        size = 4 if node.get("type") in ("object", "array", "boolean", "null") else 24  # a number, a date
+        size += sum(self.of(self._target(node[k])) for k in ("$ref",) if k in node)
+        for word in ("anyOf", "oneOf"):
+            size += max((self.of(n) for n in _items(node.get(word))), default=0)
+        size += sum(self.of(n) for n in _items(node.get("allOf")))
+        values = [*_items(node.get("enum")), *([node["const"]] if "const" in node else [])]
+        size += max((len(json.dumps(v)) for v in values), default=0)
+        size += _count(node.get("minLength"))
+        pattern = node.get("pattern")
+        size += 2 * len(example(pattern)) + 24 if isinstance(pattern, str) else 0
+        properties = node.get("properties")
+        for name in _items(node.get("required")):
+            member = properties.get(name) if isinstance(properties, Mapping) and isinstance(name, str) else None
+            size += len(str(name)) + 4 + self.of(member)
+        firsts = _items(node.get("prefixItems"))
+        size += sum(self.of(n) + 1 for n in firsts)
+        size += max(_count(node.get("minItems")) - len(firsts), 0) * (self.of(node.get("items")) + 1)
+        return size
+
+    def _target(self, reference: Any) -> Any:
+        found = self._root
+        for step in reference.split("/")[1:] if isinstance(reference, str) else ():
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _count(value: Any) -> int:
+    return min(int(value), _MOST_LEAP) if isinstance(value, int | float) and value > 0 else 0

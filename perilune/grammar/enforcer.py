@@ -1,0 +1,367 @@
+"""Which tokens an answer may go on with, so that it keeps to its constraint and ends before its tokens do.
+
+    OPEN -- <think> --> THINK -- </think> --> START
+    START -- text --> TEXT       START, TEXT -- section begin --> SECTION      START -- structured answer --> ANSWER
+    SECTION, BETWEEN -- call begin --> HEADER -- argument begin --> ARGUMENTS -- call end --> BETWEEN
+    BETWEEN -- section end --> END        TEXT, ANSWER, END -- end token --> DONE
+
+A structured answer that the prompt has begun (Constraint.begun) starts in ANSWER.
+
+Outside the two phases that match JSON (or what else a grammar says) the tokens allowed are all text, or a few markers.
+Control tokens are allowed where the picture has them, and nowhere else.
+
+A structure once begun always comes to its end within the tokens that are left. A completion ("way") is searched for
+whenever the last one found may have become too long, and when no more tokens are left than it takes, it is what
+follows. Close to that point one careless token (a key whose value is long) could make every completion too long:
+such a token is exchanged for the first of the way before anybody sees it (`tight`, `settle`).
+
+What follows for want of tokens is exchanged too, not masked: a token that differs from the drawn one shows that the
+tokens ran out, not that the model came to its end.
+"""
+
+import copy
+import enum
+
+from perilune.core.constraint import Constraint
+from perilune.grammar.matcher import GrammarError, Matcher, Vocabulary, Words, forbid, permit
+
+_MARGIN = 4  # tokens by which the rest of a header may be cut differently than expected
+
+
+class Phase(enum.Enum):
+    OPEN = enum.auto()
+    THINK = enum.auto()
+    START = enum.auto()
+    TEXT = enum.auto()
+    SECTION = enum.auto()
+    HEADER = enum.auto()
+    ARGUMENTS = enum.auto()
+    BETWEEN = enum.auto()
+    ANSWER = enum.auto()
+    END = enum.auto()
+    DONE = enum.auto()
+
+
+class Enforcer:
+    """One answer. One thread at a time.
+
+    `opened`: the prompt ends inside <think>. Raises GrammarError if a grammar cannot be compiled and CheckpointError
+    if the vocabulary lacks a marker that the constraint needs.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, constraint: Constraint, *, opened: bool) -> None:
+        tokenizer = vocabulary.tokenizer
+        self._vocabulary = vocabulary
+        self._constraint = constraint
+        self._end = vocabulary.end
+        if constraint.thinking:
+            self._think_begin = tokenizer.special("<think>")
+            self._think_end = tokenizer.special("</think>")
+        self._tools: dict[str, Matcher] = {}
+        if constraint.tools:
+            self._section_begin = tokenizer.special("<|tool_calls_section_begin|>")
+            self._section_end = tokenizer.special("<|tool_calls_section_end|>")
+            self._call_begin = tokenizer.special("<|tool_call_begin|>")
+            self._argument_begin = tokenizer.special("<|tool_call_argument_begin|>")
+            self._call_end = tokenizer.special("<|tool_call_end|>")
+            self._tools = {name: vocabulary.compile(grammar) for name, grammar in constraint.tools}
+        self._answer = None if constraint.answer is None else vocabulary.compile(constraint.answer)
+        assert constraint.text or self._tools or self._answer, "a constraint under which nothing can be said"
+        self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
+        self._thought = 0  # tokens of the thought
+        self._calls = 0
+        self._typed = b""  # of the header
+        self._matcher: Matcher | None = None
+        self._inner: list[int] = []  # a completion of the matcher's text at some earlier time
+        self._way: list[int] | None = None  # a completion of the answer from here
+        self._most = 0  # the shortest completion from here has at most that many tokens
+        self._vetted: tuple[int, list[int]] | None = None
+        self.tight = False  # the next token has to go through `settle`
+        self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
+        if constraint.begun:
+            assert self._answer is not None and self.phase is Phase.START
+            if rest := self._answer.begin(constraint.begun):
+                raise GrammarError(f"the answer's beginning does not fit it: {rest!r:.80}")
+            self._enter(Phase.ANSWER, self._answer)
+            self._most = len(self.shortest())
+
+    def copy(self) -> "Enforcer":
+        """The same answer, to go on with separately."""
+        made = copy.copy(self)
+        if self._matcher is not None:
+            made._matcher = self._matcher.copy()
+        return made
+
+    def shortest(self) -> list[int]:
+        """Tokens that complete the answer from here; none where it may be cut off anywhere."""
+        match self.phase:
+            case Phase.OPEN | Phase.THINK:
+                rest = self._from_start()
+                markers = [self._think_begin, self._think_end] if self.phase is Phase.OPEN else [self._think_end]
+                return [*markers, *rest] if rest else []
+            case Phase.START:
+                return self._from_start()
+            case Phase.TEXT | Phase.DONE:
+                return []
+            case Phase.SECTION:
+                return self._another_call()
+            case Phase.HEADER:
+                return min((self._through(name) for name in self._named()), key=len)
+            case Phase.BETWEEN:
+                return [self._section_end, self._end]
+            case Phase.END:
+                return [self._end]
+            case Phase.ARGUMENTS | Phase.ANSWER:
+                assert self._matcher is not None
+                found = _completion(self._matcher, self._inner)
+                if found is None:
+                    raise GrammarError("no way was found to complete the answer")
+                self._inner = found
+                return [*found, *self._closing()]
+
+    def fill(self, mask: Words, left: int) -> None:
+        """Writes the tokens that may come next, when `left` tokens at most are left for the answer, this one included.
+
+        Raises GrammarError if the grammar's limits are reached, or if nothing may come next.
+        """
+        mask[:] = 0
+        self.tight, self.imposed = False, None
+        if not self._forced(left):
+            self._fill_phase(mask, left)
+            if not mask.any():
+                raise GrammarError("nothing may come next")
+            return
+        assert self._way
+        imposed = self._way[0]
+        try:
+            self._fill_phase(mask, left, forced=True)
+        except GrammarError:
+            mask[:] = 0
+        forbid(mask, imposed)
+        self.tight, self.imposed = bool(mask.any()), imposed
+        permit(mask, imposed)
+
+    @property
+    def fallback(self) -> int:
+        """What `settle` takes where the drawn token will not do; `tight` only."""
+        assert self.tight
+        if self.imposed is not None:
+            return self.imposed
+        assert self._way
+        return self._way[0]
+
+    def _fill_phase(self, mask: Words, left: int, *, forced: bool = False) -> None:
+        """`forced`: whether few tokens are left plays no part."""
+        match self.phase:
+            case Phase.OPEN:
+                permit(mask, self._think_begin)
+            case Phase.THINK:
+                budget = self._constraint.thinking_budget
+                if budget is None or self._thought < budget:
+                    mask |= self._vocabulary.plain
+                permit(mask, self._think_end)
+            case Phase.START | Phase.TEXT:
+                self._fill_start(mask, left)
+            case Phase.SECTION:
+                permit(mask, self._call_begin)
+            case Phase.HEADER:
+                for name in self._named():
+                    if (rest := self._header(name)[len(self._typed) :]) == b"":
+                        permit(mask, self._argument_begin)
+                    elif forced or len(self._through(name)) + _MARGIN <= left:
+                        for token in self._vocabulary.prefixes(rest):
+                            permit(mask, token)
+            case Phase.BETWEEN:
+                permit(mask, self._section_end)
+                if self._constraint.parallel:
+                    permit(mask, self._call_begin)
+                    if len(self._another_call()) + _MARGIN > left:
+                        self.tight, self.imposed = True, self._section_end
+            case Phase.ARGUMENTS | Phase.ANSWER:
+                assert self._matcher is not None
+                self._matcher.fill(mask)
+                if self._matcher.complete:
+                    permit(mask, self._closing()[0])
+            case Phase.END | Phase.DONE:
+                permit(mask, self._end)
+
+    def settle(self, token: int, left: int) -> int:
+        """The drawn token, or the one to take instead because after it the answer could not be ended in time."""
+        assert self.tight
+        if self.imposed is not None:
+            return token if self._finishes(token, left) else self.imposed
+        way = self._way
+        assert way
+        if token == way[0]:
+            return token
+        matcher = self._matcher or self._answer
+        assert matcher is not None
+        if self._vocabulary.tokenizer.is_special(token):
+            return token  # a marker that ends the text, or that begins a section for which there was room
+        trial = matcher.copy()
+        try:
+            fits = trial.advance(token)
+        except GrammarError:
+            fits = False
+        if not fits:
+            return way[0]
+        room = left - 1 - (1 if self.phase is Phase.START else len(self._closing()))
+        inner = _completion(trial, self._inner, room)
+        if inner is None or len(inner) > room:
+            return way[0]
+        self._vetted = (token, inner)
+        return token
+
+    def _finishes(self, token: int, left: int) -> bool:
+        """Whether the answer's text may end with `token`, and what follows the text fits too."""
+        matcher = self._matcher or (self._answer if self.phase is Phase.START else None)
+        if matcher is None or self._vocabulary.tokenizer.is_special(token):
+            return False
+        trial = matcher.copy()
+        try:
+            ends = trial.advance(token) and trial.complete
+        except GrammarError:
+            return False
+        return ends and (1 if self.phase is Phase.START else len(self._closing())) < left
+
+    def advance(self, token: int) -> None:
+        """The answer goes on with this token. Raises GrammarError if it may not."""
+        way, self._way = self._way, None
+        before = self.phase
+        self._step(token)
+        if self._vetted is not None and self._vetted[0] == token:
+            self._inner = self._vetted[1]
+        self._vetted = None
+        if way and way[0] == token:
+            self._way = way[1:]
+            self._most = len(self._way)
+        elif self.phase is before and self._matcher is not None:
+            self._most += max(self._constraint.leap, 1)
+        elif self.phase is Phase.ANSWER:  # one token into it
+            self._most = len(self._inner) + 1 + max(self._constraint.leap, 1)
+        elif self.phase is not Phase.THINK or before is not Phase.THINK:
+            self._most = len(self.shortest())
+
+    # ---- phases
+
+    def _step(self, token: int) -> None:
+        text = not self._vocabulary.tokenizer.is_special(token)
+        match self.phase:
+            case Phase.OPEN if token == self._think_begin:
+                self._enter(Phase.THINK)
+            case Phase.THINK if token == self._think_end:
+                self._enter(Phase.START)
+            case Phase.THINK if text:
+                self._thought += 1
+            case Phase.START | Phase.TEXT if self._tools and token == self._section_begin:
+                self._enter(Phase.SECTION)
+            case Phase.START if self._answer is not None and text:
+                self._enter(Phase.ANSWER, self._answer.copy())
+                self._step(token)
+            case Phase.START | Phase.TEXT if self._constraint.text and text:
+                self.phase = Phase.TEXT
+            case Phase.START | Phase.TEXT if self._constraint.text and token == self._end:
+                self._enter(Phase.DONE)
+            case Phase.SECTION | Phase.BETWEEN if token == self._call_begin:
+                self._typed = b""
+                self._enter(Phase.HEADER)
+            case Phase.HEADER if text:
+                self._typed += self._vocabulary.tokenizer.token_bytes(token)
+                if not self._named():
+                    raise self._misfit(token)
+            case Phase.HEADER if token == self._argument_begin:
+                (name,) = (n for n in self._named() if self._header(n) == self._typed)
+                self._enter(Phase.ARGUMENTS, self._tools[name].copy())
+            case Phase.ARGUMENTS | Phase.ANSWER if text:
+                assert self._matcher is not None
+                if not self._matcher.advance(token):
+                    raise self._misfit(token)
+            case Phase.ARGUMENTS if token == self._call_end and self._matcher is not None and self._matcher.complete:
+                self._calls += 1
+                self._enter(Phase.BETWEEN)
+            case Phase.ANSWER if token == self._end and self._matcher is not None and self._matcher.complete:
+                self._enter(Phase.DONE)
+            case Phase.BETWEEN if token == self._section_end:
+                self._enter(Phase.END)
+            case Phase.END | Phase.DONE if token == self._end:
+                self._enter(Phase.DONE)
+            case _:
+                raise self._misfit(token)
+
+    def _enter(self, phase: Phase, matcher: Matcher | None = None) -> None:
+        self.phase = phase
+        self._matcher = matcher
+        self._inner = matcher.from_start if matcher is not None else []
+
+    def _misfit(self, token: int) -> GrammarError:
+        return GrammarError(f"token {token} may not come here ({self.phase.name.lower()})")
+
+    def _fill_start(self, mask: Words, left: int) -> None:
+        if self._tools and 1 + len(self._another_call()) <= left:
+            permit(mask, self._section_begin)
+        if self._answer is not None and len(self._answer.from_start) < left:
+            possible = self._vocabulary.plain.copy()
+            self._answer.fill(possible)
+            mask |= possible
+            if self._answer.complete:
+                permit(mask, self._end)
+        if self._constraint.text:
+            mask |= self._vocabulary.plain
+            permit(mask, self._end)
+
+    # ---- ends
+
+    def _forced(self, left: int) -> bool:
+        """Whether only the first token of `_way` may come next. Sees to it that `tight` is set where it must be."""
+        leap = max(self._constraint.leap, 1)
+        if left > self._most + leap:
+            return False
+        if self._way is None:
+            self._way = self.shortest()
+            self._most = len(self._way)
+        if not self._way:
+            return False
+        margin = _MARGIN if self.phase is Phase.HEADER else 0
+        if left <= len(self._way) + margin:
+            return True
+        started = self.phase is Phase.START and self._answer is not None
+        self.tight = (started or self._matcher is not None) and left <= len(self._way) + leap
+        return False
+
+    def _closing(self) -> list[int]:
+        """What follows the matcher's text."""
+        return [self._end] if self.phase is Phase.ANSWER else [self._call_end, self._section_end, self._end]
+
+    def _from_start(self) -> list[int]:
+        if self._constraint.text:
+            return []
+        ways = [[self._section_begin, *self._another_call()]] if self._tools else []
+        if self._answer is not None:
+            ways.append([*self._answer.from_start, self._end])
+        return min(ways, key=len)
+
+    def _another_call(self) -> list[int]:
+        calls = ([self._call_begin, *self._through(name)] for name in self._tools)
+        return min(calls, key=len)
+
+    def _through(self, name: str) -> list[int]:
+        """From inside a header, or its beginning, through a call of this tool to the end."""
+        typed = self._typed if self.phase is Phase.HEADER else b""
+        rest = self._vocabulary.encode(self._header(name)[len(typed) :])
+        closing = [self._call_end, self._section_end, self._end]
+        return [*rest, self._argument_begin, *self._tools[name].from_start, *closing]
+
+    def _header(self, name: str) -> bytes:
+        return f"functions.{name}:{self._constraint.first_index + self._calls}".encode()
+
+    def _named(self) -> list[str]:
+        """The tools that the header may still come to name."""
+        return [name for name in self._tools if self._header(name).startswith(self._typed)]
+
+
+def _completion(matcher: Matcher, earlier: list[int], enough: int = 0) -> list[int] | None:
+    """A completion of the matcher's text: the one found earlier, without its first token or as it was, or a new one."""
+    for guess in (earlier[1:], earlier):
+        if matcher.takes(guess):
+            return guess
+    return matcher.completion(enough)

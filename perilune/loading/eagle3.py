@@ -1,0 +1,234 @@
+"""Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perilune.core.errors import CheckpointError, shown
+from perilune.formats.checkpoint import Checkpoint, few
+from perilune.formats.dense import FLOATS
+from perilune.loading.fp8_dense import quantize, round_values
+from perilune.loading.survey import spell
+from perilune.model.config import KimiConfig
+from perilune.model.eagle3 import Eagle3Weights, HeadAttention
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
+
+LAYER = "midlayer."
+_OTHER_LAYER = "layers.0."
+_SKIPPED = re.compile(r".*rotary_emb\.inv_freq")
+FP8_WIDTH = 64  # inputs of an FP8 matrix come in so many
+_IDS = (torch.int64, torch.int32)
+
+
+def expected(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every floating-point tensor, `embed_tokens` and `lm_head`, which may be absent, included."""
+    c, d, wide = config, config.hidden_size, config.num_aux * config.target_hidden_size
+    heads, at = c.num_attention_heads, f"{LAYER}self_attn"
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (c.vocab_size, d),
+        "fc.weight": (d, wide),
+        "norm.weight": (d,),
+        "lm_head.weight": (c.draft_vocab_size, d),
+        f"{LAYER}hidden_norm.weight": (d,),
+        f"{LAYER}input_layernorm.weight": (d,),
+        f"{LAYER}post_attention_layernorm.weight": (d,),
+        f"{LAYER}mlp.gate_proj.weight": (c.intermediate_size, d),
+        f"{LAYER}mlp.up_proj.weight": (c.intermediate_size, d),
+        f"{LAYER}mlp.down_proj.weight": (d, c.intermediate_size),
+    }
+    if c.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(c.num_aux)}
+    if c.norm_before_fc:
+        shapes["input_norm.weight"] = (wide,)
+    if c.form == "mha":
+        kv = c.num_key_value_heads * c.head_dim
+        return shapes | {
+            f"{at}.q_proj.weight": (heads * c.head_dim, 2 * d),
+            f"{at}.k_proj.weight": (kv, 2 * d),
+            f"{at}.v_proj.weight": (kv, 2 * d),
+            f"{at}.o_proj.weight": (d, heads * c.head_dim),
+        }
+    return shapes | {
+        f"{at}.q_a_proj.weight": (c.q_lora_rank, 2 * d),
+        f"{at}.q_a_layernorm.weight": (c.q_lora_rank,),
+        f"{at}.q_b_proj.weight": (heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
+        f"{at}.kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, 2 * d),
+        f"{at}.kv_a_layernorm.weight": (c.kv_lora_rank,),
+        f"{at}.kv_b_proj.weight": (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        f"{at}.o_proj.weight": (d, heads * c.v_head_dim),
+    }
+
+
+OPTIONAL = ("embed_tokens.weight", "lm_head.weight")
+
+
+def load_draft(
+    path: Path, target: KimiConfig, shared: Weights, *, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Eagle3Config, Eagle3Weights]:
+    """The draft in `path` for the model `target`, whose embedding and head it gets where it has none of its own.
+
+    dtype  of its weights; that of `shared`
+
+    Raises CheckpointError naming the key, the tensor, or what does not fit the target.
+    """
+    config = Eagle3Config.from_directory(path)
+    _check_target(path, config, target)
+    with Checkpoint.open(path) as checkpoint, torch.no_grad():
+        stored = _names(checkpoint)
+        _check_tensors(checkpoint, stored, config)
+
+        def has(name: str) -> bool:
+            return name in stored
+
+        def read(*names: str) -> Tensor:
+            pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in names]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+        def linear(*names: str) -> Dense:
+            return Dense(read(*names))
+
+        if has("lm_head.weight"):
+            lm_head: Linear = linear("lm_head.weight")
+        elif config.draft_vocab_size == target.vocab_size and config.hidden_size == target.hidden_size:
+            lm_head = shared.lm_head
+        else:
+            raise CheckpointError(f"{path} lacks lm_head.weight, and the target's has another shape")
+        if not has("embed_tokens.weight") and config.hidden_size != target.hidden_size:
+            raise CheckpointError(f"{path} lacks embed_tokens.weight, and the target's has another width")
+        weights = Eagle3Weights(
+            embed=read("embed_tokens.weight") if has("embed_tokens.weight") else shared.embed,
+            fc=linear("fc.weight"),
+            fc_norms=torch.stack([read(f"fc_norm.{i}.weight") for i in range(config.num_aux)])
+            if config.fc_norm
+            else None,
+            joint_norm=read("input_norm.weight") if config.norm_before_fc else None,
+            input_norm=read(f"{LAYER}input_layernorm.weight"),
+            hidden_norm=read(f"{LAYER}hidden_norm.weight"),
+            attention=_attention(config, read, linear),
+            post_norm=read(f"{LAYER}post_attention_layernorm.weight"),
+            mlp=Mlp(
+                linear(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"),
+                linear(f"{LAYER}mlp.down_proj.weight"),
+            ),
+            norm=read("norm.weight"),
+            lm_head=lm_head,
+            target_ids=_target_ids(checkpoint, stored, config, device),
+        )
+    return config, weights
+
+
+def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
+    """Checks by its headers that the draft in `path` can be loaded for `target`. CheckpointError as `load_draft`."""
+    config = Eagle3Config.from_directory(path)
+    _check_target(path, config, target)
+    with Checkpoint.open(path) as checkpoint:
+        _check_tensors(checkpoint, _names(checkpoint), config)
+    return config
+
+
+def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
+    """Replaces the draft's own matrices by FP8 ones: they are most of what a drafting step reads, and no rounding of a
+    draft can change an answer. What it shares with `target` stays as it is."""
+    for holder in (weights, weights.attention, weights.mlp):
+        for field in dataclasses.fields(holder):
+            old = getattr(holder, field.name)
+            if isinstance(old, Dense) and old is not target.lm_head and old.weight.shape[1] % FP8_WIDTH == 0:
+                setattr(holder, field.name, quantize(old.weight)[0])
+    a = weights.attention
+    if isinstance(a, Attention) and isinstance(a.o, Fp8):
+        a.uv_fp8 = round_values(a.w_uv)[0]
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of the draft in `path` as stored, on the CPU, by the names that `expected` has; checked as for
+    `load_draft`, but for the target."""
+    config = Eagle3Config.from_directory(path)
+    with Checkpoint.open(path) as checkpoint:
+        stored = _names(checkpoint)
+        _check_tensors(checkpoint, stored, config)
+        return {name: checkpoint.read(own) for name, own in stored.items()}
+
+
+def _attention(c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Dense]) -> Attention | HeadAttention:
+    at = f"{LAYER}self_attn"
+    if c.form == "mha":
+        qkv = linear(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight")
+        return HeadAttention(qkv, linear(f"{at}.o_proj.weight"))
+    n, v, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
+    kv_b = read(f"{at}.kv_b_proj.weight").view(c.num_attention_heads, n + v, latent)
+    return Attention(
+        qkv_a=linear(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+        q_a_norm=read(f"{at}.q_a_layernorm.weight"),
+        q_b=linear(f"{at}.q_b_proj.weight"),
+        kv_a_norm=read(f"{at}.kv_a_layernorm.weight"),
+        w_uk=kv_b[:, :n].contiguous(),
+        w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
+        o=linear(f"{at}.o_proj.weight"),
+    )
+
+
+def _check_target(path: Path, config: Eagle3Config, target: KimiConfig) -> None:
+    if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{path} was trained for a model of width {config.target_hidden_size} with {config.vocab_size} tokens, the "
+            f"target has {target.hidden_size} and {target.vocab_size}: use the draft of this model"
+        )
+    config.aux_layers(target.num_hidden_layers)
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Stored names by the ones used here."""
+    found: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        usual = name.removeprefix("model.")
+        if usual.startswith(_OTHER_LAYER):
+            usual = LAYER + usual.removeprefix(_OTHER_LAYER)
+        if usual in found:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensors {shown(found[usual])} and {shown(name)} are the same one"
+            )
+        if not _SKIPPED.fullmatch(usual):
+            found[usual] = name
+    return found
+
+
+def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Eagle3Config) -> None:
+    wanted = expected(config)
+    ids = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    if missing := [n for n in wanted if n not in stored and n not in OPTIONAL]:
+        raise CheckpointError(f"{checkpoint.path} lacks {few(missing, 'tensor')}")
+    if surplus := [own for name, own in stored.items() if name not in wanted and name not in ids]:
+        raise CheckpointError(f"{checkpoint.path} holds {few(surplus, 'tensor')} that no draft of this kind has")
+    if "d2t" not in stored and config.draft_vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.path} lacks d2t: {config.draft_vocab_size} of {config.vocab_size} tokens are not told apart"
+        )
+    for name, own in stored.items():
+        info, shape = checkpoint.info(own), wanted.get(name) or ids[name]
+        if tuple(info.shape) != shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {shown(own)} has shape {shown(list(info.shape))}, not {list(shape)}"
+            )
+        allowed = FLOATS if name in wanted else _IDS if name == "d2t" else (torch.bool, torch.uint8, *_IDS)
+        if info.dtype not in allowed:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {shown(own)} is {spell(info.dtype)}, not {' or '.join(map(spell, allowed))}"
+            )
+
+
+def _target_ids(
+    checkpoint: Checkpoint, stored: Mapping[str, str], config: Eagle3Config, device: torch.device | str
+) -> Tensor | None:
+    """[draft_vocab_size] int64: draft id + d2t of it; None if that changes nothing."""
+    if "d2t" not in stored:
+        return None
+    own = torch.arange(config.draft_vocab_size)
+    ids = own + checkpoint.read(stored["d2t"]).long()
+    if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()):
+        raise CheckpointError(f"{checkpoint.path}: d2t leads outside the {config.vocab_size} tokens of the target")
+    return None if torch.equal(ids, own) else ids.to(device)

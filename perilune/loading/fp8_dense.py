@@ -1,0 +1,106 @@
+"""Everything but the routed experts in FP8, as an option at load: half the bytes of most of what a lone token reads.
+
+Projections of the attention, shared experts, dense layers and lm_head become e4m3 with a scale for each output row. The
+router, the norms, the embedding and W_UK stay as they are. W_UV, which attention reads per head, is rounded to e4m3
+times a power of two for each of kv_b_proj's rows. bfloat16 holds that exactly, so most kernels read it as before, and
+that of a lone token a copy of half the size: the same numbers. W_UK read in this way gained nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.model.weights import Dense, Fp8, Mlp, Moe, Weights
+from perilune.ops.linear.linear_fp8 import quantize_exactly, quantize_rows
+
+PIECE_ROWS = 4096  # quantised at once: bounds the float32 copy
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What the conversion cost: `sqnr_db` is 10 log10 of signal over error energy, of the worst and of all matrices."""
+
+    matrices: int
+    saved_bytes: int
+    sqnr_db: float
+    worst_db: float
+    worst: str
+
+
+def to_fp8(weights: Weights) -> Loss:
+    """Replaces the dense linear layers in place, one at a time, and says how much was lost. After `to_fp8_latents`, if
+    that is done: it multiplies what is rounded here."""
+    signal = error = 0.0
+    matrices = saved = 0
+    worst_db, worst = float("inf"), "none"
+
+    def count(name: str, s: float, e: float) -> None:
+        nonlocal signal, error, matrices, worst_db, worst
+        matrices += 1
+        signal, error = signal + s, error + e
+        if (db := _decibels(s, e)) < worst_db:
+            worst_db, worst = db, name
+
+    for name, holder, field in _places(weights):
+        old = getattr(holder, field)
+        if not isinstance(old, Dense) or old.weight.shape[1] % 64:
+            continue
+        new, s, e = quantize(old.weight)
+        setattr(holder, field, new)
+        saved += old.weight.nbytes - new.weight.nbytes - new.scale.nbytes
+        count(name, s, e)
+    for i, layer in enumerate(weights.layers):
+        a = layer.attention
+        if isinstance(a.o, Fp8) and a.uv_fp8 is None:
+            a.uv_fp8, s, e = round_values(a.w_uv)
+            saved -= a.uv_fp8.weight.nbytes + a.uv_fp8.scale.nbytes
+            count(f"layers.{i}.attention.w_uv", s, e)
+    return Loss(matrices, saved, _decibels(signal, error), worst_db, worst)
+
+
+def round_values(w_uv: Tensor) -> tuple[Fp8, float, float]:
+    """Rounds W_UV [H, R, v] in place: (the same in FP8, scale [H, v], its energy before, the energy of the error)."""
+    q, scale = quantize_exactly(w_uv, 1)
+    rounded = q.float() * scale
+    signal, error = w_uv.double().square().sum(), (rounded - w_uv).double().square().sum()
+    w_uv.copy_(rounded)
+    return Fp8(q, scale.squeeze(1)), float(signal), float(error)
+
+
+def quantize(weight: Tensor) -> tuple[Fp8, float, float]:
+    """(the matrix in FP8, its energy, the energy of the error)."""
+    rows = weight.shape[0]
+    new = Fp8(
+        torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device),
+        torch.empty(rows, dtype=torch.float32, device=weight.device),
+    )
+    signal = torch.zeros((), dtype=torch.float64, device=weight.device)
+    error = signal.clone()
+    for begin in range(0, rows, PIECE_ROWS):
+        part = slice(begin, begin + PIECE_ROWS)
+        exact = weight[part].float()
+        q, scale = quantize_rows(exact)
+        new.weight[part], new.scale[part] = q, scale
+        signal += exact.double().square().sum()
+        error += (q.float() * scale.unsqueeze(-1) - exact).double().square().sum()
+    return new, float(signal), float(error)
+
+
+def _places(weights: Weights) -> Iterator[tuple[str, object, str]]:
+    """(name, record, field) of every linear layer outside the routed experts."""
+    for i, layer in enumerate(weights.layers):
+        for field in ("qkv_a", "q_b", "o"):
+            yield f"layers.{i}.attention.{field}", layer.attention, field
+        mlp: Mlp | None = layer.ffn.shared if isinstance(layer.ffn, Moe) else layer.ffn
+        if mlp is not None:
+            for field in ("gate_up", "down"):
+                yield f"layers.{i}.mlp.{field}", mlp, field
+    yield "lm_head", weights, "lm_head"
+
+
+def _decibels(signal: float, error: float) -> float:
+    if error == 0.0:
+        return float("inf")
+    return 10.0 * torch.log10(torch.tensor(signal / error, dtype=torch.float64)).item() if signal else float("-inf")

@@ -1,0 +1,240 @@
+"""What a checkpoint holds against what its configuration asks for: names, shapes, types; and rows of a linear layer."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from perilune.core.errors import CheckpointError, shown
+from perilune.formats import scheme
+from perilune.formats.checkpoint import Checkpoint, few
+from perilune.formats.dense import FLOATS
+from perilune.formats.safetensors_file import TensorInfo
+from perilune.formats.served import SERVED, format_of
+from perilune.formats.stored import Part
+from perilune.model.config import KimiConfig
+
+NESTED_PREFIX = "language_model."
+LEGACY_LAYERS = "language_model.layers."  # in some NVFP4 shards of Kimi K2.5
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+# Computed here, or scales of an FP8 KV cache, which is not served.
+SKIPPED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(\w+\.)?[kv]_scale)")
+
+
+def expected(config: KimiConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the text model, unquantised and without prefix."""
+    c, d = config, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, d)}
+
+    def mlp(at: str, width: int) -> None:
+        shapes[f"{at}.gate_proj.weight"] = shapes[f"{at}.up_proj.weight"] = (width, d)
+        shapes[f"{at}.down_proj.weight"] = (d, width)
+
+    for i in range(c.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        attn = f"{layer}.self_attn"
+        kv_b = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (d,),
+            f"{layer}.post_attention_layernorm.weight": (d,),
+            f"{attn}.q_a_proj.weight": (c.q_lora_rank, d),
+            f"{attn}.q_a_layernorm.weight": (c.q_lora_rank,),
+            f"{attn}.q_b_proj.weight": (c.num_attention_heads * c.qk_head_dim, c.q_lora_rank),
+            f"{attn}.kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, d),
+            f"{attn}.kv_a_layernorm.weight": (c.kv_lora_rank,),
+            f"{attn}.kv_b_proj.weight": (kv_b, c.kv_lora_rank),
+            f"{attn}.o_proj.weight": (d, c.num_attention_heads * c.v_head_dim),
+        }
+        if i < c.first_k_dense_replace:
+            mlp(f"{layer}.mlp", c.intermediate_size)
+            continue
+        shapes[f"{layer}.mlp.gate.weight"] = (c.n_routed_experts, d)
+        shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (c.n_routed_experts,)
+        for e in range(c.n_routed_experts):
+            mlp(f"{layer}.mlp.experts.{e}", c.moe_intermediate_size)
+        if c.n_shared_experts:
+            mlp(f"{layer}.mlp.shared_experts", c.n_shared_experts * c.moe_intermediate_size)
+    shapes["model.norm.weight"] = (d,)
+    shapes["lm_head.weight"] = (c.vocab_size, d)
+    return shapes
+
+
+def is_linear(name: str) -> bool:
+    """Whether an expected tensor is a linear layer's weight, which a checkpoint may store quantised."""
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or name == "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a checkpoint holds, found consistent with its configuration. Names are without prefix."""
+
+    prefix: str  # before every name of `expected`
+    tensors: Mapping[str, TensorInfo]  # that are read, by the names they should have: `_usual`
+    formats: Mapping[str, str]  # of each linear layer, by its name without ".weight"
+    shapes: Mapping[str, tuple[int, ...]]  # (o, i) of each linear layer
+    text_bytes: int
+    vision_tensors: int
+    vision_bytes: int
+
+    def parts(self, linear: str) -> dict[str, Part]:
+        """The tensors to read of a linear layer, by the suffixes of their names."""
+        stored = SERVED[self.formats[linear]].parts(self.shapes[linear])
+        return {suffix: part for suffix, part in stored.items() if not part.unread}
+
+
+def survey(checkpoint: Checkpoint, config: KimiConfig) -> Survey:
+    """Checks all names, shapes and types; reads no data. CheckpointError names the first few that are wrong."""
+    found, faults = compare(checkpoint.tensors, config)
+    if faults:
+        raise CheckpointError(f"{checkpoint.path}: {faults[0]}")
+    return found
+
+
+def compare(
+    stored: Mapping[str, TensorInfo], config: KimiConfig, unread: Iterable[str] = ()
+) -> tuple[Survey, list[str]]:
+    """What is there, and one line for each kind of thing that is wrong with it, worst first.
+
+    unread  names of tensors of which only the existence is known: they are not missed, nor is anything beside them
+    """
+    tensors, faults = _usual(stored)
+    unknown = {name.rpartition(".")[0] for name in unread}
+    nested = any(name.startswith(NESTED_PREFIX) for name in (*stored, *unread))
+    prefix = NESTED_PREFIX if nested else ""
+    formats: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    wanted: dict[str, Part] = {}
+    unsuited: list[str] = []
+    for name, shape in expected(config).items():
+        if not is_linear(name):
+            wanted[prefix + name] = Part(shape, FLOATS)
+            continue
+        linear = name.removesuffix(".weight")
+        form = format_of(tensors, prefix + linear) or scheme.DENSE
+        try:
+            parts = SERVED[form].parts(shape)
+        except CheckpointError as e:
+            unsuited.append(f"tensor {prefix + name}: {e}")
+            continue
+        formats[linear], shapes[linear] = form, shape
+        wanted |= {prefix + linear + suffix: part for suffix, part in parts.items()}
+
+    faults += _first(unsuited)
+    lacking = [name for name, part in wanted.items() if name not in tensors and not part.unread]
+    if missing := [name for name in lacking if name.rpartition(".")[0] not in unknown]:
+        faults.append(f"lacks {few(missing, 'tensor')}")
+    vision = [t for name, t in tensors.items() if name.startswith(VISION_PREFIXES)]
+    surplus = [
+        info.name
+        for name, info in tensors.items()
+        if name not in wanted
+        and not name.startswith(VISION_PREFIXES)
+        and not SKIPPED.fullmatch(name)
+        and name.rpartition(".")[0] not in unknown
+    ]
+    if surplus:
+        faults.append(f"holds {few(surplus, 'tensor')} that are no part of the model in config.json")
+    read = {name: part for name, part in wanted.items() if not part.unread and name in tensors}
+    faults += _misfits(tensors, read)
+    found = Survey(
+        prefix=prefix,
+        tensors={name.removeprefix(prefix): tensors[name] for name in read},
+        formats=formats,
+        shapes=shapes,
+        text_bytes=sum(tensors[name].nbytes for name in read),
+        vision_tensors=len(vision),
+        vision_bytes=sum(t.nbytes for t in vision),
+    )
+    return found, faults
+
+
+def _misfits(tensors: Mapping[str, TensorInfo], read: Mapping[str, Part]) -> list[str]:
+    """Wrong shapes and wrong types, each told of the first and counted."""
+    shapes, dtypes = [], []
+    for name, part in read.items():
+        info = tensors[name]
+        if not part.fits(info.shape):
+            stored = shown(list(info.shape))
+            shapes.append(f"tensor {shown(info.name)} has shape {stored}, config.json asks for {list(part.shape)}")
+        if info.dtype not in part.dtypes:
+            allowed = " or ".join(spell(d) for d in part.dtypes)
+            dtypes.append(f"tensor {shown(info.name)} is {spell(info.dtype)}, not {allowed}")
+    return _first(shapes) + _first(dtypes)
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = f" (and {len(lines) - 1:,} more likewise)" if len(lines) > 1 else ""
+    return [lines[0] + more] if lines else []
+
+
+def _usual(stored: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
+    """The tensors with `language_model.layers.` spelt `language_model.model.layers.`; a fault if one is there twice."""
+    tensors: dict[str, TensorInfo] = {}
+    twice = []
+    for name, info in stored.items():
+        usual = name
+        if name.startswith(LEGACY_LAYERS):
+            usual = f"{NESTED_PREFIX}model.layers.{name.removeprefix(LEGACY_LAYERS)}"
+        if usual in tensors:
+            twice.append(f"holds {shown(tensors[usual].name)} and {shown(name)}, two names of the same tensor")
+        tensors[usual] = info
+    return tensors, twice[:1]
+
+
+def read_linear(
+    checkpoint: Checkpoint,
+    found: Survey,
+    name: str,
+    dtype: torch.dtype,
+    *,
+    rows: slice = slice(None),
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> torch.Tensor:
+    """Rows of the linear layer `name` (without prefix and ".weight") in `dtype`, dequantised if need be.
+
+    rows     start and stop are multiples of `row_step`, or the matrix's ends
+    advance  is told how many bytes were read; what belongs to all rows counts with the first ones
+
+    CheckpointError if scales or other stored values cannot be right.
+    """
+    stored = read_parts(checkpoint, found, name, rows=rows, device=device, advance=advance)
+    return SERVED[found.formats[name]].decode(stored, dtype)
+
+
+def read_parts(
+    checkpoint: Checkpoint,
+    found: Survey,
+    name: str,
+    *,
+    rows: slice = slice(None),
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, torch.Tensor]:
+    """What `read_linear` decodes: the rows of the stored parts, by the suffixes of their names, found sound."""
+    out, _ = found.shapes[name]
+    start, stop, _ = rows.indices(out)
+    stored: dict[str, torch.Tensor] = {}
+    for suffix, part in found.parts(name).items():
+        info = found.tensors[name + suffix]
+        covers = part.covers
+        first, last = (start // covers, -(-stop // covers)) if covers else (0, 1)
+        shape = (last - first, *info.shape[1:]) if covers else info.shape
+        piece = torch.empty(shape, dtype=info.dtype)
+        checkpoint.read_into(info, piece, first * (info.nbytes // max(info.shape[0], 1)) if covers else 0)
+        require_sound(checkpoint, info, part, piece)
+        if covers or start == 0:
+            advance(piece.nbytes)
+        stored[suffix] = piece.to(device)
+    return stored
+
+
+def require_sound(checkpoint: Checkpoint, info: TensorInfo, part: Part, values: torch.Tensor) -> None:
+    """CheckpointError if values read from a part of a linear layer cannot be right."""
+    if part.fault is not None and (fault := part.fault(values)):
+        raise CheckpointError(f"{checkpoint.path}: tensor {shown(info.name)} {fault}")
+
+
+def spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

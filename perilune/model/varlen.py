@@ -1,0 +1,92 @@
+"""Many whole texts at a time: attention in a few launches for all, where reading a cache needs some for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from perilune.model.kimi_k2 import KimiK2, Step, apply
+from perilune.model.weights import Attention, Layer
+from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.pointwise.embed import embed
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+
+SPREAD, SLACK = 1.25, 8  # the longest text of a grid in terms of its shortest
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Texts of like length as a grid of `count` texts by `longest` tokens: where its tokens [t] are in the step, and
+    where in the grid [count * longest]."""
+
+    tokens: Tensor
+    places: Tensor
+    count: int
+    longest: int
+
+
+def grids(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> list[Grid]:
+    """Every text in one grid, in which none is much longer than another."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    found: list[Grid] = []
+    while order:
+        count = sum(lengths[i] <= SPREAD * lengths[order[0]] + SLACK for i in order)
+        some, order = order[:count], order[count:]
+        longest = lengths[some[-1]]
+        tokens = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in some])
+        places = np.concatenate([np.arange(n * longest, n * longest + lengths[i]) for n, i in enumerate(some)])
+        found.append(Grid(torch.from_numpy(tokens).to(device), torch.from_numpy(places).to(device), count, longest))
+    return found
+
+
+class WholeTexts(KimiK2):
+    """The same model for texts from their first token on: many at a time attend in a few launches, where the op that
+    reads a cache needs some for each text."""
+
+    def __init__(self, model: KimiK2) -> None:
+        self.__dict__.update(model.__dict__)  # the same weights and tables
+        self.grids: list[Grid] = []
+
+    def entering(self, step: Step) -> Tensor:
+        """[T, D], the residual stream as it enters the first layer."""
+        return embed(step.tokens, self.weights.embed)
+
+    def leaving(self, h: Tensor) -> Tensor:
+        """[T, D] after the final norm, of the stream as it leaves the last layer."""
+        return rmsnorm(h, self.weights.norm, self.eps)
+
+    def through(self, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> None:
+        """One layer, held or not; h [T, D], the residual stream as it enters it, is as it leaves it then."""
+        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        x = rmsnorm(h, layer.input_norm, self.eps)
+        x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
+        # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
+        add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
+
+    def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
+        (heads, n, latent), r, v = w.w_uk.shape, 2 * cos.shape[1], w.w_uv.shape[2]
+        q_a, ckv = apply(w.qkv_a, x).tensor_split((w.q_a_norm.shape[0],), -1)
+        q = apply(w.q_b, rmsnorm(q_a, w.q_a_norm, self.qk_norm_eps)).view(-1, heads, n + r)
+        mla_rotate_query(q, ckv, w.kv_a_norm, cos, sin, pages, step.slots, self.qk_norm_eps)
+        c, k_pe = pages.view(-1, latent + r)[step.slots].tensor_split((latent,), -1)
+        k = torch.cat([F.linear(c, w.w_uk.flatten(0, 1)).view(-1, heads, n), k_pe[:, None].expand(-1, heads, -1)], -1)
+        values = F.linear(c, w.w_uv.mT.flatten(0, 1)).view(-1, heads, v)
+        out = torch.empty_like(values)
+        for grid in self.grids:
+            # Padding is at the ends, so no token sees any.
+            attended = F.scaled_dot_product_attention(
+                _filled(q, grid), _filled(k, grid), _filled(values, grid), is_causal=True, scale=self.scale
+            )
+            out[grid.tokens] = attended.transpose(1, 2).flatten(0, 1)[grid.places]
+        return apply(w.o, out.flatten(1))
+
+
+def _filled(x: Tensor, grid: Grid) -> Tensor:
+    """[T, H, d] -> [count, H, longest, d]."""
+    flat = x.new_zeros(grid.count * grid.longest, *x.shape[1:])
+    flat[grid.places] = x[grid.tokens]
+    return flat.view(grid.count, grid.longest, *x.shape[1:]).transpose(1, 2)

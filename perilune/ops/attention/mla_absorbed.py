@@ -1,0 +1,200 @@
+"""MLA attention over the latent cache in the absorbed form: one key (c, k_pe) and one value c for all heads.
+
+o[t, h] = softmax(scale * (q_lat[t, h] . c + q_pe[t, h] . k_pe)) c, over the positions up to the token's own.
+q_lat [T, H, R]; q_pe [T, H, r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py);
+tables [B, M] int32;
+query_start [B + 1] int32: request b owns rows query_start[b] .. query_start[b + 1] - 1, and they are the last positions
+of its context[b] (int32), already written to the cache. o [T, H, R] as q_lat. Softmax and sums in fp32, rounded once.
+Positions outside a request's context are never read: what lies there, nan included, cannot matter.
+
+"cpp" wins everywhere on CPU: no copy of the latents is made, requests of unlike lengths need no padding, and a
+request's result does not depend on the batch.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention import paged_inputs
+from perilune.ops.harness import build, threads
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts import latent_cache
+
+GATHER_BYTES = 32 << 20  # of latents copied at once by "torch"
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    counts: tuple[int, ...]  # queries of each request
+    contexts: tuple[int, ...]
+    H: int = NANO.heads
+    R: int = NANO.latent
+    r: int = NANO.rope
+    block_size: int = 16
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    scale: float = 1.0  # of the scores
+    packed: bool = False
+
+
+CASES = [
+    *(
+        Case((n,) * b, (c,) * b, K2.heads, K2.latent, K2.rope, 64, big=True)
+        for b, n, c in ((1, 1, 1024), (1, 4, 8192), (1, 1, 131072), (16, 1, 4096), (64, 4, 2048))
+    ),
+    Case((1,), (256,)),
+    Case((1,), (2048,)),
+    Case((1,) * 16, (256,) * 16),
+    Case((1,) * 16, tuple(range(100, 1700, 100))),
+    Case((), (), 2, 8, 8),
+    Case((1,), (1,), 2, 8, 8),
+    Case((3, 1, 0, 5), (3, 16, 9, 17), 3, 24, 8, 4),
+    Case((4, 2, 1), (64, 65, 63), 5, 40, 16, 8),
+    Case((9, 1), (300, 1), 4, 64, 16, 16),
+    Case((2, 1), (1500, 130), 3, 32, 8, 16),
+    Case((1, 2), (20, 30), 4, 64, 16, 16, narrow=True),
+    Case((1, 2), (200, 300), 4, 64, 16, 16, scale=200.0),
+    Case((1, 2), (20, 30), 4, 64, 16, 16, packed=True),
+]
+TOL = {
+    "o": {
+        FLOAT32: Tol(2e-5, 2e-4, 1e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+        BFLOAT16: sums()[BFLOAT16],
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    pages = paged_inputs.cache(g, c.contexts, c.block_size, c.R + c.r)
+    if c.packed:
+        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
+    return {
+        "q_lat": g.randn(sum(c.counts), c.H, c.R, scale=1 / 16 if c.packed else 1.0),
+        "q_pe": g.randn(sum(c.counts), c.H, c.r),
+        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "tables": pages["tables"],
+        "query_start": paged_inputs.query_start(g, c.counts),
+        "context": pages["context"],
+        "scale": c.scale * (c.R + c.r) ** -0.5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.mla_absorbed(list(c.counts), list(c.contexts), c.H, c.R, c.r, dtype.itemsize)
+
+
+def reference(
+    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> Tensor:
+    out = torch.empty_like(q_lat)
+    R, flat = q_lat.shape[2], cache.view(-1, cache.shape[2])
+    starts, lengths = query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        positions = torch.arange(length, device=cache.device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        for i in range(count):
+            seen = latent[: length - count + i + 1]
+            q = torch.cat([q_lat[first + i], q_pe[first + i]], -1).float()
+            out[first + i] = torch.softmax(scale * (q @ seen.T), -1) @ seen[:, :R]
+    return out
+
+
+op = Op("mla_absorbed", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Any:
+    name = "mla_absorbed_f32" if dtype == FLOAT32 else "mla_absorbed_bf16"
+    return build.function("mla_absorbed", name, "p" * 7 + "l" * 8 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: build.on_cpu(
+        "mla_absorbed",
+        device,
+        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.q_lat.shape[2] % 8 == 0 and a.cache.shape[2] % 8 == 0, "latent and rope widths that are multiples of 8"),
+    ),
+)
+def cpp(
+    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> Tensor:
+    latent, rotated = q_lat.float().contiguous(), q_pe.float().contiguous()
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    (_, H, R), (N, block_size, width), (B, M) = q_lat.shape, cache.shape, tables.shape
+    out = torch.empty(latent.shape)
+    failed = _kernel(cache.dtype)(
+        latent.data_ptr(),
+        rotated.data_ptr(),
+        cache.data_ptr(),
+        tables.data_ptr(),
+        query_start.data_ptr(),
+        context.data_ptr(),
+        out.data_ptr(),
+        B,
+        M,
+        H,
+        R,
+        width - R,
+        N,
+        block_size,
+        threads.count(),
+        scale,
+    )
+    assert not failed, (
+        f"a block is outside the cache: {tables=} {N=}"
+        if failed == 1
+        else f"queries and contexts disagree: {query_start=} {context=} {tables.shape=} {block_size=}"
+    )
+    return out if q_lat.dtype == FLOAT32 else out.to(q_lat.dtype)
+
+
+@op.impl("torch")
+def gathered(
+    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> Tensor:
+    """Requests of like lengths together: their latents are copied side by side, padded with a request's last one."""
+    device, (_, H, R), (_, block_size, width) = q_lat.device, q_lat.shape, cache.shape
+    flat, q = cache.view(-1, width), torch.cat([q_lat, q_pe], -1).float()
+    starts, lengths = query_start.tolist(), context.tolist()
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    out = torch.empty(q_lat.shape, device=device)
+    waiting = sorted((b for b, count in enumerate(counts) if count), key=lambda b: lengths[b])
+    while waiting:
+        longest = lengths[waiting[-1]]
+        several = max(1, GATHER_BYTES // (longest * width * 4))
+        group, waiting = waiting[-several:], waiting[:-several]
+        picked = torch.tensor(group, device=device)
+        count = torch.tensor([counts[b] for b in group], device=device).unsqueeze(1)
+        length = context[picked].long().unsqueeze(1)
+        positions = torch.arange(longest, device=device)
+        slots = paged_inputs.slots(tables[picked], torch.minimum(positions, length - 1), block_size)
+        latent = latent_cache.unpack(flat[slots], R)
+        query = torch.arange(max(counts[b] for b in group), device=device)
+        rows = query_start[picked].long().unsqueeze(1) + torch.minimum(query, count - 1)
+        scores = q[rows].flatten(1, 2) @ latent.mT * scale
+        hidden = positions > (length - count + query).unsqueeze(-1)
+        scores = scores.unflatten(1, (-1, H)).masked_fill_(hidden.unsqueeze(2), float("-inf"))
+        values = (torch.softmax(scores, -1).flatten(1, 2) @ latent[..., :R]).unflatten(1, (-1, H))
+        real = query < count
+        out[rows[real]] = values[real]
+    return out.to(q_lat.dtype)
+
+
+def mla_absorbed(
+    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> Tensor:
+    (T, H, R), (rows, heads, r), B = q_lat.shape, q_pe.shape, tables.shape[0]
+    assert T == rows and H == heads and q_lat.dtype == q_pe.dtype, f"{q_lat.shape=} {q_pe.shape=}"
+    assert cache.shape[2] == latent_cache.width(R, r, cache.dtype), f"{cache.shape=} {cache.dtype=} {q_pe.shape=}"
+    assert cache.is_contiguous(), f"{cache.shape=} {cache.stride()=}"
+    assert query_start.shape[0] == B + 1 and context.shape[0] == B, f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    return op(q_lat, q_pe, cache, tables, query_start, context, scale)

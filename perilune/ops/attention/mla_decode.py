@@ -1,0 +1,426 @@
+"""MLA attention over the latent cache for few tokens a request, W_UV included: `mla_absorbed`, then `per_head_matmul`.
+
+o[t, h] = (softmax(scale * q_full[t, h] . (c, k_pe)) c) w_uv[h], over the positions up to the token's own.
+q_full [T, H, R + r] contiguous, as `mla_absorb_query` makes it; cache [N, block_size, R + r] contiguous, of any float
+type or packed (latent_cache.py); tables [B, M] int32; query_start [B + 1] int32: request b owns rows query_start[b] ..
+query_start[b + 1] - 1, and they are the last positions of its context[b] (int32), already in the cache; w_uv [H, R, v];
+o [T, H, v] as q_full.
+A request with context 0 is padding, as are rows from query_start[B] on: they get zeros, and nothing is read for them.
+Positions outside a request's context are never used: what lies there, nan included, cannot matter.
+Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cuda" also rounds probabilities, and the
+outputs of the ranges it splits a long context into.
+
+"cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
+context is split, and whether four processors share a tile of heads because all contexts are short, depends on the
+contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
+It reads tables, query_start, context and the latents before a request's queries without waiting for the kernels just
+before it: whatever writes these must have finished before `mla_absorb_query` begins, as it has if they come from an
+ordinary kernel, a copy, or an earlier step. Packed rows are widened on their way. `perilune bench decode --kernels`
+times it where it serves.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention import paged_inputs
+from perilune.ops.attention.mla_absorbed import GATHER_BYTES, mla_absorbed
+from perilune.ops.harness import build, threads
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts import latent_cache
+from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
+
+ROWS = 64  # (token, head) pairs of one tile, as in the kernel
+GROUP = 16  # positions copied together; blocks of the cache hold whole groups
+LEAST = 64  # positions worth a CTA of their own
+FEW = 48  # the same where one token's context is short, by the table's width
+QUARTER = 16  # heads of a CTA there
+MOST_ROWS = 512  # of "rows"
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    counts: tuple[int, ...]  # queries of each request
+    contexts: tuple[int, ...]
+    H: int = NANO.heads
+    R: int = K2.latent
+    r: int = K2.rope
+    v: int = K2.value
+    block_size: int = 16
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    scale: float = 1.0  # of the scores
+    rows: int = 0  # beyond those of the requests
+    packed: bool = False
+
+
+LENGTHS = (1, 5, 16, 17, 63, 64, 65, 127, 500, 1024, 1999, 4096, 10240, 30000, 777, 128)
+CASES = [
+    *(
+        Case((n,) * b, (c,) * b, K2.heads, block_size=64, big=True)
+        for b, n, c in (
+            *((1, 1, c) for c in (1, 1024, 10240, 102400, 131072)),
+            *((b, 1, 1024) for b in (4, 16, 64)),
+            *((1, n, 1024) for n in (2, 3, 4, 8)),
+            (1, 4, 10240),
+            (16, 4, 4096),
+            (64, 8, 600),
+            (200, 1, 300),
+            *((1, 1, c) for c in (63, 65, 2000)),  # up to about 2,100 positions in all, four processors share a tile
+            *((2, n, c) for n, c in ((1, 500), (1, 1100), (4, 60))),
+            (3, 5, 150),
+            (1, 8, 100),
+        )
+    ),
+    *(Case((n,), (c,), h, packed=n == 1, big=True) for h in (20, 7) for n, c in ((1, 700), (3, 100), (1, 15))),
+    *(Case((1,) * 16, LENGTHS, heads, block_size=size, big=True) for heads in (64, 16, 4) for size in (16, 32, 64)),
+    *(Case((1, 2, 3, 4, 5, 6, 7, 8) * 2, tuple(c + 8 for c in LENGTHS), h, big=True) for h in (64, 32, 16, 4)),
+    *(Case((n,), (c,), 16, block_size=64, big=True) for n in (1, 4) for c in (1024, 10240, 102400)),
+    Case((1, 4, 1, 1, 2), (0, 5000, 0, 70, 0), 64, big=True, rows=3),
+    Case((2, 1), (1500, 130), 64, scale=200.0, big=True),
+    Case((1,), (256,)),
+    Case((4,), (300,), block_size=64),
+    Case((1,) * 5, (1, 16, 17, 64, 100)),
+    Case((3, 1, 0, 5), (3, 16, 9, 17), 3),
+    Case((1, 1, 2), (0, 40, 0), rows=2),
+    Case((1, 2), (200, 300), scale=200.0),
+    Case((), (), 2, 8, 8, 8),
+    *(Case((2, 1), (7, 30), 2, R, 24 - R, v) for R, v in ((16, 8), (20, 8), (16, 12))),
+    Case((4, 2, 1), (64, 65, 63), 5, 40, 16, 24, 8),
+    Case((1, 2), (20, 30), 4, 64, 16, 16, narrow=True),
+    Case((1, 2, 1), (20, 30, 0), 4, 64, 16, 16, packed=True, rows=1),
+    *(Case((1,), (c,), K2.heads, block_size=64, packed=True, big=True) for c in (1, 1024, 10240, 102400)),
+    *(Case((1,) * 16, LENGTHS, 64, block_size=size, packed=True, big=True) for size in (16, 64)),
+    Case((1, 2, 3, 4, 5, 6, 7, 8) * 2, tuple(c + 8 for c in LENGTHS), 16, block_size=32, packed=True, big=True),
+    Case((1, 4, 1, 1, 2), (0, 5000, 0, 70, 0), 64, packed=True, big=True, rows=3),
+]
+TOL = {
+    "o": {
+        FLOAT32: Tol(1e-4, 2e-4, 1e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+        BFLOAT16: sums()[BFLOAT16],
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    pages = paged_inputs.cache(g, [max(length, 1) for length in c.contexts], c.block_size, c.R + c.r)
+    context = g.tensor(list(c.contexts), torch.int32)
+    pages["tables"][context == 0] = pages["tables"][:, -1:][context == 0]  # a block of nans
+    q_full = g.randn(sum(c.counts) + c.rows, c.H, c.R + c.r)
+    if c.packed:
+        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
+        q_full[..., : c.R] /= 16
+    return {
+        "q_full": q_full,
+        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "tables": pages["tables"],
+        "query_start": paged_inputs.query_start(g, c.counts),
+        "context": context,
+        "scale": c.scale * (c.R + c.r) ** -0.5,
+        "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5 / (16 if c.packed else 1)),
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    size = dtype.itemsize
+    real = [(n, length) for n, length in zip(c.counts, c.contexts) if length]
+    attention = costs.mla_absorbed([n for n, _ in real], [length for _, length in real], c.H, c.R, c.r, size)
+    return attention + costs.per_head_matmul(sum(n for n, _ in real), c.H, c.R, c.v, size)
+
+
+def reference(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, _), R, flat = q_full.shape, w_uv.shape[1], cache.view(-1, cache.shape[2])
+    out = torch.zeros(T, H, w_uv.shape[2], dtype=q_full.dtype, device=q_full.device)
+    starts, lengths = query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if length == 0 or count == 0:
+            continue
+        positions = torch.arange(length, device=cache.device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        for i in range(count):
+            seen = latent[: length - count + i + 1]
+            weights = torch.softmax(scale * (q_full[first + i].float() @ seen.T), -1)
+            out[first + i] = torch.einsum("hr,hrv->hv", weights @ seen[:, :R], w_uv.float()).to(out.dtype)
+    return out
+
+
+op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w_uv.shape",))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("mla_decode.cu", "mla_decode", "pplllplpppppp" + "l" * 5 + "fp")
+
+
+@functools.cache
+def _few() -> Any:
+    return build.function("mla_decode.cu", "mla_attend_few", "ppllplppppllfp")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def needs(q_full: Tensor, cache: Tensor) -> tuple[tuple[bool, str], ...]:
+    """What `attend` does."""
+    return (
+        (q_full.dtype == BFLOAT16, "bfloat16"),
+        (cache.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
+        (q_full.shape[2] == K2.latent + K2.rope, "Kimi's latent width"),
+        (cache.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
+    )
+
+
+def attend(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(partials [C, ROWS, R], weights [ROWS, C] float32): what the ranges of C processors give (mla_decode.cu). `out`
+    [T, H, v]: where they go combined, unless w_uv is None. tables, query_start and context are contiguous.
+    """
+    (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    # As many CTAs as the GPU runs at once, and one for each tile there may be.
+    ctas = max(processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
+    partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
+    weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
+    failed = _kernel()(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        cache.dtype == latent_cache.PACKED,
+        block_size,
+        tables.data_ptr(),
+        M,
+        query_start.data_ptr(),
+        context.data_ptr(),
+        None if w_uv is None else w_uv.data_ptr(),
+        partials.data_ptr(),
+        weights.data_ptr(),
+        None if out is None else out.data_ptr(),
+        B,
+        T,
+        H,
+        ctas,
+        LEAST,
+        scale,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"mla_decode does not start: CUDA error {failed}"
+    return partials, weights
+
+
+def attend_one(
+    q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
+) -> tuple[Tensor, Tensor, int]:
+    """What `attend` gives for one token of 32 or 64 heads, and the positions worth a range of their own: fewer where
+    the table is so narrow that attention's CTAs, one a processor, lie beside those of the kernel after it
+    (split_kv_short.cuh).
+    """
+    (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    slots = processors(device)
+    if B != 1 or cache.dtype != BFLOAT16 or -(-M * block_size // FEW) * (H // QUARTER) > slots:
+        return *attend(q_full, cache, tables, query_start, context, scale, None, None), LEAST
+    partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
+    weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)
+    failed = _few()(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        block_size,
+        tables.data_ptr(),
+        M,
+        query_start.data_ptr(),
+        context.data_ptr(),
+        partials.data_ptr(),
+        weights.data_ptr(),
+        H,
+        slots,
+        scale,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"mla_attend_few does not start: CUDA error {failed}"
+    return partials, weights, FEW
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.cache)),
+)
+def cuda(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    T, H, _ = q_full.shape
+    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
+    out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=q_full.device)
+    attend(q_full, cache, tables.contiguous(), query_start.contiguous(), context.contiguous(), scale, w_uv, out)
+    return out
+
+
+@functools.cache
+def _on_cpu(dtype: torch.dtype) -> Any:
+    name = "mla_decode_f32" if dtype == FLOAT32 else "mla_decode_bf16"
+    return build.function("mla_absorbed", name, "p" * 7 + "l" * 10 + "f")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: build.on_cpu(
+        "mla_absorbed",
+        device,
+        (a.q_full.dtype == FLOAT32 and a.q_full.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
+        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.cache.shape[2] % 8 == 0, "latent and rope widths that are together a multiple of 8"),
+        (a.w_uv.shape[1] % 8 == 0 and a.w_uv.shape[2] % 8 == 0, "latent and value widths that are multiples of 8"),
+    ),
+)
+def cpp(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, width), (_, R, v), (N, block_size, _), (B, M) = q_full.shape, w_uv.shape, cache.shape, tables.shape
+    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+    w_uv = w_uv.contiguous()
+    out = torch.empty(T, H, v)
+    failed = _on_cpu(cache.dtype)(
+        q_full.data_ptr(),
+        cache.data_ptr(),
+        tables.data_ptr(),
+        query_start.data_ptr(),
+        context.data_ptr(),
+        w_uv.data_ptr(),
+        out.data_ptr(),
+        T,
+        B,
+        M,
+        H,
+        R,
+        width - R,
+        v,
+        N,
+        block_size,
+        threads.count(),
+        scale,
+    )
+    assert not failed, (
+        f"a block is outside the cache: {tables=} {N=}"
+        if failed == 1
+        else f"queries and contexts disagree: {T=} {query_start=} {context=} {tables.shape=} {block_size=}"
+    )
+    return out
+
+
+@op.impl(
+    "rows",
+    when=lambda a, device: (
+        "for CUDA" if device.type != "cuda" else a.q_full.shape[0] <= MOST_ROWS or f"for at most {MOST_ROWS} tokens"
+    ),
+)
+def rows(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    """Every row gathers all that its table holds: nothing depends on what lengths are, as a CUDA graph needs it."""
+    (T, H, _), R, (_, size, width) = q_full.shape, w_uv.shape[1], cache.shape
+    if not T or not len(context):
+        return q_full.new_zeros(T, H, w_uv.shape[2])
+    row = torch.arange(T, dtype=torch.int32, device=q_full.device)
+    owner = torch.searchsorted(query_start[1:], row, right=True)
+    ours = owner < len(context)
+    owner = owner.clamp_max_(len(context) - 1)
+    seen = torch.where(ours, context[owner] - (query_start[owner + 1] - 1 - row), 0).unsqueeze(1)
+    positions = torch.arange(tables.shape[1] * size, device=q_full.device)
+    several = max(1, GATHER_BYTES // (len(positions) * width * 4))
+    parts = []
+    for some in row.long().split(several):
+        read = torch.minimum(positions, (seen[some] - 1).clamp_min(0))
+        latent = latent_cache.unpack(cache.view(-1, width)[paged_inputs.slots(tables[owner[some]], read, size)], R)
+        latent = latent.masked_fill_((seen[some] <= 0).unsqueeze(2), 0.0)
+        scores = q_full[some].float() @ latent.mT * scale
+        scores = scores.masked_fill_((positions >= seen[some].clamp_min(1)).unsqueeze(1), float("-inf"))
+        parts.append((torch.softmax(scores, -1) @ latent[..., :R]).to(q_full.dtype))
+    return per_head_matmul(torch.cat(parts), w_uv).masked_fill_((seen <= 0).unsqueeze(2), 0.0)
+
+
+@op.impl("composed")
+def composed(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    (T, H, _), R = q_full.shape, w_uv.shape[1]
+    counts, real = query_start.diff(), context > 0
+    kept = torch.repeat_interleave(real, counts.long()).nonzero().squeeze(1)
+    q = q_full
+    if len(kept) < T:
+        q, tables, context = q_full[kept], tables[real], context[real]
+        query_start = torch.nn.functional.pad(counts[real].cumsum(0, dtype=torch.int32), (1, 0))
+    o_latent = mla_absorbed(q[..., :R], q[..., R:], cache, tables, query_start, context, scale)
+    o = per_head_matmul(o_latent, w_uv)
+    if len(kept) == T:
+        return o
+    return torch.zeros(T, H, w_uv.shape[2], dtype=o.dtype, device=o.device).index_copy_(0, kept, o)
+
+
+def check(q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, w_uv: Tensor) -> None:
+    (_, H, width), (heads, R, _), B = q_full.shape, w_uv.shape, tables.shape[0]
+    assert H == heads and width > R, f"{q_full.shape=} {w_uv.shape=}"
+    assert cache.shape[2] == latent_cache.width(R, width - R, cache.dtype), (
+        f"{q_full.shape=} {cache.shape=} {cache.dtype=}"
+    )
+    assert q_full.is_contiguous() and cache.is_contiguous(), f"{q_full.stride()=} {cache.stride()=}"
+    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    assert q_full.dtype == w_uv.dtype, f"{q_full.dtype=} {w_uv.dtype=}"
+
+
+def mla_decode(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+) -> Tensor:
+    check(q_full, cache, tables, query_start, context, w_uv)
+    return op(q_full, cache, tables, query_start, context, scale, w_uv)

@@ -1,0 +1,246 @@
+"""MLA attention over the latent cache in the plain form: keys and values of every head are made from the latents.
+
+k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
+token's own.
+q [T, H, n + r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); w_uk [H, n, R];
+w_uv [H, R, v]; tables, query_start and context as in mla_absorbed.py, the last two best in host memory, where they are
+read; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
+Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
+
+"cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many heads at a time as fit
+`KEY_VALUE_BYTES`, and rounds probabilities to bfloat16; scores, softmax and sums are fp32. A request's result does not
+depend on the others.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention import paged_inputs
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts import latent_cache
+
+PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time, in "torch"
+KEY_VALUE_BYTES = 1 << 30  # of keys and values of some heads, at a time, in "cuda"
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    counts: tuple[int, ...]  # queries of each request
+    contexts: tuple[int, ...]
+    H: int = NANO.heads
+    n: int = NANO.nope
+    r: int = NANO.rope
+    v: int = NANO.value
+    R: int = NANO.latent
+    block_size: int = 16
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    packed: bool = False
+
+
+CASES = [
+    *(
+        Case((q,), (c,), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True)
+        for q, c in ((512, 512), (2048, 8192))
+    ),
+    Case((300, 1, 129), (300, 4100, 1000), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
+    Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
+    Case((512,), (512,)),
+    Case((64,), (700,)),
+    Case((), (), 2, 8, 4, 8, 16),
+    Case((1,), (1,), 2, 8, 4, 8, 16),
+    Case((17, 0, 33), (17, 5, 64), 3, 8, 4, 16, 24, 4),
+    Case((5, 40), (32, 49), 2, 12, 6, 10, 14, 8, narrow=True),
+    Case((5, 40), (32, 49), 2, 12, 6, 10, 14, 8, packed=True),
+    Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 64, packed=True, big=True),
+]
+TOL = {
+    "o": {
+        FLOAT32: Tol(2e-5, 2e-4, 1e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+        BFLOAT16: sums()[BFLOAT16],
+    }
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    pages = paged_inputs.cache(g, c.contexts, c.block_size, c.R + c.r)
+    if c.packed:
+        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
+    size = c.R**-0.5 / (16 if c.packed else 1)
+    return {
+        "q": g.randn(sum(c.counts), c.H, c.n + c.r),
+        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "w_uk": g.randn(c.H, c.n, c.R, scale=size),
+        "w_uv": g.randn(c.H, c.R, c.v, scale=size),
+        "tables": pages["tables"],
+        "query_start": paged_inputs.query_start(g, c.counts),
+        "context": pages["context"],
+        "scale": (c.n + c.r) ** -0.5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.mla_prefill(list(c.counts), list(c.contexts), c.H, c.R, c.r, c.n, c.v, dtype.itemsize)
+
+
+def reference(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    (T, H, _), R = q.shape, w_uk.shape[2]
+    out = torch.empty(T, H, w_uv.shape[2], dtype=q.dtype, device=q.device)
+    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        rows, count = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
+        positions = torch.arange(length, device=q.device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        own = positions[length - count :]
+        for h in range(H):
+            k = torch.cat([latent[:, :R] @ w_uk[h].float().T, latent[:, R:]], -1)
+            scores = scale * (q[rows, h].float() @ k.T)
+            scores = scores.masked_fill(positions > own.unsqueeze(1), float("-inf"))
+            out[rows, h] = (torch.softmax(scores, -1) @ (latent[:, :R] @ w_uv[h].float())).to(q.dtype)
+    return out
+
+
+op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("mla_prefill.cu", "mla_prefill", "pppppllllllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
+        "mla_prefill.cu",
+        device,
+        (a.q.dtype == BFLOAT16, "bfloat16"),
+        # The value size belongs to the same model as the sizes that decide.
+        (
+            (a.w_uk.shape[1], a.q.shape[2] - a.w_uk.shape[1], a.w_uv.shape[2]) == (K2.nope, K2.rope, K2.value),
+            f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
+        ),
+        (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
+    ),
+)
+def cuda(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
+        q = q.contiguous()
+    (_, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
+    out = torch.empty(q.shape[0], H, v, dtype=q.dtype, device=q.device)
+    starts, lengths, block_size = query_start.tolist(), context.tolist(), cache.shape[1]
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if count == 0:
+            continue
+        blocks = cache.index_select(0, tables[b, : -(-length // block_size)])
+        latent = latent_cache.unpack(blocks.view(-1, cache.shape[2])[:length], R, q.dtype)
+        c = latent[:, :R]
+        heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
+        for h in range(0, H, heads):
+            some = slice(h, min(h + heads, H))
+            k = torch.nn.functional.linear(c, w_uk[some].flatten(0, 1))
+            values = torch.bmm(c.expand(some.stop - h, *c.shape), w_uv[some])  # [heads, length, v]
+            failed = _kernel()(
+                q[first, h].data_ptr(),
+                k.data_ptr(),
+                latent[0, R:].data_ptr(),
+                values.data_ptr(),
+                out[first, h].data_ptr(),
+                count,
+                length,
+                some.stop - h,
+                q.stride(0),
+                latent.stride(0),
+                out.stride(0),
+                scale,
+                torch.cuda.current_stream(q.device).cuda_stream,
+            )
+            assert not failed, f"CUDA error {failed}: {q.shape=} {count=} {length=} {cache.shape=}"
+    return out
+
+
+@op.impl("torch")
+def in_pieces(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    """Heads in groups whose keys and values fit PIECE_BYTES, queries in blocks whose scores do; a block of queries
+    multiplies only the keys that its last one may see."""
+    device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
+    out = torch.empty(T, H, v, device=device)
+    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        if count == 0:
+            continue
+        positions = torch.arange(length, device=device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        c, k_pe = latent[:, :R], latent[:, R:]
+        heads = max(1, min(H, PIECE_BYTES // (4 * length * (size + v))))
+        for h in range(0, H, heads):
+            some = slice(h, min(h + heads, H))
+            k = torch.empty(some.stop - h, length, size, device=device)
+            k[..., :n] = c @ w_uk[some].float().mT
+            k[..., n:] = k_pe
+            values = c @ w_uv[some].float()
+            queries = max(1, PIECE_BYTES // (4 * length * (some.stop - h)))
+            for i in range(0, count, queries):
+                last = min(i + queries, count)
+                seen = length - count + last  # keys the last query of the block sees
+                rows = slice(first + i, first + last)
+                scores = (q[rows, some].float() * scale).transpose(0, 1) @ k[:, :seen].mT
+                hidden = positions[:seen] > positions[seen - (last - i) : seen].unsqueeze(1)
+                scores.masked_fill_(hidden, float("-inf"))
+                out[rows, some] = (torch.softmax(scores, -1) @ values[:, :seen]).transpose(0, 1)
+    return out.to(q.dtype)
+
+
+def mla_prefill(
+    q: Tensor,
+    cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+) -> Tensor:
+    (_, H, size), (_, n, R) = q.shape, w_uk.shape
+    assert w_uk.shape[0] == H and w_uv.shape[:2] == (H, R), f"{q.shape=} {w_uk.shape=} {w_uv.shape=}"
+    width = latent_cache.width(R, size - n, cache.dtype)
+    assert cache.shape[2] == width and cache.is_contiguous(), f"{q.shape=} {cache.shape=} {w_uk.shape=}"
+    assert q.dtype == w_uk.dtype == w_uv.dtype, f"{q.dtype=} {w_uk.dtype=} {w_uv.dtype=}"
+    B = tables.shape[0]
+    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
+    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+    return op(q, cache, w_uk, w_uv, tables, query_start, context, scale)

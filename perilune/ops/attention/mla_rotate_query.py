@@ -1,0 +1,161 @@
+"""What stands between the attention projections and attention in the plain form: rotated queries and new cache rows.
+
+    q[t, h, n:]     = rope(q[t, h, n:])                                             in place
+    cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
+
+q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as
+in `rope`); cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); slots [T] int64 =
+block * block_size + offset, distinct. fp32 inside, rounded once to q's type; what is cached is then rounded to the
+cache's.
+
+"cuda" is one launch for Kimi's widths; "composed" is the three ops in turn.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention.write_cache import write_cache
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts import latent_cache
+from perilune.ops.linear.linear import aligned
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+from perilune.ops.pointwise.rope import rope
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    H: int = NANO.heads
+    n: int = K2.nope
+    R: int = K2.latent
+    r: int = K2.rope
+    block_size: int = 64
+    strided: bool = False
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+
+
+CASES = [
+    *(Case(t, K2.heads, strided=True, big=True) for t in (17, 1000, 2048)),
+    Case(301, 16, strided=True, big=True),
+    *(Case(t) for t in (1, 17, 40)),
+    Case(33, strided=True),
+    Case(0),
+    Case(3, 2, 16, 24, 8, 4, strided=True),
+    Case(5, 3, 8, 16, 4, 16, narrow=True),
+]
+TOL = {"q": rounded(), "cache": rounded()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    width = c.R + c.r
+    blocks = c.T // c.block_size + 2
+    before = 8 if c.strided else 0
+    cache = g.nan(blocks, c.block_size, width)
+    angles = g.rand(c.T, c.r // 2) * 6.0
+    return {
+        "q": g.randn(c.T, c.H, c.n + c.r),
+        "ckv": g.randn(c.T, before + width, scale=3.0)[:, before:],
+        "kv_norm": g.randn(c.R),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "cache": cache.to(BFLOAT16) if c.narrow else cache,
+        "slots": g.permutation(blocks * c.block_size)[: c.T],
+        "eps": 1e-5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    size = dtype.itemsize
+    new = costs.Cost(4 * c.T * c.R + 3 * c.T * c.r, size * (2 * c.T * (c.R + c.r) + c.R))
+    return new + costs.rope(c.T, c.H, c.r, size)
+
+
+def reference(
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+) -> None:
+    R, r = kv_norm.shape[0], 2 * cos.shape[1]
+
+    def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * c - odd * s, odd * c + even * s), -1).flatten(-2).to(x.dtype)
+
+    latent = ckv[:, :R].float()
+    c = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
+    cache.view(-1, cache.shape[2])[slots] = latent_cache.pack(c.to(q.dtype), rotated(ckv[:, R:], cos, sin), cache.dtype)
+    q[..., -r:] = rotated(q[..., -r:], cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=(0, 5))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("mla_rotate_query.cu", "mla_rotate_query", "pplppppllpllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
+        "mla_rotate_query.cu",
+        device,
+        (a.q.dtype == BFLOAT16, "bfloat16"),
+        (a.cache.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
+        (
+            a.q.shape[2] == K2.nope + K2.rope
+            and a.cache.shape[2] == latent_cache.width(K2.latent, K2.rope, a.cache.dtype),
+            "Kimi's head and latent widths",
+        ),
+    ),
+)
+def cuda(
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+) -> None:
+    (T, H, _), (N, block_size, _) = q.shape, cache.shape
+    ckv = aligned(ckv)
+    failed = _kernel()(
+        q.data_ptr(),
+        ckv.data_ptr(),
+        ckv.stride(0),
+        kv_norm.data_ptr(),
+        cos.contiguous().data_ptr(),
+        sin.contiguous().data_ptr(),
+        cache.data_ptr(),
+        N * block_size,
+        cache.dtype == latent_cache.PACKED,
+        slots.contiguous().data_ptr(),
+        T,
+        H,
+        eps,
+        torch.cuda.current_stream(q.device).cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {q.shape=} {cache.shape=}"
+
+
+@op.impl("composed")
+def composed(
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+) -> None:
+    R, r = kv_norm.shape[0], 2 * cos.shape[1]
+    write_cache(cache, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1), slots)
+    q[..., -r:] = rope(q[..., -r:], cos, sin)
+
+
+def mla_rotate_query(
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+) -> None:
+    (T, _, size), R, r = q.shape, kv_norm.shape[0], 2 * cos.shape[1]
+    assert r <= size and q.is_contiguous() and ckv.shape == (T, R + r), f"{q.shape=} {q.stride()=} {ckv.shape=}"
+    assert cache.is_contiguous() and cache.shape[2] == latent_cache.width(R, r, cache.dtype), (
+        f"{cache.shape=} {ckv.shape=}"
+    )
+    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
+    assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
+    assert q.dtype == ckv.dtype == kv_norm.dtype, f"{q.dtype=} {ckv.dtype=} {kv_norm.dtype=}"
+    op(q, ckv, kv_norm, cos, sin, cache, slots, eps)

@@ -1,0 +1,47 @@
+"""Inputs of the attention ops: requests whose latents lie scattered over a paged cache, everything else poisoned."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.ops.harness.case import Make
+from perilune.ops.layouts import latent_cache
+
+
+def cache(g: Make, contexts: Sequence[int], block_size: int, width: int) -> dict[str, Tensor]:
+    """`cache` [N, block_size, width], nan wherever no request's context lies; `tables` [B, M] int32, padded with a
+    block of nans; `context` [B] int32."""
+    needed = [-(-c // block_size) for c in contexts]
+    M = max(needed, default=0) + 1
+    free = g.permutation(sum(needed) + 2).tolist()
+    poisoned = free.pop()
+    pages = g.nan(sum(needed) + 2, block_size, width)
+    tables = []
+    for context, blocks in zip(contexts, needed):
+        table = [free.pop() for _ in range(blocks)]
+        flat = torch.tensor(table, device=g.device).repeat_interleave(block_size) * block_size
+        slots = (flat + torch.arange(block_size, device=g.device).repeat(blocks))[:context]
+        pages.view(-1, width)[slots] = g.randn(context, width)
+        tables.append(table + [poisoned] * (M - blocks))
+    return {
+        "cache": pages,
+        "tables": g.tensor(tables, torch.int32).view(len(contexts), M),
+        "context": g.tensor(list(contexts), torch.int32),
+    }
+
+
+def packed(cache: Tensor, R: int) -> Tensor:
+    """A float cache [N, block_size, R + r] as packed rows, its latents 16 times larger, as loading/fp8_latents.py has
+    them."""
+    return latent_cache.pack(cache[..., :R] * 16.0, cache[..., R:], latent_cache.PACKED)
+
+
+def query_start(g: Make, counts: Sequence[int]) -> Tensor:
+    return g.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], torch.int32)
+
+
+def slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Flat cache rows of `positions` [..., L] of the requests with block tables [..., M]."""
+    blocks = tables.long().gather(-1, positions // block_size)
+    return blocks * block_size + positions % block_size

@@ -1,0 +1,89 @@
+// Absorbed MLA for few tokens a request: attention split over the sequence (split_kv_range.cuh), then combined and
+// multiplied by W_UV (split_kv_combine.cuh); the contract is in mla_decode.py. `share_work` (split_kv_schedule.cuh)
+// gives every CTA its range from the contexts, so that one launch fits all contexts.
+//
+// No activation's pointer is __restrict__: the compiler may move a load through such a one above the wait.
+#include "attention/sm90/split_kv_range.cuh"
+#include "attention/sm90/split_kv_combine.cuh"
+
+using namespace mla;
+
+namespace {
+
+// [chunk][row][64] of `chunks` chunks of rows, in boxes of `rows` rows and all chunks, or one if `single`.
+bool describe(CUtensorMap* map, const void* from, bool bytes, int64_t count, int64_t row_bytes, int chunks, int rows,
+              bool single) {
+  return maps::describe(map, from, bytes ? maps::BYTES : maps::SWIZZLED, {64, count, chunks},
+                        {row_bytes, bytes ? 64 : 128}, {64, rows, single ? 1 : chunks});
+}
+
+bool describe_cache(Maps* maps, const void* cache, int64_t rows, bool packed) {
+  const int64_t row = packed ? LATENT + ROPE * 2 : WIDTH * 2;
+  const int chunks = packed ? 1 : CHUNKS;
+  const void* values = packed ? static_cast<const uint8_t*>(cache) + LATENT : cache;
+  return describe(&maps->few, values, false, rows, row, chunks, GROUP, true) &&
+         describe(&maps->many, values, false, rows, row, chunks, KEYS, false) &&
+         (!packed || (describe(&maps->few_bytes, cache, true, rows, row, CHUNKS - 1, GROUP, true) &&
+                      describe(&maps->many_bytes, cache, true, rows, row, CHUNKS - 1, KEYS, false)));
+}
+
+template <int CLUSTER>
+int start_combine(const void* partials, const void* weights, const void* query_start, const void* context,
+                  const void* w_uv, void* out, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t least,
+                  void* stream) {
+  constexpr int K = LATENT / CLUSTER;
+  constexpr size_t bytes =
+      HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4 + COMBINE_THREADS / 32 * K * 4;
+  dim3 grid(H * CLUSTER, (T + TOKENS - 1) / TOKENS);
+  // Above 32 tokens, reading more than one range of each at once was slower: 16 us for 10.
+  auto kernel = T <= 8    ? combine<CLUSTER, 1, 16>
+                : T <= 16 ? combine<CLUSTER, 2, 8>
+                : T <= 32 ? combine<CLUSTER, 4, 4>
+                          : combine<CLUSTER, 4, 1>;
+  return launch(kernel, grid, dim3(COMBINE_THREADS), bytes, stream, CLUSTER, static_cast<const bf16*>(partials),
+                static_cast<const float*>(weights), static_cast<const int*>(query_start),
+                static_cast<const int*>(context), static_cast<const bf16*>(w_uv), static_cast<bf16*>(out), ctas, B, T,
+                H, least);
+}
+
+}  // namespace
+
+// cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16, weights [64, ctas] float:
+// what the ranges give, which is all if w_uv is null. -1: no driver entry point for tensor maps, or they are refused.
+API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t packed, int64_t block,
+                   const void* tables, int64_t M, const void* query_start, const void* context, const void* w_uv,
+                   void* partials, void* weights, void* out, int64_t B, int64_t T, int64_t H, int64_t ctas,
+                   int64_t least, float scale, void* stream) {
+  if (T == 0) return 0;
+  CUtensorMap queries;
+  Maps latents{};
+  if (!describe(&queries, q, false, T * H, WIDTH * 2, CHUNKS, ROWS, false) ||
+      !describe_cache(&latents, cache, cache_rows, packed)) {
+    return -1;
+  }
+  int failed = launch(packed ? attend<true> : attend<false>, dim3(ctas), dim3(ATTEND_THREADS), ATTEND_BYTES, stream, 1,
+                      queries, latents, static_cast<const bf16*>(q), static_cast<const int*>(tables),
+                      static_cast<const int*>(query_start), static_cast<const int*>(context),
+                      static_cast<bf16*>(partials), static_cast<float*>(weights), B, M, H, block, least,
+                      scale * 1.4426950408889634f);
+  if (failed || w_uv == nullptr) return failed;
+  auto start = H >= 48 ? start_combine<2> : H >= 24 ? start_combine<4> : start_combine<8>;
+  return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
+}
+
+// What the ranges of one token give, of 48 positions at most, over a bf16 cache: in the first of `slots` places, of
+// which there is one for each 48 positions that the table [M] can hold. H: 32 or 64.
+API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t block, const void* tables,
+                       int64_t M, const void* query_start, const void* context, void* partials, void* weights,
+                       int64_t H, int64_t slots, float scale, void* stream) {
+  CUtensorMap latents;
+  if (!describe(&latents, cache, false, cache_rows, WIDTH * 2, CHUNKS, GROUP, false)) return -1;
+  // Of the processor's memory nothing is to be left to the first-level cache: the next kernel needs it.
+  const cudaError_t e = cudaFuncSetAttribute(attend_few, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  if (e != cudaSuccess) return static_cast<int>(e);
+  const unsigned ctas = static_cast<unsigned>((M * block + Few::COUNT - 1) / Few::COUNT * (H / QUARTER));
+  return launch(attend_few, dim3(ctas), dim3(FEW_THREADS), FEW_BYTES, stream, 1, latents, static_cast<const bf16*>(q),
+                static_cast<const int*>(tables), static_cast<const int*>(query_start), static_cast<const int*>(context),
+                static_cast<bf16*>(partials), static_cast<float*>(weights), H, block, slots,
+                scale * 1.4426950408889634f);
+}

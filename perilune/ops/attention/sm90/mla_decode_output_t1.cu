@@ -1,0 +1,450 @@
+// One token's attention from its ranges' outputs on: they are weighed, multiplied by W_UV, and by the output projection
+// w, in one launch. Contract in mla_decode_output.py.
+//
+// CTA h makes the values of head h, if there is such a head, and hands them to all by a board in global memory. Then
+// each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
+// the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
+// attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
+// handed over too, by another board, to mla_decode_router_t1.cu and the experts' kernel. A CTA takes no more than 166
+// KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
+// router's.
+//
+// CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
+// long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
+#include "cuda/router_mailbox.cuh"
+#include "attention/sm90/split_kv_schedule.cuh"
+#include "cuda/weight_stream.cuh"
+
+using namespace stream;
+
+namespace {
+
+constexpr int KS = 8, GROUPS = WARPS / KS;  // warps that share a tile; tiles at once
+constexpr int ASKERS = 2, ASKED = WARPS / ASKERS, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + ASKERS * 32;
+constexpr int LATENTS = mla::LATENT / WARPS;      // of a head, a warp's
+constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way, of those an asker asks for
+constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
+constexpr int MOST_RANGES = 160;
+constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
+constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the board
+constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the consumers; of those of a part of k, and on
+static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
+static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
+
+// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there.
+template <typename W>
+struct Ring;
+template <>
+struct Ring<Bf16> {
+  static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
+};
+template <>
+struct Ring<E4m3> {
+  static constexpr int ROW = 512, STAGES = 2, OPEN = 1;
+};
+
+struct Args {
+  const bf16* partials;  // of the ranges, as attention leaves them
+  const float* weights;
+  const int *query_start, *context;
+  const uint8_t* w_uv;    // [H, LATENT, VALUE]
+  const float* uv_scale;  // [H, VALUE], of e4m3
+  const uint8_t* w;       // [D, H VALUE]
+  const float* scale;     // [D], of e4m3
+  uint32_t* board;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
+  bf16* y;                // [D]; null if there is a residual
+  bf16* residual;         // [D], to which y is added; or null
+  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the board
+  int ctas, B, H, D, least;
+};
+
+// Whether the phase of this parity is over, without waiting.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
+  uint32_t yes;
+  asm volatile(
+      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+      : "=r"(yes)
+      : "r"(shared_address(barrier)), "r"(phase)
+      : "memory");
+  return yes;
+}
+
+// 8 weights that lie together, as floats.
+template <typename W>
+__device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
+  const auto take = [&v](const float2(&pairs)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) v[n * 2] = pairs[n].x, v[n * 2 + 1] = pairs[n].y;
+  };
+  if constexpr (W::BYTES == 1) {
+    const uint2 w = *reinterpret_cast<const uint2*>(from);
+    const uint2 low = e4m3::halves(w.x), high = e4m3::halves(w.y);
+    const auto floats = [](const uint32_t& pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); };
+    take({floats(low.x), floats(low.y), floats(high.x), floats(high.y)});
+  } else {
+    const uint4 w = *reinterpret_cast<const uint4*>(from);
+    take({widen(w.x), widen(w.y), widen(w.z), widen(w.w)});
+  }
+}
+
+// Values k .. k + 7 to where `multiply` looks for them (weight_stream.cuh).
+template <typename W>
+__device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32_t (&pairs)[4]) {
+  constexpr int LANE = 16 / W::BYTES;
+  const int lane = k / LANE % 4, second = k / (W::BYTES == 1 ? 8 : W::CHUNK) % 2;
+  auto* to = reinterpret_cast<uint2*>(xs + k / BLOCK * BLOCK + lane * 16 + second * 4);
+  to[0] = make_uint2(pairs[0], pairs[2]);
+  to[2] = make_uint2(pairs[1], pairs[3]);
+}
+
+template <typename W>
+__global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
+  using R = Ring<W>;
+  using S = Stage<R::ROW>;
+  using X = Sums<4>;
+  using Value = typename W::Value;
+  constexpr bool RAISED = W::BYTES == 1;
+  constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // of a warp
+  constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of W_UV that its latents meet
+  constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages beside its part of W_UV
+  static_assert(OWN >= VALUES && OWN % 64 == 0 && VALUES % 64 == 0);
+  extern __shared__ __align__(128) uint8_t memory[];
+  Value* xs = reinterpret_cast<Value*>(memory + WARPS * OWN);
+  __shared__ float sums[2][WARPS][4 * TILE];
+  __shared__ __align__(16) float products[WARPS][mla::VALUE];
+  __shared__ float value_scales[RAISED ? mla::VALUE : 1];
+  __shared__ uint64_t barriers[WARPS][STAGES], values_full[WARPS], values_read;
+  __shared__ uint32_t largest[RAISED ? WARPS : 1], turn_shared, multiplying;
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int part = warp % KS, group = warp / KS % GROUPS, head = blockIdx.x;
+  const int i = a.H * mla::VALUE, chunks = i / W::CHUNK / KS, loads = chunks / S::CHUNKS;
+  const int64_t row_bytes = static_cast<int64_t>(i) * W::BYTES;
+  const bool owner = head < a.H;
+  const int tiles = a.D / TILE, step = gridDim.x * GROUPS;
+
+  // What is to be loaded next into a warp's ring: piece `ahead` of a tile.
+  struct Next {
+    const uint8_t* from;
+    int tile, ahead, stage;
+  };
+  const auto begin = [&](int tile, int warp) { return a.w + tile * TILE * row_bytes + warp % KS * chunks * 64; };
+  const auto ask = [&](const Next& next, int warp) {
+    if (!elected()) return;
+    uint8_t* to = memory + warp * OWN + next.stage * S::BYTES;
+    uint64_t* barrier = &barriers[warp][next.stage];
+    barrier_expect(barrier, TILE * R::ROW);
+#pragma unroll
+    for (int row = 0; row < TILE; row++) {  // a condition on each copy would make it wait for the one before
+      bulk_load_once(to + S::place(row), next.from + row * row_bytes, R::ROW, barrier);
+    }
+  };
+  const auto advance = [&](Next& next) {
+    next.from += R::ROW;
+    next.stage = next.stage + 1 == STAGES ? 0 : next.stage + 1;
+    if (++next.ahead == loads) {
+      next.ahead = 0, next.tile += step;
+      next.from += step * TILE * row_bytes - loads * R::ROW;
+    }
+  };
+  if (threadIdx.x < WARPS * STAGES) barrier_init(&barriers[0][0] + threadIdx.x, 1);
+  if (threadIdx.x < WARPS) barrier_init(&values_full[threadIdx.x], 1);
+  if (threadIdx.x == 0) multiplying = 0, barrier_init(&values_read, WARPS);
+  barriers_visible();
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    const int first = (warp - WARPS) * ASKED, end = first + ASKED;
+    if (owner) {
+#pragma unroll 1
+      for (int w = first; w < end; w++) {
+        if (w >= first + VALUES_OPEN) barrier_wait(&values_full[w - VALUES_OPEN], 0);
+        if (elected()) {
+          barrier_expect(&values_full[w], VALUES);
+          bulk_load_once(memory + (w + 1) * OWN - VALUES,
+                         a.w_uv + (static_cast<int64_t>(head) * WARPS + w) * VALUES, VALUES, &values_full[w]);
+        }
+      }
+    }
+#pragma unroll 1
+    for (int s = 0; s < STAGES; s++) {
+      // Who multiplies refills: a stage's barrier says no more whether it has been full for the first time.
+      const auto go = [&] {
+        return s < R::OPEN || barrier_passed(&barriers[end - 1][s - R::OPEN], 0) ||
+               *static_cast<volatile uint32_t*>(&multiplying);
+      };
+      while (!__any_sync(~0u, go())) {
+      }
+      if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
+      const int second = s >= loads;  // a ring holds two tiles at most
+#pragma unroll 1
+      for (int w = first; w < end; w++) {
+        const int tile = blockIdx.x + w / KS * gridDim.x + second * step, ahead = s - second * loads;
+        ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
+      }
+    }
+    return;
+  }
+
+  int tile = blockIdx.x + group * gridDim.x;  // evenly over processors
+  Next next{begin(tile, warp), tile, 0, 0};
+#pragma unroll 1
+  for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
+  const auto take_turn = [&] {
+    if (threadIdx.x == 0) {
+      auto* launches = reinterpret_cast<unsigned long long*>(a.board + i);
+      turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
+    }
+  };
+  if (owner) {
+    // While there are no values yet, their memory holds the latents, the ranges' shares, and where the ranges are.
+    float* latents = reinterpret_cast<float*>(xs) + warp * ASIDE;
+    float* shares = latents + LATENTS;
+    mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
+    if (RAISED && threadIdx.x < mla::VALUE) value_scales[threadIdx.x] = a.uv_scale[head * mla::VALUE + threadIdx.x];
+    mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
+    __syncwarp();
+    const int ranges = found->ranges, slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
+    const int column = warp * LATENTS + t * 8, side = g;
+    const float* weight = a.weights + row * a.ctas + slot;
+    const bf16* partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) +
+                          row * 64 + ((column / 8) % 8 ^ (row & 7)) * 8;
+    wait_for_predecessor();
+    let_successor_start();
+    uint4 x[AT_ONCE];
+    float v[MOST_RANGES / 32], sum[8] = {};
+    const auto read = [&](int first) {
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        if (j && first + j * SIDES >= ranges) break;
+        const int s = first + side + j * SIDES;
+        x[j] = s < ranges ? *reinterpret_cast<const uint4*>(partial + static_cast<int64_t>(s) * mla::PARTIAL) : uint4{};
+      }
+    };
+#pragma unroll
+    for (int j = 0; j < MOST_RANGES / 32; j++) v[j] = lane + j * 32 < ranges ? weight[lane + j * 32] : -INFINITY;
+    read(0);
+    take_turn();
+    float top = -INFINITY, total = 0;
+#pragma unroll
+    for (float w : v) top = fmaxf(top, w);
+    top = warp_max(top);
+#pragma unroll
+    for (float& w : v) w = w == -INFINITY ? 0 : mla::power_of_two(w - top), total += w;
+    total = warp_sum(total);
+    const float inverse = total > 0 ? 1 / total : 0;
+#pragma unroll
+    for (int j = 0; j < MOST_RANGES / 32; j++) shares[lane + j * 32] = v[j] * inverse;
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < ranges;) {
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        if (j && first + j * SIDES >= ranges) break;
+        const float w = shares[first + side + j * SIDES];
+        const uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+        for (int l = 0; l < 4; l++) {
+          const float2 y = widen(words[l]);
+          sum[l * 2] += w * y.x;
+          sum[l * 2 + 1] += w * y.y;
+        }
+      }
+      first += AT_ONCE * SIDES;
+      if (first < ranges) read(first);
+    }
+    __syncwarp();
+#pragma unroll
+    for (float& y : sum) {
+#pragma unroll
+      for (int l = 4; l < 32; l <<= 1) y += __shfl_xor_sync(~0u, y, l);
+      y = __bfloat162float(__float2bfloat16(y));
+    }
+    if (side == 0) {
+      float4* to = reinterpret_cast<float4*>(latents + t * 8);
+      to[0] = {sum[0], sum[1], sum[2], sum[3]};
+      to[1] = {sum[4], sum[5], sum[6], sum[7]};
+    }
+    __syncwarp();
+    barrier_wait(&values_full[warp], 0);
+    float y[8] = {};  // 8 values of two rows of W_UV at a time
+    const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 8 * W::BYTES;
+#pragma unroll
+    for (int j = 0; j < LATENTS / 2; j++) {
+      float w[8];
+      eight<W>(mine + j * (VALUES / LATENTS * 2), w);
+      const float latent = latents[j * 2 + lane / 16];
+#pragma unroll
+      for (int n = 0; n < 8; n++) y[n] += w[n] * latent;
+    }
+#pragma unroll
+    for (float& z : y) z += __shfl_xor_sync(~0u, z, 16);
+    if (lane < 16) {
+      float4* to = reinterpret_cast<float4*>(&products[warp][lane * 8]);
+      to[0] = {y[0], y[1], y[2], y[3]};
+      to[1] = {y[4], y[5], y[6], y[7]};
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&values_read);
+    named_sync(OF_HEAD, CONSUMERS);
+    if (warp < mla::VALUE / 64) {
+      float low = 0, high = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float2 p = *reinterpret_cast<const float2*>(&products[w][threadIdx.x * 2]);
+        low += p.x, high += p.y;
+      }
+      if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
+      uint32_t* to = a.board + head * (mla::VALUE / 2) + threadIdx.x;
+      announce::put(to + turn_shared * (i / 2), announce::written(narrow(low, high)));
+      announce::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
+    }
+  } else {
+    wait_for_predecessor();
+    let_successor_start();
+    take_turn();
+    named_sync(OF_HEAD, CONSUMERS);
+  }
+
+  {  // the values of part `part` to shared memory, for the warps that multiply by them: each brings as many
+    const int of_part = chunks * W::CHUNK, count = of_part / GROUPS, at = part * of_part + group * count;
+    const uint32_t* words = a.board + turn_shared * (i / 2) + at / 2 + lane * 4;
+    const auto real = [&](int n) { return lane * 8 + n * 256 < count; };
+    uint4 v[PIECES] = {};
+    bool waits;
+    do {
+      waits = false;
+#pragma unroll
+      for (int n = 0; n < PIECES; n++) {
+        if (real(n) && announce::misses(v[n])) v[n] = announce::glance16(words + n * 128);
+      }
+#pragma unroll
+      for (int n = 0; n < PIECES; n++) waits |= real(n) && announce::misses(v[n]);
+    } while (__any_sync(~0u, waits));
+    uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < PIECES; n++) {
+      v[n] = {~v[n].x, ~v[n].y, ~v[n].z, ~v[n].w};
+      if (RAISED && real(n)) {
+        for (uint32_t pair : {v[n].x, v[n].y, v[n].z, v[n].w}) {
+          most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+        }
+      }
+    }
+    float raise = 1;
+    if (RAISED) {
+      most = __reduce_max_sync(~0u, most);
+      if (lane == 0) largest[warp] = most;
+      named_sync(OF_PART + part, GROUPS * 32);
+      raise = power_of_two(raise_exponent(max(largest[part], largest[part + KS])));
+    }
+#pragma unroll
+    for (int n = 0; n < PIECES; n++) {
+      if (!real(n)) break;
+      const int k = at + lane * 8 + n * 256;
+      uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
+      if (RAISED) {
+#pragma unroll
+        for (uint32_t& pair : pairs) {
+          const float2 f = widen(pair);
+          const __half2 h = __floats2half2_rn(f.x * raise, f.y * raise);
+          pair = *reinterpret_cast<const uint32_t*>(&h);
+        }
+      }
+      place<W>(xs, k, pairs);
+    }
+    named_sync(OF_PART + part, GROUPS * 32);
+    if (lane == 0) *static_cast<volatile uint32_t*>(&multiplying) = 1;
+    __syncwarp();
+  }
+
+  const Value* x[X::KINDS];
+#pragma unroll
+  for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, 0, 1, n);
+  const uint8_t* mine = memory + warp * OWN + S::place(g) + 16 * t;
+  const int k0 = part * chunks * W::CHUNK;
+  float scale = 1, lowered = 1;
+  if (RAISED) lowered = power_of_two(254 - raise_exponent(max(largest[part], largest[part + KS])));
+  int stage = 0, phase = 0;
+  for (int pass = 0; tile < tiles; pass ^= 1, tile += step) {
+    X acc;
+    float old = 0;
+    if (a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
+    if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
+    for (int n = 0; n < loads; n++) {
+      barrier_wait(&barriers[warp][stage], phase);
+      multiply<W, S::CHUNKS>(acc, mine + stage * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+      __syncwarp();  // everyone has read what is refilled now
+      if (next.tile < tiles) {
+        shared_writes_visible();
+        ask(next, warp);
+        advance(next);
+      }
+    }
+    if (RAISED) {
+#pragma unroll
+      for (int n = 0; n < 8; n++) acc.d[n / 4][0][n % 4] *= lowered;
+    }
+    // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
+    acc.store(sums[pass][warp]);
+    named_sync(1 + group, KS * 32);
+    if (part == 0 && lane < TILE) {
+      float v = 0;
+#pragma unroll
+      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
+      const bf16 y = __float2bfloat16(RAISED ? v * scale : v);
+      const int row = tile * TILE + lane;
+      if (a.residual == nullptr) {
+        a.y[row] = y;
+      } else {
+        const bf16 sum = __float2bfloat16(old + __bfloat162float(y));
+        const uint32_t mine = __bfloat16_as_ushort(sum), pair = mine | __shfl_down_sync(0xff, mine, 1) << 16;
+        uint32_t* to = a.fresh + row / 2;
+        if (lane % 2 == 0) announce::put(to + turn_shared * (a.D / 2), announce::written(pair));
+        a.residual[row] = sum;
+        if (lane % 2 == 0) announce::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+      }
+    }
+  }
+}
+
+template <typename W>
+int start(const Args& a, int64_t sms, void* stream) {
+  const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
+  const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
+  // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
+  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                       cudaSharedmemCarveoutMaxShared);
+  return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
+}
+
+}  // namespace
+
+// partials, weights: as `mla_decode` leaves them for one token of H heads (32 or 64), with as many CTAs (at most 160)
+// and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values. board:
+// H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least H; D at
+// least 32 for each.
+API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
+                   const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* board, void* y,
+                   void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
+                   int64_t sms, void* stream) {
+  const Args a{static_cast<const bf16*>(partials),
+               static_cast<const float*>(weights),
+               static_cast<const int*>(query_start),
+               static_cast<const int*>(context),
+               static_cast<const uint8_t*>(w_uv),
+               static_cast<const float*>(uv_scale),
+               static_cast<const uint8_t*>(w),
+               static_cast<const float*>(scale),
+               static_cast<uint32_t*>(board),
+               static_cast<bf16*>(y),
+               static_cast<bf16*>(residual),
+               static_cast<uint32_t*>(fresh),
+               static_cast<int>(ctas),
+               static_cast<int>(B),
+               static_cast<int>(H),
+               static_cast<int>(D),
+               static_cast<int>(least)};
+  return scale == nullptr ? start<Bf16>(a, sms, stream) : start<E4m3>(a, sms, stream);
+}

@@ -1,0 +1,150 @@
+// What the kernels share that make the input of absorbed attention, for one token (mla_pre_attention_t1.cu) and for two
+// to four (mla_pre_attention_mma.cu): what a CTA streams.
+//
+// CTAs tell each other their results through a board in global memory, which counts the launches. CTA 0 advances the
+// count when it has seen all of q_a: a tile of every CTA, so that every CTA has read the count.
+//
+// While weights are in flight, every other trip to memory waits behind them: telling took 4 us with all of the ring on
+// its way, 1.2 us with none. So the copying warp asks for a few slots at a time. For the same reason nobody looks at
+// the board before its own piece is there, and the pieces' sums are read by one warp of each CTA for a token.
+#pragma once
+#include "attention/sm90/cache_row.cuh"
+#include "cuda/weight_stream.cuh"
+
+namespace before_attention {
+
+using namespace mla;
+using stream::Bf16;
+using stream::E4m3;
+using stream::TILE, stream::WARPS;
+
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;  // and a warp that only copies
+constexpr int HIDDEN = 7168, INNER = 1536, OUTER = INNER + LATENT + ROPE;  // Kimi K2's widths; rows of qkv_a
+constexpr int TILES_A = 2, ROWS_A = TILES_A * TILE;                        // of qkv_a, of a CTA
+constexpr int CTAS = OUTER / ROWS_A;
+constexpr int SHARE = 128, KS_Q = 4;  // values of a row of q_b that a warp takes of a slot; warps that share a tile
+constexpr int GROUPS_Q = WARPS / KS_Q, ROWS_Q = GROUPS_Q * TILE;
+constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b, of a CTA
+constexpr int TILES = ROWS / TILE, ROUNDS = ROWS / ROWS_Q;
+constexpr int COLUMNS = LATENT / 2;  // of W_UK, of a CTA
+constexpr int QUADS = HIDDEN / 4, PIECE = (QUADS + CTAS - 1) / CTAS, PIECES = (QUADS + PIECE - 1) / PIECE;
+constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
+static_assert(PIECE <= 32 && PIECES == 128);
+static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
+
+// Slots of the ring, in order: of qkv_a 1,024 values of each row of this CTA's tiles; of q_b 512 values of each row of
+// as many tiles as are multiplied at once; of W_UK rows of this CTA's columns, PITCH_UK apart. Pitches are 64
+// bytes off the multiples of 128, so that two rows share no bank. WINDOW: slots on their way at a time; EARLY: while
+// the ring fills for the first time.
+template <typename W>
+struct Slots {
+  using Weights = W;
+  static constexpr int SPAN_A = 1024 * W::BYTES, PITCH_A = SPAN_A + 64;
+  static constexpr int SPAN_Q = KS_Q * SHARE * W::BYTES, PITCH_Q = SPAN_Q + 64;
+  static constexpr int SPAN_UK = COLUMNS * 2, ROWS_UK = 32 * W::BYTES;
+  static constexpr int SLOT = ROWS_Q * PITCH_Q;
+  static constexpr int STAGES = W::BYTES == 2 ? 6 : 11, WINDOW = W::BYTES == 2 ? 2 : 3;
+  static constexpr int A_SLOTS = HIDDEN * W::BYTES / SPAN_A, PER_ROUND = INNER * W::BYTES / SPAN_Q;
+  static constexpr int Q_SLOTS = ROUNDS * PER_ROUND, UK_SLOTS = NOPE / ROWS_UK, UK_LOCAL = UK_SLOTS / 2;
+  static constexpr int SLOTS = A_SLOTS + Q_SLOTS + UK_SLOTS, RING = STAGES * SLOT;
+  static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES && UK_SLOTS % 2 == 0);
+};
+
+template <typename Board>
+struct Arguments {
+  bf16* residual;  // [T, HIDDEN]
+  const void* x;
+  int parts, wide;  // wide: x holds floats [T, parts, HIDDEN], else bf16 [T, HIDDEN]
+  const bf16* norm;
+  const uint8_t* w_a;  // [OUTER, HIDDEN]
+  const float* scale_a;
+  const bf16* q_norm;
+  const uint8_t* w_q;  // [H (NOPE + ROPE), INNER]
+  const float* scale_q;
+  NewRows rows;
+  const bf16* w_uk;  // [H, NOPE, LATENT]
+  bf16* out;         // [T, H, WIDTH]
+  Board* board;
+  int H;
+  float eps;
+};
+
+// Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
+template <typename W>
+__device__ __forceinline__ int place_of(int k) {
+  constexpr int LANE = 16 / W::BYTES;
+  const int second = W::BYTES == 1 ? k / 8 % 2 : k / W::CHUNK % 2;
+  return k / stream::BLOCK * stream::BLOCK + k / LANE % 4 * 16 + second * 4 + k / 4 % 2 * 2;
+}
+
+__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t weights) {
+  const float2 f = widen(pair), w = widen(weights);
+  return narrow(f.x * w.x, f.y * w.y);
+}
+__device__ __forceinline__ float squares_of(uint32_t low, uint32_t high) {
+  const float2 a = widen(low), b = widen(high);
+  return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
+}
+// Of a warp: bits of the largest value, without its sign.
+__device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
+  const float2 a = widen(low), b = widen(high);
+  const float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
+  return __reduce_max_sync(~0u, __float_as_uint(most));
+}
+
+// All threads but the copying warp's.
+__device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
+
+// 4 bytes to the same place in CTA `rank` of the cluster, where `barrier` counts them.
+__device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier, int rank, uint32_t v) {
+  const uint32_t there = address_in(static_cast<const float*>(to), rank);
+  const uint32_t told = address_in(reinterpret_cast<const float*>(barrier), rank);
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
+               "r"(told)
+               : "memory");
+}
+
+// What the copying warp does.
+template <typename P, typename Board, typename Shared>
+__device__ __forceinline__ void copy(const Arguments<Board>& a, Shared& shared, uint8_t* memory) {
+  using W = typename P::Weights;
+  static_assert(P::SHARED + sizeof(Shared) <= ROOM && P::EARLY <= P::WINDOW && P::WINDOW <= P::EARLY + 1);
+  const int cta = blockIdx.x, head = cta / 2, rank = cluster_rank(), slots = head < a.H ? P::SLOTS : P::A_SLOTS;
+  if (!elected()) return;
+  int stage = 0, phase = 1, landed = 0, landed_phase = 0;
+#pragma unroll 1
+  for (int n = 0; n < slots; n++) {
+    const uint8_t* from;
+    int rows, apart, span, pitch, jump = 0;  // after the first tile
+    if (n < P::A_SLOTS) {
+      rows = ROWS_A, apart = HIDDEN * W::BYTES, span = P::SPAN_A, pitch = P::PITCH_A;
+      from = a.w_a + static_cast<int64_t>(cta) * TILE * apart + n * span;
+      jump = (CTAS - 1) * TILE * apart;
+    } else if (n < P::A_SLOTS + P::Q_SLOTS) {
+      const int m = n - P::A_SLOTS, round = m / P::PER_ROUND, row = round * ROWS_Q;
+      const int first = row < NOPE_ROWS ? rank * NOPE_ROWS + row : NOPE + rank * ROPE_ROWS + row - NOPE_ROWS;
+      rows = ROWS_Q, apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
+      from = a.w_q + static_cast<int64_t>(head * (NOPE + ROPE) + first) * apart + (m - round * P::PER_ROUND) * span;
+    } else {  // first what meets this CTA's half of the nope rows
+      const int m = n - P::A_SLOTS - P::Q_SLOTS, k = (rank * NOPE_ROWS + m * P::ROWS_UK) % NOPE;
+      rows = P::ROWS_UK, apart = LATENT * 2, span = P::SPAN_UK, pitch = P::PITCH_UK;
+      from = reinterpret_cast<const uint8_t*>(a.w_uk + static_cast<int64_t>(head * NOPE + k) * LATENT + rank * COLUMNS);
+    }
+    if (n >= P::EARLY && (P::EARLY == P::WINDOW || n != P::STAGES)) {
+      barrier_wait(&shared.full[landed], landed_phase);
+      if (++landed == P::STAGES) landed = 0, landed_phase ^= 1;
+    }
+    barrier_wait_to_refill(&shared.empty[stage], phase);
+    uint64_t* barrier = &shared.full[stage];
+    uint8_t* to = memory + stage * P::SLOT;
+    barrier_expect(barrier, rows * span);
+#pragma unroll 8
+    for (int row = 0; row < rows; row++) {
+      bulk_load_once(to, from, span, barrier);
+      to += pitch, from += row == TILE - 1 ? apart + jump : apart;
+    }
+    if (++stage == P::STAGES) stage = 0, phase ^= 1;
+  }
+}
+
+}  // namespace before_attention

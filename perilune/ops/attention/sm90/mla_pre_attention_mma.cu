@@ -1,0 +1,482 @@
+// What stands before absorbed attention for two to four tokens, in one launch. Contract in mla_pre_attention.py.
+//
+// As mla_pre_attention_t1.cu, but for more tokens there is more to tell and less room for the ring beside it: of the
+// residual each lane takes from the board what it will multiply, into registers, and W_UK is multiplied by the tensor
+// cores.
+//
+// CTAs tell in words that are zero until they are told. There are two sets of them, in turns: a launch empties the next
+// one's.
+//
+// All CTAs must be on the GPU together, one to a processor: every one waits for all. A token's sums are the same
+// whatever their number.
+#include "cuda/router_mailbox.cuh"
+#include "attention/sm90/mla_pre_attention.cuh"
+
+using namespace before_attention;
+
+namespace {
+
+using announce::glance16, announce::misses, announce::put;
+
+constexpr int MOST_TOKENS = 4;
+constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
+static_assert(OCTETS % 32 == 0 && COLUMNS == WARPS * 16);
+
+// Behind the ring lie the tokens' q_a. Rows of W_UK are such that eight share no bank.
+template <typename W, int T>
+struct Plan : Slots<W> {
+  using S = Slots<W>;
+  static constexpr int PITCH_UK = S::SPAN_UK + 16, EARLY = S::WINDOW - 1;
+  static constexpr int Q_PITCH = stream::pitch_of(INNER), SHARED = S::RING + T * Q_PITCH * 2;
+  static_assert(S::SPAN_A == WARPS * stream::BLOCK * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
+  static_assert(S::ROWS_UK % 16 == 0);
+};
+
+// Words are pairs of values, or a float, inverted: no result is all ones.
+struct Board {
+  uint32_t launches, unused[31];
+  uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order
+  uint32_t pieces[2][MOST_TOKENS][PIECES];  // sums of squares of x before the weights
+  uint32_t qkv[2][MOST_TOKENS][OUTER / 2];
+};
+
+using Args = Arguments<Board>;
+
+// Word `at` of a token, which is emptied in the next launch's set.
+template <int WORDS>
+__device__ __forceinline__ void tell(uint32_t (&set)[2][MOST_TOKENS][WORDS], int turn, int token, int at, uint32_t v) {
+  put(&set[turn][token][at], ~v);
+  set[turn ^ 1][token][at] = 0;
+}
+__device__ __forceinline__ uint4 inverted(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
+// Four words, once they are told. A warp that has waited comes together by __syncwarp().
+__device__ __forceinline__ uint4 seen(const uint32_t* p) {
+  uint4 v;
+  do v = glance16(p);
+  while (misses(v));
+  return inverted(v);
+}
+
+template <typename W, int T>
+struct Shared {
+  union {  // of qkv_a, and when those have been told of q_b
+    float a_sums[WARPS][TILES_A][T * TILE];
+    float q_sums[KS_Q][TILES][T * TILE];
+  };
+  float q_scales[ROWS], squares[T * INNER_WARPS];
+  uint32_t most[T * INNER_WARPS];
+  float x_scale[T], q_scale[T];
+  uint32_t nope[2][T][NOPE_ROWS / 2 + 4];  // by each CTA of the cluster; the tokens' rows share no bank
+  uint64_t full[Plan<W, T>::STAGES], empty[Plan<W, T>::STAGES], told, handed;
+};
+
+// A pair as fp16, times `by`.
+__device__ __forceinline__ uint32_t raised(uint32_t pair, float by) {
+  const float2 f = widen(pair);
+  const __half2 h = __floats2half2_rn(f.x * by, f.y * by);
+  return *reinterpret_cast<const uint32_t*>(&h);
+}
+
+// The sums of row g of a tile: to[token * TILE + g].
+template <int T>
+__device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, float lowered = 1) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float even = acc.d[0][0][i] + acc.d[1][0][i], odd = acc.d[0][0][2 + i] + acc.d[1][0][2 + i];
+    float v = even + __shfl_xor_sync(~0u, odd, 2);
+    v *= __shfl_sync(~0u, lowered, (2 * t + i) % 4 * 4);
+    if (2 * t + i < T) to[(2 * t + i) * TILE + g] = v;
+  }
+}
+
+// By a warp: adds a token's x to this CTA's piece of the residual and tells it, times the norm's weights, of which each
+// lane that `publishes` has four.
+template <typename W>
+__device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, int turn, int token, uint2 weight,
+                                           bool publishes) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0;
+  if (publishes) {
+    const int quad = blockIdx.x * PIECE + lane;
+    uint2* mine = reinterpret_cast<uint2*>(a.residual) + token * QUADS + quad;
+    const uint2 old = __ldcg(mine);
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (a.wide) {
+      const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
+#pragma unroll 9
+      for (int p = 0; p < a.parts; p++) {
+        const float4 v = __ldcg(from + p * QUADS);
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+    } else {
+      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
+      const float2 c = widen(v.x), d = widen(v.y);
+      sum = make_float4(c.x, c.y, d.x, d.y);
+    }
+    const float2 c = widen(old.x), d = widen(old.y);
+    const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
+    const uint2 y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
+    const int at = place_of<W>(quad * 4) / 2;
+    tell(a.board->x, turn, token, at, y.x), tell(a.board->x, turn, token, at + 4, y.y);
+    squares = squares_of(fresh.x, fresh.y);
+    *mine = fresh;
+  }
+  __syncwarp();
+  squares = warp_sum(squares);
+  if (lane == 0) {
+    if (blockIdx.x < PIECES) tell(a.board->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
+    barrier_arrive(&told);
+  }
+}
+
+// What this lane multiplies of x: 8 values of a block in each slot. Of e4m3's, `lowered` is what the sums of its token
+// in this warp are multiplied by.
+template <typename W, int T>
+__device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int turn,
+                                       uint4 (&x)[Plan<W, T>::A_SLOTS], float& lowered) {
+  constexpr int APART = WARPS * stream::BLOCK / 2;  // words
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t* from = a.board->x[turn][min(g % 4, T - 1)] + warp * (stream::BLOCK / 2) + t * 8 + g / 4 * 4;
+  barrier_wait(&shared.told, 0);  // looking earlier slows down who publishes
+#pragma unroll
+  for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) x[n] = glance16(from + n * APART);
+  if (warp >= WARPS - T) {
+    const int token = WARPS - 1 - warp;
+    const uint4 v = seen(a.board->pieces[turn][token] + lane * 4);
+    __syncwarp();
+    const float squares = warp_sum(__uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) +
+                                   __uint_as_float(v.w));
+    if (lane == 0) shared.x_scale[token] = rsqrtf(squares / HIDDEN + a.eps);
+  }
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) {
+      if (misses(x[n])) x[n] = glance16(from + n * APART), missing = true;
+    }
+  } while (missing);
+  __syncwarp();
+#pragma unroll
+  for (uint4& v : x) v = inverted(v);
+  if (W::BYTES == 1) {
+    uint32_t most = 0;
+#pragma unroll
+    for (const uint4& v : x) {
+      for (uint32_t pair : {v.x, v.y, v.z, v.w}) most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+    }
+#pragma unroll
+    for (int other : {1, 2, 16}) most = max(most, __shfl_xor_sync(~0u, most, other));
+    const uint32_t exponent = stream::raise_exponent(most);
+    const float raise = stream::power_of_two(exponent);
+    lowered = stream::power_of_two(254 - exponent);
+#pragma unroll
+    for (uint4& v : x) {
+      for (uint32_t* pair : {&v.x, &v.y, &v.z, &v.w}) *pair = raised(*pair, raise);
+    }
+  }
+}
+
+// += a block of a tile, of which `w` is where this lane's row begins, times this lane's part of x.
+__device__ __forceinline__ void multiply(stream::Sums<4>& acc, const uint8_t* w, const uint4& x, Bf16) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const uint4 v = *reinterpret_cast<const uint4*>(w + n * 64);
+    const uint32_t a[4] = {v.x, v.y, v.z, v.w};
+    mma(acc.d[n][0], a, n ? x.z : x.x, n ? x.w : x.y, bf16());
+  }
+}
+__device__ __forceinline__ void multiply(stream::Sums<4>& acc, const uint8_t* w, const uint4& x, E4m3) {
+  const uint4 v = *reinterpret_cast<const uint4*>(w);
+  const uint2 h[4] = {e4m3::halves(v.x), e4m3::halves(v.y), e4m3::halves(v.z), e4m3::halves(v.w)};
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const uint32_t a[4] = {h[2 * n].x, h[2 * n].y, h[2 * n + 1].x, h[2 * n + 1].y};
+    mma(acc.d[n][0], a, n ? x.z : x.x, n ? x.w : x.y, __half());
+  }
+}
+
+// A token's cache row, by a warp.
+__device__ __forceinline__ void write_new_row(const Args& a, int turn, int token, const uint4 (&kv_norm)[2]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t* from = a.board->qkv[turn][token] + INNER / 2;
+  NewRow row;
+#pragma unroll
+  for (int i = 0; i < 2; i++) row.latent[i] = seen(from + i * 128 + lane * 4);
+  const uint4 keys = seen(from + LATENT / 2 + lane / 4 * 4);
+  __syncwarp();
+  row.key = lane % 2 ? (lane % 4 > 1 ? keys.w : keys.y) : lane % 4 > 1 ? keys.z : keys.x;
+  write_row(a.rows, token, row, kv_norm);
+}
+
+template <typename W, int T>
+__global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const __grid_constant__ Args a) {
+  using P = Plan<W, T>;
+  using Value = typename W::Value;
+  using X = stream::Sums<4>;
+  constexpr bool RAISED = W::BYTES == 1;
+  constexpr int CHUNKS = SHARE * W::BYTES / 64;
+  extern __shared__ __align__(128) uint8_t memory[];
+  Value* qs = reinterpret_cast<Value*>(memory + P::RING);
+  __shared__ Shared<W, T> shared;
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
+  const bool has_head = head < a.H;
+  if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
+  if (tid == 32) barrier_init(&shared.told, T), barrier_init(&shared.handed, 1);
+  barriers_visible();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();  // the barriers are there, and the other's memory
+  if (warp == WARPS) {
+    copy<P>(a, shared, memory);
+    __syncwarp();
+    wait_for_predecessor();
+    return;
+  }
+  // What is asked for after the weights arrives after them, some microseconds later: what is small is asked for now.
+  const bool publishes = warp < T && lane < PIECE && cta * PIECE + lane < QUADS;
+  constexpr int Q_ALL = T * OCTETS, Q_EACH = (Q_ALL + CONSUMERS - 1) / CONSUMERS;  // octets of q_a, of a thread
+  uint2 weight = make_uint2(0, 0);
+  uint4 q_weight[Q_EACH];
+  if (publishes) weight = __ldg(reinterpret_cast<const uint2*>(a.norm) + cta * PIECE + lane);
+#pragma unroll
+  for (int n = 0; n < Q_EACH; n++) {
+    const int octet = tid + n * CONSUMERS;
+    if (octet < Q_ALL) q_weight[n] = __ldg(reinterpret_cast<const uint4*>(a.q_norm) + octet % OCTETS);
+  }
+  // The pair of rows of qkv_a, and the token, whose results this lane of the first warp tells.
+  const int telling = lane / (TILE / 2) % T, told_row = (cta + lane / (TILE / 2 * T) * CTAS) * TILE + lane % 4 * 2;
+  const bool tells = warp == 0 && lane < TILES_A * T * (TILE / 2);
+  float2 scale = make_float2(1, 1);
+  if (RAISED && tells) scale = *reinterpret_cast<const float2*>(a.scale_a + told_row);
+  const bool scaled = RAISED && has_head && tid < ROWS;
+  const int own_row = tid < NOPE_ROWS ? rank * NOPE_ROWS + tid : NOPE + rank * ROPE_ROWS + tid - NOPE_ROWS;
+  const float row_scale = scaled ? a.scale_q[head * (NOPE + ROPE) + own_row] : 1;
+  uint4 kv_norm[2];
+  if (cta == 2 * a.H && warp < T) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) kv_norm[i] = *reinterpret_cast<const uint4*>(a.rows.norm + i * 256 + lane * 8);
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(&a.board->launches);
+  const int turn = launch % 2;
+  float cosine = 0, sine = 0;
+  const int rotating = warp - T;  // a token
+  const bool rotates = rotating >= 0 && rotating < T && lane < ROPE_ROWS / 2;
+  if (rotates && has_head) {
+    const int angle = rotating * (ROPE / 2) + rank * ROPE_ROWS / 2 + lane;
+    cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
+  }
+  if (warp < T) tell_piece<W>(a, shared.told, turn, warp, weight, publishes);
+  uint4 x[P::A_SLOTS];
+  float lowered = 1;
+  take_x<W, T>(a, shared, turn, x, lowered);
+  if (scaled) shared.q_scales[tid] = row_scale;
+
+  int stage = 0, phase = 0;
+  const auto release = [&] {
+    __syncwarp();
+    if (elected()) barrier_arrive(&shared.empty[stage]);
+    if (++stage == P::STAGES) stage = 0, phase ^= 1;
+  };
+  {
+    const uint8_t* mine = memory + g * P::PITCH_A + warp * stream::BLOCK * W::BYTES + 16 * t;
+    X acc[TILES_A];
+#pragma unroll
+    for (int n = 0; n < P::A_SLOTS; n++) {
+      barrier_wait(&shared.full[stage], phase);
+#pragma unroll
+      for (int tile = 0; tile < TILES_A; tile++) {
+        multiply(acc[tile], mine + stage * P::SLOT + tile * TILE * P::PITCH_A, x[n], W());
+      }
+      release();
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES_A; tile++) store<T>(acc[tile], shared.a_sums[warp][tile], lowered);
+  }
+  if (warp == 0) {
+    named_sync(2, CONSUMERS);
+    if (tells) {
+      float v[2] = {0, 0};
+#pragma unroll
+      for (int s = 0; s < WARPS; s++) {
+        const float2 f = *reinterpret_cast<const float2*>(&shared.a_sums[s][0][lane * 2]);
+        v[0] += f.x, v[1] += f.y;
+      }
+      const float f = shared.x_scale[telling];
+      tell(a.board->qkv, turn, telling, told_row / 2, narrow(v[0] * (f * scale.x), v[1] * (f * scale.y)));
+    }
+    __syncwarp();
+  } else {
+    asm volatile("bar.arrive 2, %0;" ::"n"(CONSUMERS) : "memory");
+  }
+  if (!has_head) {
+    if (cta == 2 * a.H && warp < T) write_new_row(a, turn, warp, kv_norm);
+    return;
+  }
+
+  {
+    const auto at = [&](int n) {  // the words of a thread's octet n
+      const int octet = tid + n * CONSUMERS, token = octet / OCTETS;
+      return a.board->qkv[turn][token] + (octet - token * OCTETS) * 4;
+    };
+    uint4 v[Q_EACH];
+#pragma unroll
+    for (int n = 0; n < Q_EACH; n++) {
+      if (tid + n * CONSUMERS < Q_ALL) v[n] = glance16(at(n));
+    }
+    bool missing;
+    do {
+      missing = false;
+#pragma unroll
+      for (int n = 0; n < Q_EACH; n++) {
+        if (tid + n * CONSUMERS < Q_ALL && misses(v[n])) v[n] = glance16(at(n)), missing = true;
+      }
+    } while (missing);
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < Q_EACH; n++) {
+      if (tid + n * CONSUMERS >= Q_ALL) continue;
+      uint4& y = v[n];
+      y = inverted(y);
+      const float squares = warp_sum(squares_of(y.x, y.y) + squares_of(y.z, y.w));
+      const uint4& w = q_weight[n];
+      y = make_uint4(times(y.x, w.x), times(y.y, w.y), times(y.z, w.z), times(y.w, w.w));
+      const uint32_t most = RAISED ? max(most_of(y.x, y.y), most_of(y.z, y.w)) : 0;
+      if (lane == 0) shared.squares[warp + n * WARPS] = squares, shared.most[warp + n * WARPS] = most;
+    }
+    if (RAISED) meet();
+#pragma unroll
+    for (int n = 0; n < Q_EACH; n++) {
+      const int octet = tid + n * CONSUMERS, token = octet / OCTETS;
+      if (octet >= Q_ALL) continue;
+      uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
+      if (RAISED) {
+        const uint32_t most = lane < INNER_WARPS ? shared.most[token * INNER_WARPS + lane] : 0;
+        const float raise = stream::power_of_two(stream::raise_exponent(__reduce_max_sync(~0u, most)));
+#pragma unroll
+        for (uint32_t& pair : pairs) pair = raised(pair, raise);
+      }
+      auto* to = reinterpret_cast<uint2*>(qs + token * P::Q_PITCH + place_of<W>((octet - token * OCTETS) * 8));
+      to[0] = make_uint2(pairs[0], pairs[2]);
+      to[2] = make_uint2(pairs[1], pairs[3]);
+    }
+  }
+  meet();
+  if (cta == 0 && tid == 0) a.board->launches = launch + 1;
+  if (tid == 0) barrier_expect(&shared.handed, T * NOPE * 2);
+  if (warp == WARPS - 1 && lane < T) {
+    float squares = 0;
+    uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < INNER_WARPS; n++) {
+      squares += shared.squares[lane * INNER_WARPS + n], most = max(most, shared.most[lane * INNER_WARPS + n]);
+    }
+    const float f = rsqrtf(squares / INNER + a.rows.eps);
+    shared.q_scale[lane] = RAISED ? f * stream::power_of_two(254 - stream::raise_exponent(most)) : f;
+  }
+  __syncwarp();
+  {
+    const Value* x[1] = {X::from(qs, P::Q_PITCH, T, 0) + warp % KS_Q * SHARE};
+    const uint8_t* mine = memory + (warp / KS_Q * TILE + g) * P::PITCH_Q + warp % KS_Q * SHARE * W::BYTES + 16 * t;
+#pragma unroll 1
+    for (int n = 0; n < ROUNDS; n++) {
+      X acc;
+#pragma unroll 1
+      for (int m = 0; m < P::PER_ROUND; m++) {
+        barrier_wait(&shared.full[stage], phase);
+        stream::multiply<W, CHUNKS>(acc, mine + stage * P::SLOT, x, m * KS_Q * SHARE);
+        release();
+      }
+      store<T>(acc, shared.q_sums[warp % KS_Q][warp / KS_Q + n * GROUPS_Q]);
+    }
+  }
+  meet();
+  // Of a token, rows n and n + 1 of this CTA's, rounded as the projection's output.
+  const auto pair = [&](int token, int n) {
+    float v[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < KS_Q; k++) {
+      const float2 f = *reinterpret_cast<const float2*>(&shared.q_sums[k][n / TILE][token * TILE + n % TILE]);
+      v[0] += f.x, v[1] += f.y;
+    }
+    if (RAISED) v[0] *= shared.q_scales[n], v[1] *= shared.q_scales[n + 1];
+    return narrow(v[0] * shared.q_scale[token], v[1] * shared.q_scale[token]);
+  };
+  const auto out = [&](int token) { return a.out + (token * a.H + head) * WIDTH; };
+  if (warp < T) {
+    const uint32_t v = pair(warp, lane * 2);
+#pragma unroll
+    for (int to = 0; to < 2; to++) hand_on(&shared.nope[rank][warp][lane], &shared.handed, to, v);
+  }
+  if (rotates) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(out(rotating) + LATENT + rank * ROPE_ROWS) + lane;
+    *to = rotate(pair(rotating, NOPE_ROWS + lane * 2), cosine, sine);
+  }
+
+  // A warp's 16 columns of W_UK; first what meets this CTA's half of the nope rows.
+  float d[2][4] = {};
+  barrier_wait(&shared.handed, 0);
+#pragma unroll
+  for (int n = 0; n < P::UK_SLOTS; n++) {
+    barrier_wait(&shared.full[stage], phase);
+    const int of = n < P::UK_LOCAL ? rank : rank ^ 1;
+    const uint32_t* q = shared.nope[of][min(g, T - 1)] + n % P::UK_LOCAL * (P::ROWS_UK / 2) + t;
+    const uint8_t* from = memory + stage * P::SLOT + (lane / 16 * 8 + lane % 8) * P::PITCH_UK +
+                          (warp * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int step = 0; step < P::ROWS_UK / 16; step++) {
+      uint32_t weights[4];
+      load_matrices<true>(weights, from + step * 16 * P::PITCH_UK);
+      mma(d[step % 2], weights, q[step * 8], q[step * 8 + 4], bf16());
+    }
+    if (++stage == P::STAGES) stage = 0, phase ^= 1;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = 2 * t + i % 2;
+    if (token < T) out(token)[rank * COLUMNS + warp * 16 + g + i / 2 * 8] = __float2bfloat16(d[0][i] + d[1][i]);
+  }
+}
+
+}  // namespace
+
+// scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. T is 2 to 4, H at most 65; the GPU
+// has at least 132 processors. board: 160 KB, zero at first, of this stream and T.
+API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
+                      const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
+                      const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
+                      const void* slot, float norm_eps, const void* w_uk, void* out, void* board, int64_t T, int64_t H,
+                      void* stream) {
+  const Args a{static_cast<bf16*>(residual),
+               x,
+               static_cast<int>(parts),
+               static_cast<int>(wide),
+               static_cast<const bf16*>(norm),
+               static_cast<const uint8_t*>(w_a),
+               static_cast<const float*>(scale_a),
+               static_cast<const bf16*>(q_norm),
+               static_cast<const uint8_t*>(w_q),
+               static_cast<const float*>(scale_q),
+               new_rows(nullptr, 0, kv_norm, cos, sin, cache, slots, packed, slot, T, norm_eps),
+               static_cast<const bf16*>(w_uk),
+               static_cast<bf16*>(out),
+               static_cast<Board*>(board),
+               static_cast<int>(H),
+               eps};
+  const auto start = [&](auto kind) {
+    using W = decltype(kind);
+    const auto of = [&](auto kernel, size_t shared) {
+      return launch(kernel, dim3(CTAS), dim3(THREADS), shared, stream, 2, a);
+    };
+    switch (T) {
+      case 2: return of(mla_pre_attention_mma_kernel<W, 2>, Plan<W, 2>::SHARED);
+      case 3: return of(mla_pre_attention_mma_kernel<W, 3>, Plan<W, 3>::SHARED);
+      default: return of(mla_pre_attention_mma_kernel<W, 4>, Plan<W, 4>::SHARED);
+    }
+  };
+  return scale_a == nullptr ? start(Bf16()) : start(E4m3());
+}

@@ -1,0 +1,436 @@
+// What stands before absorbed attention for one token, in one launch: the residual's sum and norm, qkv_a, and the
+// queries (q_b, W_UK, rope) with the step's cache row. Contract in mla_pre_attention.py.
+//
+// As three launches, the memory idles at two seams, while sums of one product become the input of the next. Here one
+// ring of slots brings a CTA its part of all three matrices, in order, so that what follows is on its way while the
+// CTAs tell each other their results: first each its piece of the residual, then its rows of qkv_a. They do so in words
+// of a pair of values and a tag, the number of the launch, which says that the pair is this launch's: there is no flag
+// to wait for before reading.
+//
+// All CTAs must be on the GPU together, one to a processor: every one waits for all.
+#include "attention/sm90/mla_pre_attention.cuh"
+
+using namespace before_attention;
+
+namespace {
+
+constexpr int KS_A = 8;  // warps that share a tile of qkv_a
+constexpr int QUADS_EACH = (QUADS + CONSUMERS - 1) / CONSUMERS;
+constexpr int INNER_QUADS = INNER / 4, INNER_WARPS = INNER_QUADS / 32;
+static_assert(PIECES % 32 == 0 && INNER_QUADS % 32 == 0 && INNER_QUADS <= CONSUMERS);
+
+// Behind the ring lie x and q_a, and at the end parts of the last sums.
+template <typename W>
+struct Plan : Slots<W> {
+  using S = Slots<W>;
+  static constexpr int PITCH_UK = S::SPAN_UK, EACH_UK = S::ROWS_UK / WARPS, EARLY = S::WINDOW;
+  static constexpr int X_BYTES = stream::pitch_of(HIDDEN) * 2;
+  static constexpr int SHARED = S::RING + X_BYTES + stream::pitch_of(INNER) * 2;
+  static_assert(S::SPAN_A == KS_A * SHARE * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
+  static_assert(WARPS * COLUMNS * 4 <= SHARED - S::RING);
+};
+
+// A word: low half a pair, high half a tag.
+struct Board {
+  uint32_t launches, unused[31];
+  uint64_t x[HIDDEN / 2];       // times the norm's weights
+  uint64_t pieces[PIECES * 2];  // of x: sum of squares before the weights, largest value after
+  uint64_t qkv[OUTER / 2];
+};
+
+using Args = Arguments<Board>;
+
+__device__ __forceinline__ ulonglong2 look(const uint64_t* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void tell(uint64_t* p, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ bool told(const ulonglong2& v, uint32_t tag) { return v.x >> 32 == tag && v.y >> 32 == tag; }
+__device__ __forceinline__ uint64_t word(uint32_t tag, uint32_t pair) {
+  return static_cast<uint64_t>(tag) << 32 | pair;
+}
+
+template <typename W>
+struct Shared {
+  float sums[WARPS][TILE], q_sums[KS_Q][TILES][TILE], q_scales[ROWS], squares[INNER_WARPS];
+  uint32_t most[INNER_WARPS];
+  float x_scale, x_raise;
+  __align__(16) uint32_t nope[NOPE_ROWS / 2];  // the other CTA's
+  uint64_t full[Plan<W>::STAGES], empty[Plan<W>::STAGES], told, handed;
+};
+
+template <typename W>
+__device__ __forceinline__ void put(typename W::Value* to, uint32_t low, uint32_t high, float raise) {
+  if (W::BYTES == 1) {
+    const auto raised = [raise](uint32_t pair) {
+      const float2 f = widen(pair);
+      const __half2 h = __floats2half2_rn(f.x * raise, f.y * raise);
+      return *reinterpret_cast<const uint32_t*>(&h);
+    };
+    low = raised(low), high = raised(high);
+  }
+  auto* words = reinterpret_cast<uint32_t*>(to);
+  words[0] = low, words[4] = high;
+}
+
+// The sums of the one token: row g of a tile.
+__device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const float even = acc.d[0][0][0] + acc.d[1][0][0], odd = acc.d[0][0][2] + acc.d[1][0][2];
+  const float v = even + __shfl_xor_sync(~0u, odd, 2);
+  if (t == 0) to[g] = v;
+}
+
+// By a warp: adds x to this CTA's piece of the residual and tells it, times the norm's weights, of which each lane that
+// `publishes` has four.
+template <bool RAISED>
+__device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, uint32_t tag, uint2 weight, bool publishes) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0;
+  uint2 y = make_uint2(0, 0);
+  if (publishes) {
+    const int quad = blockIdx.x * PIECE + lane;
+    uint2* at = reinterpret_cast<uint2*>(a.residual) + quad;
+    const uint2 old = __ldcg(at);
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (a.wide) {
+      const float4* from = static_cast<const float4*>(a.x) + quad;
+#pragma unroll 9
+      for (int p = 0; p < a.parts; p++) {
+        const float4 v = __ldcg(from + p * QUADS);
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+    } else {
+      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + quad);
+      const float2 c = widen(v.x), d = widen(v.y);
+      sum = make_float4(c.x, c.y, d.x, d.y);
+    }
+    const float2 c = widen(old.x), d = widen(old.y);
+    const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
+    y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
+    tell(a.board->x + quad * 2, word(tag, y.x), word(tag, y.y));
+    squares = squares_of(fresh.x, fresh.y);
+    *at = fresh;
+  }
+  __syncwarp();
+  squares = warp_sum(squares);
+  const uint32_t most = RAISED ? most_of(y.x, y.y) : 0;
+  if (lane == 0) {
+    const int piece = blockIdx.x;
+    if (piece < PIECES) tell(a.board->pieces + piece * 2, word(tag, __float_as_uint(squares)), word(tag, most));
+    barrier_arrive(&told);
+  }
+}
+
+// All of x, to be multiplied: by all threads but the copying warp's.
+template <typename W>
+__device__ __forceinline__ void take_x(const Args& a, Shared<W>& shared, typename W::Value* xs, uint32_t tag) {
+  constexpr bool RAISED = W::BYTES == 1;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  ulonglong2 v[QUADS_EACH], w[PIECES / 32];
+  const uint64_t* from = a.board->x + tid * 2;
+  float raise = 1;
+  barrier_wait(&shared.told, 0);  // looking earlier slows down who publishes
+#pragma unroll
+  for (int n = 0; n < QUADS_EACH; n++) {
+    if (tid + n * CONSUMERS < QUADS) v[n] = look(from + n * CONSUMERS * 2);
+  }
+  bool missing;
+  if (warp == WARPS - 1) {
+    const uint64_t* pieces = a.board->pieces + lane * 2;
+#pragma unroll
+    for (int n = 0; n < PIECES / 32; n++) w[n] = look(pieces + n * 64);
+    do {
+      missing = false;
+#pragma unroll
+      for (int n = 0; n < PIECES / 32; n++) {
+        if (!told(w[n], tag)) w[n] = look(pieces + n * 64), missing = true;
+      }
+    } while (missing);
+    __syncwarp();
+    float squares = 0;
+    uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < PIECES / 32; n++) {
+      squares += __uint_as_float(static_cast<uint32_t>(w[n].x)), most = max(most, static_cast<uint32_t>(w[n].y));
+    }
+    squares = warp_sum(squares);
+    const uint32_t exponent = stream::raise_exponent(RAISED ? __reduce_max_sync(~0u, most) : 0);
+    if (lane == 0) {
+      shared.x_raise = stream::power_of_two(exponent);
+      shared.x_scale = rsqrtf(squares / HIDDEN + a.eps) * (RAISED ? stream::power_of_two(254 - exponent) : 1);
+    }
+  }
+  do {
+    missing = false;
+#pragma unroll
+    for (int n = 0; n < QUADS_EACH; n++) {
+      if (tid + n * CONSUMERS < QUADS && !told(v[n], tag)) v[n] = look(from + n * CONSUMERS * 2), missing = true;
+    }
+  } while (missing);
+  __syncwarp();
+  if (RAISED) {
+    meet();
+    raise = shared.x_raise;
+  }
+  auto* to = xs + place_of<W>(tid * 4);
+#pragma unroll
+  for (int n = 0; n < QUADS_EACH; n++) {
+    if (tid + n * CONSUMERS >= QUADS) continue;
+    put<W>(to + n * CONSUMERS * 4, static_cast<uint32_t>(v[n].x), static_cast<uint32_t>(v[n].y), raise);
+  }
+}
+
+// The step's cache row, by a warp.
+__device__ __forceinline__ void write_new_row(const Args& a, uint32_t tag, const uint4 (&kv_norm)[2]) {
+  const int lane = threadIdx.x % 32;
+  const auto see = [&](int at) {  // the pairs of two words
+    ulonglong2 v;
+    do v = look(a.board->qkv + at);
+    while (!told(v, tag));
+    __syncwarp();
+    return make_uint2(static_cast<uint32_t>(v.x), static_cast<uint32_t>(v.y));
+  };
+  NewRow row;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint2 low = see((INNER + i * 256) / 2 + lane * 4), high = see((INNER + i * 256) / 2 + lane * 4 + 2);
+    row.latent[i] = make_uint4(low.x, low.y, high.x, high.y);
+  }
+  const uint2 keys = see((INNER + LATENT) / 2 + lane / 2 * 2);
+  row.key = lane % 2 ? keys.y : keys.x;
+  write_row(a.rows, 0, row, kv_norm);
+}
+
+template <typename W>
+__global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __grid_constant__ Args a) {
+  using P = Plan<W>;
+  using Value = typename W::Value;
+  using X = stream::Sums<4>;
+  constexpr bool RAISED = W::BYTES == 1;
+  constexpr int CHUNKS = SHARE * W::BYTES / 64;
+  extern __shared__ __align__(128) uint8_t memory[];
+  Value* xs = reinterpret_cast<Value*>(memory + P::RING);
+  Value* qs = reinterpret_cast<Value*>(memory + P::RING + P::X_BYTES);
+  float* parts = reinterpret_cast<float*>(xs);
+  __shared__ Shared<W> shared;
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
+  const bool has_head = head < a.H;
+  if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
+  if (tid == 32) barrier_init(&shared.told, 1), barrier_init(&shared.handed, 1);
+  barriers_visible();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();  // the barriers are there, and the other's memory
+  if (warp == WARPS) {
+    copy<P>(a, shared, memory);
+    __syncwarp();
+    wait_for_predecessor();
+    return;
+  }
+  // What is asked for after the weights arrives after them, some microseconds later: what is small is asked for now.
+  const int group = warp / KS_A, in_group = tid % (KS_A * 32), first = (cta + group * CTAS) * TILE;
+  const bool publishes = warp == 0 && lane < PIECE && cta * PIECE + lane < QUADS;
+  uint2 weight = make_uint2(0, 0), q_weight = weight;
+  if (publishes) weight = __ldg(reinterpret_cast<const uint2*>(a.norm) + cta * PIECE + lane);
+  if (tid < INNER_QUADS) q_weight = __ldg(reinterpret_cast<const uint2*>(a.q_norm) + tid);
+  float2 scale = make_float2(1, 1);
+  if (RAISED && in_group < TILE / 2) scale = *reinterpret_cast<const float2*>(a.scale_a + first + in_group * 2);
+  const bool scaled = RAISED && has_head && tid < ROWS;
+  const int own_row = tid < NOPE_ROWS ? rank * NOPE_ROWS + tid : NOPE + rank * ROPE_ROWS + tid - NOPE_ROWS;
+  const float row_scale = scaled ? a.scale_q[head * (NOPE + ROPE) + own_row] : 1;
+  uint4 kv_norm[2];
+  if (cta == 2 * a.H && warp == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) kv_norm[i] = *reinterpret_cast<const uint4*>(a.rows.norm + i * 256 + lane * 8);
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  const uint32_t tag = *reinterpret_cast<const volatile uint32_t*>(&a.board->launches) + 1;
+  float cosine = 0, sine = 0;
+  if (warp == 1 && has_head && lane < ROPE_ROWS / 2) {
+    const int angle = rank * ROPE_ROWS / 2 + lane;
+    cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
+  }
+  if (warp == 0) tell_piece<RAISED>(a, shared.told, tag, weight, publishes);
+  take_x<W>(a, shared, xs, tag);
+  if (scaled) shared.q_scales[tid] = row_scale;
+  __syncwarp();
+  meet();
+
+  int stage = 0, phase = 0;
+  const auto release = [&] {
+    __syncwarp();
+    if (elected()) barrier_arrive(&shared.empty[stage]);
+    if (++stage == P::STAGES) stage = 0, phase ^= 1;
+  };
+  {
+    const Value* x[1] = {X::from(xs, 0, 1, 0) + warp % KS_A * SHARE};
+    const uint8_t* mine = memory + (group * TILE + g) * P::PITCH_A + warp % KS_A * SHARE * W::BYTES + 16 * t;
+    X acc;
+#pragma unroll 1
+    for (int n = 0; n < P::A_SLOTS; n++) {
+      barrier_wait(&shared.full[stage], phase);
+      stream::multiply<W, CHUNKS>(acc, mine + stage * P::SLOT, x, n * KS_A * SHARE);
+      release();
+    }
+    store(acc, shared.sums[warp]);
+  }
+  named_sync(2 + group, KS_A * 32);
+  if (in_group < TILE / 2) {
+    float v[2] = {0, 0};
+#pragma unroll
+    for (int s = 0; s < KS_A; s++) {
+      const float2 f = *reinterpret_cast<const float2*>(&shared.sums[group * KS_A + s][in_group * 2]);
+      v[0] += f.x, v[1] += f.y;
+    }
+    const uint64_t both = word(tag, narrow(v[0] * (shared.x_scale * scale.x), v[1] * (shared.x_scale * scale.y)));
+    uint64_t* to = a.board->qkv + first / 2 + in_group;
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
+  }
+  if (!has_head) {
+    if (cta == 2 * a.H && warp == 0) write_new_row(a, tag, kv_norm);
+    return;
+  }
+
+  {
+    uint32_t low = 0, high = 0;
+    if (tid < INNER_QUADS) {
+      ulonglong2 v;
+      do v = look(a.board->qkv + tid * 2);
+      while (!told(v, tag));
+      __syncwarp();
+      low = static_cast<uint32_t>(v.x), high = static_cast<uint32_t>(v.y);
+      const float squares = warp_sum(squares_of(low, high));
+      low = times(low, q_weight.x), high = times(high, q_weight.y);
+      const uint32_t most = RAISED ? most_of(low, high) : 0;
+      if (lane == 0) shared.squares[warp] = squares, shared.most[warp] = most;
+    }
+    float raise = 1;
+    if (RAISED) {
+      meet();
+      uint32_t most = 0;
+#pragma unroll
+      for (int n = 0; n < INNER_WARPS; n++) most = max(most, shared.most[n]);
+      raise = stream::power_of_two(stream::raise_exponent(most));
+    }
+    if (tid < INNER_QUADS) put<W>(qs + place_of<W>(tid * 4), low, high, raise);
+  }
+  meet();
+  if (cta == 0 && tid == 0) a.board->launches = tag;
+  if (tid == 0) barrier_expect(&shared.handed, NOPE_ROWS * 2);
+  {
+    const Value* x[1] = {X::from(qs, 0, 1, 0) + warp % KS_Q * SHARE};
+    const uint8_t* mine = memory + (warp / KS_Q * TILE + g) * P::PITCH_Q + warp % KS_Q * SHARE * W::BYTES + 16 * t;
+#pragma unroll 1
+    for (int n = 0; n < ROUNDS; n++) {
+      X acc;
+#pragma unroll 1
+      for (int m = 0; m < P::PER_ROUND; m++) {
+        barrier_wait(&shared.full[stage], phase);
+        stream::multiply<W, CHUNKS>(acc, mine + stage * P::SLOT, x, m * KS_Q * SHARE);
+        release();
+      }
+      store(acc, shared.q_sums[warp % KS_Q][warp / KS_Q + n * GROUPS_Q]);
+    }
+  }
+  float squares = 0;
+  uint32_t most = 0;
+#pragma unroll
+  for (int n = 0; n < INNER_WARPS; n++) squares += shared.squares[n], most = max(most, shared.most[n]);
+  float q_scale = rsqrtf(squares / INNER + a.rows.eps);
+  if (RAISED) q_scale *= stream::power_of_two(254 - stream::raise_exponent(most));
+  meet();
+  // Rows n and n + 1 of this CTA's, rounded as the projection's output.
+  const auto pair = [&](int n) {
+    float v[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < KS_Q; k++) {
+      const float2 f = *reinterpret_cast<const float2*>(&shared.q_sums[k][n / TILE][n % TILE]);
+      v[0] += f.x, v[1] += f.y;
+    }
+    if (RAISED) v[0] *= shared.q_scales[n], v[1] *= shared.q_scales[n + 1];
+    return narrow(v[0] * q_scale, v[1] * q_scale);
+  };
+  bf16* out = a.out + head * WIDTH;
+  if (warp == 0) hand_on(shared.nope + lane, &shared.handed, rank ^ 1, pair(lane * 2));
+  if (warp == 1 && lane < ROPE_ROWS / 2) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(out + LATENT + rank * ROPE_ROWS) + lane;
+    *to = rotate(pair(NOPE_ROWS + lane * 2), cosine, sine);
+  }
+
+  // A warp's k of W_UK, all columns.
+  float sum[8] = {};
+#pragma unroll
+  for (int n = 0; n < P::UK_SLOTS; n++) {
+    const int k = n % P::UK_LOCAL * P::ROWS_UK + warp * P::EACH_UK;  // in a half of the nope rows
+    if (n == P::UK_LOCAL) barrier_wait(&shared.handed, 0);
+    barrier_wait(&shared.full[stage], phase);
+    const uint8_t* from = memory + stage * P::SLOT + warp * P::EACH_UK * P::SPAN_UK + lane * 16;
+#pragma unroll
+    for (int i = 0; i < P::EACH_UK; i += 2) {
+      const float2 q = widen(n < P::UK_LOCAL ? pair(k + i) : shared.nope[(k + i) / 2]);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint4 w = *reinterpret_cast<const uint4*>(from + (i + j) * P::SPAN_UK);
+        const float f = j ? q.y : q.x;
+        const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          const float2 v = widen(pairs[c]);
+          sum[2 * c] += f * v.x, sum[2 * c + 1] += f * v.y;
+        }
+      }
+    }
+    if (++stage == P::STAGES) stage = 0, phase ^= 1;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    *reinterpret_cast<float4*>(parts + warp * COLUMNS + lane * 8 + i) =
+        make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+  }
+  meet();
+  if (tid < COLUMNS / 2) {
+    float v[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) {
+      const float2 f = *reinterpret_cast<const float2*>(parts + k * COLUMNS + tid * 2);
+      v[0] += f.x, v[1] += f.y;
+    }
+    reinterpret_cast<uint32_t*>(out + rank * COLUMNS)[tid] = narrow(v[0], v[1]);
+  }
+}
+
+}  // namespace
+
+// scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
+// least 132 processors. board: 64 KB, zero at first, of this stream.
+API int mla_pre_attention(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
+                  const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
+                  const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
+                  const void* slot, float norm_eps, const void* w_uk, void* out, void* board, int64_t H, void* stream) {
+  const Args a{static_cast<bf16*>(residual),
+               x,
+               static_cast<int>(parts),
+               static_cast<int>(wide),
+               static_cast<const bf16*>(norm),
+               static_cast<const uint8_t*>(w_a),
+               static_cast<const float*>(scale_a),
+               static_cast<const bf16*>(q_norm),
+               static_cast<const uint8_t*>(w_q),
+               static_cast<const float*>(scale_q),
+               new_rows(nullptr, 0, kv_norm, cos, sin, cache, slots, packed, slot, 1, norm_eps),
+               static_cast<const bf16*>(w_uk),
+               static_cast<bf16*>(out),
+               static_cast<Board*>(board),
+               static_cast<int>(H),
+               eps};
+  const auto start = [&](auto kind, auto kernel) {
+    return launch(kernel, dim3(CTAS), dim3(THREADS), Plan<decltype(kind)>::SHARED, stream, 2, a);
+  };
+  return scale_a == nullptr ? start(Bf16(), mla_pre_attention_kernel<Bf16>) : start(E4m3(), mla_pre_attention_kernel<E4m3>);
+}

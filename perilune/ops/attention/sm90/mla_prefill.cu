@@ -1,0 +1,224 @@
+// Causal attention with keys of 128 + 64 values, the 64 shared by all heads, and values of 128. Contract in
+// mla_prefill.py.
+//
+// A CTA has 128 queries of a head, two warpgroups of 64, and goes over the keys 128 at a time; a producing thread keeps
+// two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
+// product of this tile's probabilities with its values during the next tile's softmax.
+#include "cuda/tensor_map.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int NOPE = 128, ROPE = 64, VALUE = 128;
+constexpr int QUERIES = 128, KEYS = 128;  // of a tile
+constexpr int SLICES = (NOPE + ROPE) / 64;
+constexpr int STAGES = 2;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
+constexpr int Q_SLICE = 64 * 128, K_SLICE = KEYS * 128;  // bytes of 64 values
+constexpr int Q_BYTES = 2 * SLICES * Q_SLICE, K_BYTES = SLICES * K_SLICE, V_BYTES = 2 * K_SLICE;
+constexpr int SHARED = 1024 + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (1 + 4 * STAGES);
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float row_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ __forceinline__ float row_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+// What a thread keeps of its two rows.
+struct Rows {
+  float top[2], sum[2];  // the largest score so far, unscaled; the sum of this thread's probabilities
+};
+
+// Scores become probabilities; returns through `shrink` what earlier sums and outputs are to be multiplied with.
+__device__ __forceinline__ void softmax(float (&s)[64], Rows& rows, float (&shrink)[2], float scale, bool masked,
+                                        int visible) {
+  if (masked) {  // `visible`: keys of this tile that the first row may see, less this thread's first column
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+      if (8 * (i / 4) + i % 2 >= visible + (i % 4 >= 2 ? 8 : 0)) s[i] = -INFINITY;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = rows.top[r];
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+    top = row_max(top);
+    shrink[r] = power_of_two((rows.top[r] - top) * scale);
+    rows.top[r] = top;
+    float sum = 0.0f;
+    const float offset = top * scale;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      s[i + 2 * r] = power_of_two(s[i + 2 * r] * scale - offset);
+      s[i + 2 * r + 1] = power_of_two(s[i + 2 * r + 1] * scale - offset);
+      sum += s[i + 2 * r] + s[i + 2 * r + 1];
+    }
+    rows.sum[r] = rows.sum[r] * shrink[r] + sum;
+  }
+}
+
+__global__ void __launch_bounds__(THREADS, 1)
+    attend_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                  const __grid_constant__ CUtensorMap rope, const __grid_constant__ CUtensorMap v, bf16* out,
+                  int64_t out_row, int count, int context, float scale) {
+  extern __shared__ uint8_t memory[];
+  uint8_t* queries = memory + (-shared_address(memory) & 1023);
+  uint8_t* keys = queries + Q_BYTES;
+  uint8_t* values = keys + STAGES * K_BYTES;
+  uint64_t* q_full = reinterpret_cast<uint64_t*>(values + STAGES * V_BYTES);
+  uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
+  const int tid = threadIdx.x, head = blockIdx.y;
+  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // the longest rows first
+  const int before = context - count;
+  const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;
+  if (tid == 0) {
+    barrier_init(q_full, 1);
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(k_full + i, 1);
+      barrier_init(k_empty + i, CONSUMERS / 32);
+      barrier_init(v_full + i, 1);
+      barrier_init(v_empty + i, CONSUMERS / 32);
+    }
+    barriers_visible();
+  }
+  __syncthreads();
+  wait_for_predecessor();
+  let_successor_start();
+
+  if (tid >= CONSUMERS) {
+    registers_give<24>();
+    if (tid == CONSUMERS) {
+      barrier_expect(q_full, Q_BYTES);
+      for (int i = 0; i < 2 * SLICES; i++)
+        tensor_load(queries + i * Q_SLICE, &q, i % SLICES * 64, first + i / SLICES * 64, head, q_full);
+      for (int j = 0; j <= tiles; j++) {
+        if (j < tiles) {
+          const int stage = j % STAGES;
+          uint8_t* to = keys + stage * K_BYTES;
+          barrier_wait(k_empty + stage, (j / STAGES & 1) ^ 1);
+          barrier_expect(k_full + stage, K_BYTES);
+          tensor_load(to, &k, 0, j * KEYS, head, k_full + stage);
+          tensor_load(to + K_SLICE, &k, 64, j * KEYS, head, k_full + stage);
+          tensor_load(to + 2 * K_SLICE, &rope, 0, j * KEYS, 0, k_full + stage);
+        }
+        if (j > 0) {
+          const int i = j - 1, stage = i % STAGES;
+          uint8_t* to = values + stage * V_BYTES;
+          barrier_wait(v_empty + stage, (i / STAGES & 1) ^ 1);
+          barrier_expect(v_full + stage, V_BYTES);
+          tensor_load(to, &v, 0, i * KEYS, head, v_full + stage);
+          tensor_load(to + K_SLICE, &v, 64, i * KEYS, head, v_full + stage);
+        }
+      }
+    }
+  } else {
+    registers_take<240>();
+    const int group = tid / 128, w = tid / 32 % 4, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int row = first + 64 * group + 16 * w + g;
+    float s[64], o[64], shrink[2];
+    uint32_t p[32];
+    Rows rows = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < 64; i++) o[i] = 0.0f;
+    const uint64_t a = slab_descriptor(queries + group * SLICES * Q_SLICE);
+    const uint64_t b0 = slab_descriptor(keys), v0 = transposed_descriptor(values, K_SLICE);
+
+    auto scores = [&](int j) {
+      barrier_wait(k_full + j % STAGES, j / STAGES & 1);
+      const uint64_t b = b0 + j % STAGES * (K_BYTES >> 4);
+      wgmma_fence();
+      wgmma_shared<0>(s, a, b);
+#pragma unroll
+      for (int i = 1; i < 4 * SLICES; i++)
+        wgmma_shared<1>(s, a + i / 4 * (Q_SLICE >> 4) + i % 4 * 2, b + i / 4 * (K_SLICE >> 4) + i % 4 * 2);
+      wgmma_commit();
+    };
+    auto weigh = [&](int j) {
+      barrier_wait(v_full + j % STAGES, j / STAGES & 1);
+      const uint64_t b = v0 + j % STAGES * (V_BYTES >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < KEYS / 16; i++) wgmma_transposed(o, p + 4 * i, b + 128 * i);
+      wgmma_commit();
+    };
+    auto pack = [&] {
+#pragma unroll
+      for (int i = 0; i < 32; i++) p[i] = narrow(s[2 * i], s[2 * i + 1]);
+    };
+    auto to_softmax = [&](int j) {
+      // Row r sees keys up to before + r. The warp's first row decides whether the tile holds hidden ones.
+      const int visible = before + row + 1 - j * KEYS - 2 * t;
+      softmax(s, rows, shrink, scale, (j + 1) * KEYS > before + row - g + 1, visible);
+    };
+
+    barrier_wait(q_full, 0);
+    scores(0);
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(k_empty);
+    to_softmax(0);
+    pack();
+    for (int j = 1; j < tiles; j++) {
+      scores(j);
+      weigh(j - 1);
+      wgmma_wait<1>();
+      if (lane == 0) barrier_arrive(k_empty + j % STAGES);
+      to_softmax(j);
+      wgmma_wait<0>();
+      if (lane == 0) barrier_arrive(v_empty + (j - 1) % STAGES);
+#pragma unroll
+      for (int i = 0; i < 64; i++) o[i] *= shrink[i / 2 % 2];
+      pack();
+    }
+    weigh(tiles - 1);
+    wgmma_wait<0>();
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float share = 1.0f / row_sum(rows.sum[r]);
+      if (row + 8 * r < count) {
+        bf16* to = out + (row + 8 * r) * out_row + head * VALUE + 2 * t;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+          *reinterpret_cast<uint32_t*>(to + 8 * i) = narrow(o[4 * i + 2 * r] * share, o[4 * i + 2 * r + 1] * share);
+      }
+    }
+  }
+}
+
+// Boxes of `box` rows of 64 values out of [heads, rows, width], strides in values; rows outside read as 0.
+bool describe(CUtensorMap* map, const void* base, int64_t width, int64_t rows, int64_t heads, int64_t row_stride,
+              int64_t head_stride, int box) {
+  return maps::describe(map, base, maps::SWIZZLED, {width, rows, heads}, {2 * row_stride, 2 * head_stride},
+                        {64, box, 1});
+}
+
+}  // namespace
+
+// One request: q [count, heads, 192] and out [count, heads, 128] with rows q_row and out_row values apart, heads
+// adjacent; k [context, heads, 128], v [heads, context, 128]; rope [context, 64], rows rope_row apart. Bases and rows
+// are multiples of 16 bytes. -1: no driver entry point for tensor maps, or they are refused.
+API int mla_prefill(const void* q, const void* k, const void* rope, const void* v, void* out, int64_t count,
+                  int64_t context, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row, float scale,
+                  void* stream) {
+  CUtensorMap maps[4];
+  if (!describe(&maps[0], q, NOPE + ROPE, count, heads, q_row, NOPE + ROPE, 64) ||
+      !describe(&maps[1], k, NOPE, context, heads, heads * NOPE, NOPE, KEYS) ||
+      !describe(&maps[2], rope, ROPE, context, 1, rope_row, context * rope_row, KEYS) ||
+      !describe(&maps[3], v, VALUE, context, heads, VALUE, context * VALUE, KEYS)) {
+    return -1;
+  }
+  const dim3 grid((count + QUERIES - 1) / QUERIES, heads);
+  return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, maps[0],
+                maps[1], maps[2], maps[3], static_cast<bf16*>(out), out_row, static_cast<int>(count),
+                static_cast<int>(context), scale * 1.4426950408889634f);
+}

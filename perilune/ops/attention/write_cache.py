@@ -1,0 +1,105 @@
+"""cache[slots[t]] = (c[t], k_pe[t]), in place.
+
+cache [N, block_size, R + r] contiguous, of a float type or packed (latent_cache.py); c [T, R]; k_pe [T, r]; slots [T]
+int64 = block * block_size + offset, distinct. Values are converted to the cache's type. A slot outside the cache is an
+error, and nothing is written.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, exact
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts import latent_cache
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    N: int
+    block_size: int
+    R: int
+    r: int
+    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    packed: bool = False
+
+
+CASES = [
+    *(Case(t, 1024, 64, K2.latent, K2.rope, big=True) for t in (1, 64, 8192)),
+    *(Case(t, 64, 16, NANO.latent, NANO.rope) for t in (1, 16, 512)),
+    Case(0, 2, 4, 8, 8),
+    Case(3, 1, 3, 5, 2),
+    Case(5, 3, 4, 8, 8, narrow=True),
+    Case(16, 64, 16, NANO.latent, NANO.rope, packed=True),
+    Case(3, 2, 4, 6, 3, packed=True),
+]
+TOL = {"cache": exact()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    cache = g.nan(c.N, c.block_size, c.R + c.r)
+    if c.packed:
+        cache = latent_cache.pack(cache[..., : c.R], cache[..., c.R :], latent_cache.PACKED)
+    return {
+        "cache": cache.to(BFLOAT16) if c.narrow else cache,
+        "c": g.randn(c.T, c.R, scale=100.0 if c.packed else 1.0),
+        "k_pe": g.randn(c.T, c.r),
+        "slots": g.permutation(c.N * c.block_size)[: c.T],
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.write_cache(c.T, c.R + c.r, dtype.itemsize)
+
+
+def reference(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    cache.view(-1, cache.shape[2])[slots] = latent_cache.pack(c, k_pe, cache.dtype)
+
+
+op = Op("write_cache", CASES, TOL, inputs, cost, reference, decides=(1, 0))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("write_cache", "write_cache", "plppplll")
+
+
+@op.impl(
+    "cpp",
+    when=lambda a, device: build.on_cpu("write_cache", device, (a.c.dtype == a.cache.dtype, "a cache typed as c")),
+)
+def cpp(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    c, k_pe, slots = c.contiguous(), k_pe.contiguous(), slots.contiguous()
+    N, block_size, _ = cache.shape
+    T, R = c.shape
+    size = c.itemsize
+    failed = _kernel()(
+        cache.data_ptr(),
+        N * block_size,
+        c.data_ptr(),
+        k_pe.data_ptr(),
+        slots.data_ptr(),
+        T,
+        R * size,
+        k_pe.shape[1] * size,
+    )
+    assert not failed, f"a slot is outside the cache: {slots.min()=} {slots.max()=} {cache.shape=}"
+
+
+@op.impl("torch")
+def index_copy(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    cache.view(-1, cache.shape[2]).index_copy_(0, slots, latent_cache.pack(c, k_pe, cache.dtype))
+
+
+def write_cache(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    width = latent_cache.width(c.shape[1], k_pe.shape[1], cache.dtype)
+    assert cache.shape[2] == width and cache.is_contiguous(), f"{cache.shape=} {cache.dtype=} {c.shape=}"
+    assert c.shape[0] == k_pe.shape[0] == slots.shape[0], f"{c.shape=} {k_pe.shape=} {slots.shape=}"
+    assert c.dtype == k_pe.dtype and slots.dtype == torch.int64, f"{c.dtype=} {k_pe.dtype=} {slots.dtype=}"
+    op(cache, c, k_pe, slots)

@@ -1,0 +1,81 @@
+// The norm of a residual that mla_decode_output_t1.cu is still handing over, pair by pair, by 7 warps: 4 pieces of 8
+// values a thread. Two kernels make the very same x of it (mla_decode_router_t1.cu, moe_int4_t1.cu).
+#pragma once
+#include "cuda/router_mailbox.cuh"
+
+namespace fresh {
+
+using namespace hopper;
+
+constexpr int WARPS = 7, THREADS = WARPS * 32, PIECES = 4;
+constexpr int LATE = 8;  // pieces that are looked at until all of them are there
+
+__device__ __forceinline__ int piece_of(int n) { return threadIdx.x + n * THREADS; }
+
+// The norm's weights [D].
+__device__ __forceinline__ void load_weights(uint4 (&w)[PIECES], const bf16* norm, int pieces) {
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) w[n] = piece_of(n) < pieces ? load16(norm + piece_of(n) * 8) : uint4{};
+}
+
+__device__ __forceinline__ const uint32_t* late(const uint32_t* half, int pieces) {
+  return half + (pieces - 1 - threadIdx.x % LATE * (pieces / 28)) * 4;
+}
+
+// What is there of this half of the board; whether it is all that the warp needs.
+__device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, int pieces) {
+  bool waits = false;
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) {
+    if (piece_of(n) < pieces && announce::misses(v[n])) v[n] = announce::glance16(half + piece_of(n) * 4);
+  }
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) waits |= piece_of(n) < pieces && announce::misses(v[n]);
+  return !__any_sync(~0u, waits);
+}
+
+// += the sum of the products of 8 values of each lane with 8 others: the diagonal, see `of_diagonal`, of the products
+// of all lanes' with all lanes' of eight. It is a quarter of the instructions of multiplying one by one.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint4& v, const uint4& w) {
+  const uint32_t low[4] = {v.x, 0, v.y, 0}, high[4] = {v.z, 0, v.w, 0};
+  mma(d, low, w.x, w.y, bf16());
+  mma(d, high, w.z, w.w, bf16());
+}
+__device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
+}
+
+// v, as it was looked at, becomes x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
+template <typename Meet>
+__device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
+                                          float* squares, Meet meet) {
+  float even[4] = {}, odd[4] = {};
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) {
+    const bool real = piece_of(n) < pieces;
+    v[n] = real ? make_uint4(~v[n].x, ~v[n].y, ~v[n].z, ~v[n].w) : uint4{};
+    multiply(n % 2 ? odd : even, v[n], v[n]);
+  }
+#pragma unroll
+  for (int n = 0; n < 4; n++) even[n] += odd[n];
+  const float sum = of_diagonal(even);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  meet();
+  const float4 low = *reinterpret_cast<const float4*>(squares), high = *reinterpret_cast<const float4*>(squares + 4);
+  const float total = low.x + low.y + (low.z + low.w) + (high.x + high.y + high.z);
+  const float scale = rsqrtf(total / (pieces * 8) + eps);
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) {
+    uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
+    const uint32_t factors[4] = {w[n].x, w[n].y, w[n].z, w[n].w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 f = widen(pairs[j]), u = widen(factors[j]);
+      pairs[j] = narrow(f.x * scale * u.x, f.y * scale * u.y);
+    }
+    v[n] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+}  // namespace fresh

@@ -1,0 +1,144 @@
+"""What a draft's layer reads: x = (rmsnorm(table[id]), rmsnorm(feature)) side by side, and the rope tables' rows.
+
+ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; cos, sin [P, r] float32 ->
+x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is rounded once. Ids lie in the
+table and positions in the rope tables. "cuda" is one launch in place of three, and reads the nearest row of the table
+for an id outside it; "composed" is the ops it stands for.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.registry import Op
+from perilune.ops.pointwise.embed_norm import MOST_WIDTH, embed_norm
+from perilune.ops.pointwise.rmsnorm import reference as norm_reference
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    V: int
+    D: int
+    r: int
+
+
+CASES = [
+    *(Case(t, K2.vocab, K2.hidden, K2.rope // 2, big=True) for t in (1, 4, 64)),
+    *(Case(t, NANO.vocab, NANO.hidden, NANO.rope // 2) for t in (1, 4, 33)),
+    Case(0, 16, 8, 4),
+    Case(5, 3, 24, 1),
+    Case(2, 5, 7, 3),
+]
+TOL = {
+    "x": rounded(),
+    "cos_rows": {FLOAT32: EXACT, BFLOAT16: EXACT},
+    "sin_rows": {FLOAT32: EXACT, BFLOAT16: EXACT},
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    P = 50
+    return {
+        "ids": g.integers(0, c.V, c.T),
+        "positions": g.integers(0, P, c.T),
+        "table": g.randn(c.V, c.D),
+        "token_norm": g.randn(c.D),
+        "features": g.randn(c.T, c.D, scale=3.0),
+        "feature_norm": g.randn(c.D),
+        "cos": g.randn(P, c.r, dtype=FLOAT32),
+        "sin": g.randn(P, c.r, dtype=FLOAT32),
+        "eps": 1e-5,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    size = dtype.itemsize
+    return costs.embed(c.T, c.D, size) + costs.rmsnorm(c.T, c.D, size) + costs.rmsnorm(c.T, c.D, size)
+
+
+def reference(
+    ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> Rows:  # fmt: skip
+    halves = norm_reference(table[ids], token_norm, eps), norm_reference(features, feature_norm, eps)
+    return torch.cat(halves, -1), cos[positions], sin[positions]
+
+
+op = Op("draft_embed", CASES, TOL, inputs, cost, reference, decides=(0, 4))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("draft_embed.cu", "draft_embed", "p" * 11 + "llllfp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
+        "draft_embed.cu",
+        device,
+        (a.features.dtype == BFLOAT16, "bfloat16"),
+        (a.ids.shape[0] > 0, "a token"),
+        (a.features.shape[1] % 8 == 0 and a.features.shape[1] <= MOST_WIDTH, f"a width in 8s up to {MOST_WIDTH}"),
+    ),
+)
+def cuda(
+    ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> Rows:  # fmt: skip
+    T, (V, D), r = len(ids), table.shape, cos.shape[1]
+    ids, positions, features = ids.contiguous(), positions.contiguous(), features.contiguous()
+    x = features.new_empty(T, 2 * D)
+    cos_rows, sin_rows = cos.new_empty(T, r), cos.new_empty(T, r)
+    failed = _kernel()(
+        ids.data_ptr(),
+        positions.data_ptr(),
+        table.data_ptr(),
+        token_norm.data_ptr(),
+        features.data_ptr(),
+        feature_norm.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        x.data_ptr(),
+        cos_rows.data_ptr(),
+        sin_rows.data_ptr(),
+        T,
+        V,
+        D,
+        r,
+        eps,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {ids.shape=} {table.shape=}"
+    return x, cos_rows, sin_rows
+
+
+@op.impl("composed")
+def composed(
+    ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> Rows:  # fmt: skip
+    _, x, cos_rows, sin_rows = embed_norm(ids, None, None, positions, table, token_norm, cos, sin, eps)
+    return torch.cat([x, rmsnorm(features, feature_norm, eps)], -1), cos_rows, sin_rows
+
+
+def draft_embed(
+    ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> Rows:  # fmt: skip
+    (T, D), V = features.shape, table.shape[0]
+    assert ids.shape == positions.shape == (T,) and table.shape == (V, D), f"{ids.shape=} {features.shape=}"
+    assert token_norm.shape == feature_norm.shape == (D,), f"{token_norm.shape=} {feature_norm.shape=} {D=}"
+    assert table.dtype == features.dtype == token_norm.dtype == feature_norm.dtype, f"{table.dtype=} {features.dtype=}"
+    assert cos.dtype == sin.dtype == FLOAT32 and cos.shape == sin.shape, f"{cos.shape=} {sin.shape=}"
+    return op(ids, positions, table, token_norm, features, feature_norm, cos, sin, eps)

@@ -1,0 +1,307 @@
+"""Absorbed MLA with its output projection, the residual, its norm, and the router: what stands between a MoE layer's
+queries and its experts.
+
+y = `mla_decode_output`(q_full, .., w_scale); residual [T, D] += y in place; x [T, D] = rmsnorm(residual) times norm
+[D], eps; ids, weights [T, top_k] = `router`(x, gate [E, D], bias [E], top_k, n_group, topk_group, factor, normalise).
+-> x, ids, weights. Types, layouts and roundings are those of these ops and of
+`add_rmsnorm`; y is rounded before it is added.
+
+"cuda" is for one token: attention's launch; one that adds each row of y to the residual (mla_decode_output_t1.cu) and
+hands the sums over by a board; and one that takes them from there while the first still runs (mla_decode_router_t1.cu):
+all that it needs lies ready, and no kernel's end stands between. Experts may take x from the same board, see
+`router.announced`. "composed" is the ops one by one.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
+from perilune.ops.harness.registry import Op
+from perilune.ops.moe import router
+from perilune.ops.pointwise import add_rmsnorm
+
+SEGMENT = 256  # values of x whose squares a warp sums
+MOST_WIDTH = 7168  # of x: what the experts' gate_up takes from the board at once
+LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate, for a processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(mla_decode_output.Case):
+    E: int = K2.experts
+    k: int = K2.top_k
+    wide_gate: bool = False  # float32
+    normalise: bool = True
+    against: bool = False  # the choice is the other way round
+    ties: bool = False  # all scores are equal
+
+
+def _one(context: int, **other: Any) -> Case:
+    """One token, the sizes of Kimi K2."""
+    return Case(
+        counts=(1,), contexts=(context,), **{"H": K2.heads, "block_size": 64, "D": K2.hidden, "big": True} | other
+    )
+
+
+CASES = [
+    *(_one(c, fp8=fp8, against=fp8) for c in (1, 500, 1024, 2000, 10240, 102400) for fp8 in (False, True)),
+    *(_one(300, H=32, block_size=16, fp8=fp8) for fp8 in (False, True)),
+    *(_one(70, D=4352, E=256, k=6, fp8=fp8, normalise=fp8) for fp8 in (False, True)),
+    _one(900, E=500, k=32),
+    _one(64, E=40, k=1, against=True),
+    *(_one(200, E=n, ties=True) for n in (K2.experts, 130)),
+    _one(1030, packed=True),
+    _one(130, wide_gate=True),
+    _one(130, H=16),
+    _one(300, block_size=8),
+    _one(300, E=520),
+    _one(300, E=64, k=40),
+    _one(0),
+    Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
+    Case(counts=(1,), contexts=(256,), D=384, E=16, k=4),
+    Case(counts=(1,), contexts=(30,), D=64, E=16, k=4, ties=True),
+    Case(counts=(3, 1, 0, 5), contexts=(3, 16, 9, 17), H=3, D=40, E=12, k=3),
+    Case(counts=(1, 2), contexts=(20, 30), H=4, R=64, r=16, v=16, D=64, E=8, k=2, fp8=True, rows=1),
+    Case(counts=(), contexts=(), H=2, R=8, r=8, v=8, D=8, E=5, k=5),
+]  # fmt: skip
+_SUMS = {
+    FLOAT32: Tol(2e-4, 4e-4, 2e-5, "fp32 sums in another order, then exponentials of scores of some tens"),
+    BFLOAT16: Tol(2e-2, 2e-2, 8e-3, "bf16 rounding of what `mla_decode_output` rounds, of the residual and of x"),
+}
+TOL = {
+    "residual": _SUMS,
+    "x": _SUMS,
+    "ids": {dtype: Tol(0, 0, 0, "scores are far apart") for dtype in (FLOAT32, BFLOAT16)},
+    "weights": {
+        FLOAT32: Tol(1e-3, 1e-3, 1e-3, "sigmoids of products with x"),
+        BFLOAT16: Tol(2e-2, 2e-2, 2e-2, "sigmoids of products with x"),
+    },
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    """Rows of the gate are multiples of one direction in which the residual is long, so that no error changes ids."""
+    args = mla_decode_output.inputs(c, g)
+    along = g.randn(c.D, dtype=FLOAT32)
+    multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
+    residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
+    gate = 4 * multiples.unsqueeze(1) * along / c.D
+    return args | {
+        "residual": residual.to(g.dtype),
+        "norm": g.randn(c.D, scale=0.1) + 1,
+        "eps": 1e-5,
+        "gate": gate.to(FLOAT32 if c.wide_gate else BFLOAT16),
+        "bias": torch.zeros_like(multiples),
+        "top_k": c.k,
+        "n_group": 1,
+        "topk_group": 1,
+        "factor": 2.827,
+        "normalise": c.normalise,
+    }
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    T = sum(c.counts) + c.rows
+    return (
+        mla_decode_output.cost(c, dtype)
+        + costs.add_rmsnorm(T, c.D, dtype.itemsize)
+        + costs.router(T, c.D, c.E, c.k, dtype.itemsize)
+    )
+
+
+def reference(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    factor: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = mla_decode_output.reference(
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
+    )
+    x = add_rmsnorm.reference(residual, y, norm, eps)
+    return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+
+
+_ALSO = ("gate.shape", "gate.dtype", "top_k", "n_group", "topk_group")
+op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=_ALSO)
+
+
+@functools.cache
+def _choose() -> Any:
+    return build.function("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
+
+
+@dataclass(frozen=True)
+class _Boards:
+    """What processors tell each other (mla_decode_output_t1.cu, mla_decode_router_t1.cu), for launches of always as
+    many of them."""
+
+    values: Tensor
+    fresh: Tensor
+    launches: Tensor
+    scores: Tensor
+
+
+@functools.cache
+def _boards(device: torch.device, stream: int, heads: int, D: int, experts: int) -> _Boards:
+    sizes = (heads * K2.value + 2, D, 2, router.MOST_EXPERTS)
+    return _Boards(*(torch.zeros(n, dtype=torch.int32, device=device) for n in sizes))
+
+
+def _fits(a: Any, device: torch.device) -> bool | str:
+    found = mla_decode_output.op.impls["cuda"].when(
+        a, device
+    )  # of w it looks at the rows: as many as the gate has columns
+    if found is not True:
+        return found
+    E, D = a.gate.shape
+    return build.on_hopper(
+        "mla_decode_router_t1.cu",
+        device,
+        (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}"),
+        (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
+        (a.n_group == a.topk_group, "one choice among all experts"),
+        (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
+        (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
+        (a.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
+    )
+
+
+def _rows(experts: int, device: torch.device) -> int:
+    """Of the gate, for each processor but the one that chooses."""
+    return max(LEAST_GATE, -(-experts // (mla_decode.processors(device) - 1)))
+
+
+@op.impl("cuda", when=_fits, alone=True)
+def cuda(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    factor: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
+    rows = _rows(E, device)
+    assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
+    stream = torch.cuda.current_stream(device).cuda_stream
+    boards = _boards(device, stream, H, D, E)
+    # Before the launches: the second one of `launch` has not ended when these are written.
+    x = torch.empty_like(residual)
+    ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
+    shares = torch.empty(1, top_k, device=device)
+    number = router.announce(x, ids, stream, router.Source(boards.fresh, norm, eps))
+    mla_decode_output.launch(
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, boards.values, None,
+        residual, boards.fresh,
+    )  # fmt: skip
+    failed = _choose()(
+        boards.fresh.data_ptr(), boards.launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
+        x.data_ptr(), boards.scores.data_ptr(), router.board(device, stream).data_ptr(), ids.data_ptr(),
+        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, stream,
+    )  # fmt: skip
+    assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
+    return x, ids, shares
+
+
+@op.impl("composed")
+def composed(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    factor: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = mla_decode_output.mla_decode_output(
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
+    )
+    x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
+    return x, *router.router(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+
+
+def mla_decode_router(
+    q_full: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    w_uv: Tensor,
+    uv_fp8: Tensor | None,
+    uv_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    factor: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mla_decode_output.check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
+    assert residual.shape == (len(q_full), len(w)) and residual.dtype == q_full.dtype, f"{residual.shape=}"
+    assert residual.is_contiguous(), f"{residual.stride()=}"
+    assert norm.shape == w.shape[:1] and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
+    router.check(residual, gate, bias, top_k, n_group, topk_group)
+    return op(
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm, eps,
+        gate, bias, top_k, n_group, topk_group, factor, normalise,
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The CUDA implementation of moe_int4.py for many tokens: grouped products on the tensor cores (moe_int4_grouped.cuh).
+
+Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
+host. Dequantised weights, h and each expert's result are rounded to bfloat16, compact scales times their row's before
+all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order of its
+choices. What the routed experts give a token does not depend on the batch; the shared expert, if any, goes through the
+library's products, which may choose another order of sums for another T.
+
+Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) bytes for each of T k + 7 E rows.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32
+from perilune.ops.linear.linear import aligned
+
+SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
+CHUNK = 16384  # tokens; what the workspace is sized for
+BLOCK = 128  # values of k that a product takes at a time
+NARROWEST, WIDEST, STEP = 16, 256, 8  # pairs of a tile
+WIDTHS = 31
+MAX_EXPERTS = 1024
+
+
+@functools.cache
+def _kernel(compact: bool) -> Any:
+    source = COMPACT if compact else SOURCE
+    return build.function(source, source.removesuffix(".cu"), "pl" + "p" * 14 + "l" * 9 + "p")
+
+
+@functools.cache
+def classes(T: int, k: int, E: int) -> int:
+    """Widths that tiles may have, bit n for 16 + 8 n. Each is a launch: one in four, and all near what a tile has if
+    tokens choose evenly."""
+    even = T * k / E
+    size = even / max(1, math.ceil(even / WIDEST))
+    most = max(1.6 * size, 64) if even < WIDEST / 1.6 else WIDEST
+    widths = range(NARROWEST, WIDEST + 1, STEP)
+    used = [w % 32 == 0 or w == NARROWEST or 0.5 * size <= w <= most for w in widths]
+    return sum(1 << n for n, wanted in enumerate(used) if wanted)
+
+
+def source_for(scale: Tensor) -> str:
+    return COMPACT if scale.dtype == torch.uint8 else SOURCE
+
+
+def needs(x: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor) -> tuple[tuple[bool, str], ...]:
+    """What `compile.on_hopper` asks for."""
+    E, both, words = gate_up_packed.shape
+    return (
+        (x.dtype == BFLOAT16 and gate_up_scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
+        (words * 8 % BLOCK == 0 and both % (2 * BLOCK) == 0, f"widths that are multiples of {BLOCK}"),
+        (E <= MAX_EXPERTS, f"at most {MAX_EXPERTS} experts"),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One matrix of all experts: `packed` [E, o, i / 8], `scale` [E, o, i / 32], and `row` [E, o] of compact scales."""
+
+    packed: Tensor
+    scale: Tensor
+    row: Tensor | None
+
+    def pointers(self) -> list[int | None]:
+        held = (self.packed, self.scale, self.row)
+        assert all(t is None or t.is_contiguous() for t in held), f"{self.packed.stride()=} {self.scale.stride()=}"
+        return [None if t is None else t.data_ptr() for t in held]
+
+
+def prefill(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    shared: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`shared` gives the shared expert's result for rows of x, in bfloat16."""
+    T, D = x.shape
+    y = torch.empty(T, 1, D, dtype=FLOAT32, device=x.device)
+    size = -(-T // max(1, -(-T // CHUNK)))
+    for first in range(0, T, max(1, size)):
+        some = slice(first, first + size)
+        beside = None if shared is None else shared(x[some])
+        _chunk(x[some], ids[some].contiguous(), weights[some].contiguous(), gate_up, down, beside, y[some])
+    return y
+
+
+def _chunk(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Packed, down: Packed, shared: Tensor | None, y: Tensor
+) -> None:
+    x = aligned(x)
+    (T, D), k, E, I = x.shape, ids.shape[1], down.packed.shape[0], down.packed.shape[2] * 8  # noqa: E741
+    pairs = T * k
+    tiles = pairs // WIDEST + E
+    groups = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8)  # a tile reads up to its width past its rows
+    device = x.device
+    plan = torch.empty(32 + 3 * WIDTHS * tiles, dtype=torch.int32, device=device)
+    position = torch.empty(pairs, dtype=torch.int32, device=device)
+    slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
+    h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
+    failed = _kernel(gate_up.row is not None)(
+        x.data_ptr(),
+        x.stride(0),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        *gate_up.pointers(),
+        *down.pointers(),
+        None if shared is None else shared.data_ptr(),
+        y.data_ptr(),
+        plan.data_ptr(),
+        position.data_ptr(),
+        slabs.data_ptr(),
+        h.data_ptr(),
+        T,
+        k,
+        E,
+        D,
+        I,
+        classes(T, k, E),
+        tiles,
+        groups,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.packed.shape=}"

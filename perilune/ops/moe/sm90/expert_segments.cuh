@@ -1,0 +1,106 @@
+// How the work of the MoE block is cut, for moe_int4_mma_tma.cu: routed pairs grouped by expert, and who takes what.
+#pragma once
+#include "moe/sm90/int4_mma.cuh"
+
+namespace moe {
+
+constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 2048;
+constexpr int COLUMNS = 4;  // the most pairs of a segment
+
+// Pairs of one expert: which, where they begin in the sorted list, how many.
+struct Segment {
+  uint32_t bits;
+  __device__ Segment(int expert, int first, int count) : bits(expert | first << 10 | count << 22) {}
+  __device__ int expert() const { return bits & 1023; }
+  __device__ int first() const { return bits >> 10 & 4095; }
+  __device__ int count() const { return bits >> 22; }
+};
+
+// In shared memory.
+struct Plan {
+  Segment* segments;
+  uint16_t* sorted;  // pairs, by expert
+  uint32_t* counts;  // of every expert, while the plan is made
+};
+__host__ __device__ __forceinline__ int most_segments(int pairs, int experts) {
+  return min(pairs, experts + pairs / COLUMNS);
+}
+
+// Groups the pairs of ids [T, k] by expert; ids that are no expert are passed over. By one warp; returns how many
+// segments there are.
+__device__ inline int group_pairs(const int* ids, int T, int k, int E, const Plan& p) {
+  const int lane = threadIdx.x % 32, pairs = T * k;
+  const auto id_of = [&](int n) {
+    const int e = n < pairs ? __ldcg(ids + n) : -1;
+    return static_cast<unsigned>(e) < static_cast<unsigned>(E) ? e : -1;
+  };
+  if (T == 1 && pairs <= 32) {  // ids of a token are distinct
+    const int e = id_of(lane);
+    const unsigned valid = __ballot_sync(~0u, e >= 0);
+    const int s = __popc(valid & ((1u << lane) - 1));
+    if (e >= 0) p.segments[s] = Segment(e, s, 1), p.sorted[s] = lane;
+    __syncwarp();
+    return __popc(valid);
+  }
+  for (int e = lane; e < E; e += 32) p.counts[e] = 0;
+  __syncwarp();
+  for (int n = lane; n < pairs; n += 32) {
+    const int e = id_of(n);
+    if (e >= 0) atomicAdd(&p.counts[e], 1);
+  }
+  __syncwarp();
+  const int share = divide_up(E, 32), begin = min(lane * share, E), end = min(begin + share, E);
+  int own = 0, own_pairs = 0;
+  for (int e = begin; e < end; e++) own += divide_up(p.counts[e], COLUMNS), own_pairs += p.counts[e];
+  int before = own, pairs_before = own_pairs;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int v = __shfl_up_sync(~0u, before, d), w = __shfl_up_sync(~0u, pairs_before, d);
+    if (lane >= d) before += v, pairs_before += w;
+  }
+  const int all = __shfl_sync(~0u, before, 31);
+  before -= own, pairs_before -= own_pairs;
+  for (int e = begin; e < end; e++) {
+    const int count = p.counts[e];
+    for (int n = 0; n < count; n += COLUMNS) {
+      p.segments[before++] = Segment(e, pairs_before + n, min(COLUMNS, count - n));
+    }
+    p.counts[e] = pairs_before;  // where the expert's next pair goes
+    pairs_before += count;
+  }
+  __syncwarp();
+  for (int n = lane; n < pairs; n += 32) {
+    const int e = id_of(n);
+    if (e >= 0) p.sorted[atomicAdd(&p.counts[e], 1)] = n;
+  }
+  __syncwarp();
+  return all;
+}
+
+struct Range {
+  int first, end;
+};
+
+// An equal part of `all` for every CTA.
+__device__ __forceinline__ Range equal_part(int all) {
+  const int64_t c = blockIdx.x, G = gridDim.x;
+  return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
+}
+
+// The i-th range taken of `all`; empty if nothing is left. Each time around, the CTAs take half of what is left, in
+// equal parts: long runs of one expert at first, and all end together.
+__device__ inline Range range_of(int all, int i) {
+  const int G = gridDim.x;
+  int first = 0;
+  for (int round = i / G; first < all; round--) {
+    const int size = max((all - first) / (2 * G), 1);
+    if (round == 0) {
+      first += i % G * size;
+      return {min(first, all), min(first + size, all)};
+    }
+    first += size * G;
+  }
+  return {all, all};
+}
+
+}  // namespace moe

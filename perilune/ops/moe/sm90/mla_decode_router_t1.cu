@@ -1,0 +1,239 @@
+// One token's norm, router scores and choice of experts in one launch, while the kernel before still adds to the
+// residual. Contract in mla_decode_router.py.
+//
+// Each CTA has some rows of the gate in shared memory long before, reads the new residual from the board that
+// mla_decode_output_t1.cu writes, normalises all of it, and puts the scores of its rows. The last CTA, which has no
+// rows, writes x, watches for the scores and picks the experts. Nobody is told of x: the experts' kernel makes it
+// itself. What a CTA does once it has the residual is rehearsed before: the first run of any instruction takes
+// microseconds while weights stream. A CTA takes so little that both of the experts' next launch find room beside it,
+// while one of mla_decode_output's is still there or as soon as it is not.
+#include "cuda/residual_mailbox.cuh"
+#include "moe/sm90/topk.cuh"
+#include "cuda/wgmma.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int THREADS = fresh::THREADS, WARPS = fresh::WARPS, PIECES = fresh::PIECES;
+
+struct Args {
+  const uint32_t* fresh;         // [2][D / 2], in turns: mla_decode_output_t1.cu
+  unsigned long long* launches;  // CTAs that there have been
+  const bf16* norm;              // [D]
+  const bf16* gate;              // [E, D]
+  routing::Choice choice;
+  bf16* x;                       // [D]
+  uint32_t* scores;              // [E]: bits of a float, inverted; zero, before and after, where there is none
+  uint32_t* board;
+  uint32_t launch;
+  int D;
+  float eps;
+};
+
+__device__ __forceinline__ uint32_t written(float v) {
+  const uint32_t bits = ~__float_as_uint(v);
+  return bits ? bits : 0x80000000u;  // one NaN for another
+}
+
+// The choice, by all warps. Each looks for the scores of 32 EACH experts in a row and lists its best; then it finds
+// how many of all lists are before each of these. Of equal ones the first expert is chosen. K: top_k, or 0.
+template <int EACH>
+struct Choosing {
+  float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];
+  uint64_t best[WARPS][32];  // the key, and the expert inverted
+  int ids[32];
+};
+
+template <int EACH, int K>
+__device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool rehearsal) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, E = a.choice.E, first = warp * EACH * 32 + lane;
+  const int top_k = K ? K : a.choice.top_k;
+  uint32_t seen[EACH] = {};
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      if (first + n * 32 < E && seen[n] == 0) seen[n] = announce::glance(a.scores + first + n * 32);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) missing |= first + n * 32 < E && seen[n] == 0;
+  } while (__any_sync(~0u, missing && !rehearsal));
+  uint32_t key[EACH];  // choices as integers of the same order; 0 is below all
+#pragma unroll
+  for (int n = 0; n < EACH; n++) {
+    const float score = __uint_as_float(~seen[n]);
+    const uint32_t bits = __float_as_uint(score + c.biases[first + n * 32]);
+    key[n] = first + n * 32 < E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
+    c.scores[first + n * 32] = score;
+  }
+#pragma unroll(K ? K : 1)
+  for (int k = 0; k < top_k; k++) {
+    uint32_t best = key[EACH - 1], own = first + (EACH - 1) * 32;
+#pragma unroll
+    for (int n = EACH - 2; n >= 0; n--) {
+      if (key[n] >= best) best = key[n], own = first + n * 32;
+    }
+    const uint32_t top = __reduce_max_sync(~0u, best), those = __ballot_sync(~0u, best == top);
+    bool won = best == top;
+    if (those & (those - 1)) {
+      const uint32_t least = __reduce_min_sync(~0u, won ? own : ~0u);
+      won = own == least;
+    }
+    if (won) {
+      c.best[warp][k] = static_cast<uint64_t>(top) << 32 | ~own;
+#pragma unroll
+      for (int n = 0; n < EACH; n++) key[n] = first + n * 32 == own ? 0 : key[n];
+    }
+  }
+  __syncthreads();
+  // Four lanes count for an expert.
+#pragma unroll 1
+  for (int k = lane / 4; k < (top_k + 7) / 8 * 8; k += 8) {
+    const uint64_t mine = c.best[warp][min(k, top_k - 1)];
+    int rank = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+#pragma unroll
+      for (int n = 0; n < (K + 3) / 4; n++) rank += c.best[w][lane % 4 + n * 4] > mine;
+      for (int n = lane % 4 + (K + 3) / 4 * 4; n < top_k; n += 4) rank += c.best[w][n] > mine;
+    }
+    rank += __shfl_xor_sync(~0u, rank, 1);
+    rank += __shfl_xor_sync(~0u, rank, 2);
+    if (lane % 4 == 0 && k < top_k && rank < top_k && mine >> 32) {
+      const int id = static_cast<int>(~static_cast<uint32_t>(mine));
+      if (!rehearsal) announce::tell_choice(a.board, a.launch, rank, id);
+      c.ids[rank] = id;
+    }
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int id = c.ids[min(lane, top_k - 1)];
+    const float kept = lane < top_k ? c.scores[id] : 0, sum = warp_sum(kept);
+    if (lane < top_k && !rehearsal) {
+      a.choice.ids[lane] = id;
+      a.choice.weights[lane] = (a.choice.norm ? kept / (sum + 1e-20f) : kept) * a.choice.scale;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < EACH; n++) {
+    if (first + n * 32 < E && !rehearsal) a.scores[first + n * 32] = 0;
+  }
+}
+
+template <int EACH, int ROWS, int K>
+__global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ __align__(16) float squares[8];
+  __shared__ float parts[ROWS][8];
+  __shared__ Choosing<EACH> choosing;
+  __shared__ uint64_t barrier;
+  __shared__ uint32_t turn_shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tid = threadIdx.x;
+  const int pieces = a.D / 8, E = a.choice.E, begin = blockIdx.x * ROWS;
+  const bool watches = blockIdx.x == gridDim.x - 1;
+  let_successor_start();
+  if (tid == 0) {
+    barrier_init(&barrier, 1);
+    barriers_visible();
+    if (!watches) {
+      barrier_expect(&barrier, ROWS * a.D * 2);
+      for (int r = 0; r < ROWS; r++) {  // past the last expert, its row again
+        bulk_load_once(memory + r * a.D * 2, a.gate + static_cast<int64_t>(min(begin + r, E - 1)) * a.D, a.D * 2,
+                       &barrier);
+      }
+    }
+    turn_shared = static_cast<uint32_t>(atomicAdd(a.launches, 1ull) / gridDim.x) & 1;
+    if (watches) announce::tell_turn(a.board, a.launch, turn_shared);
+  }
+  if (watches) {
+    for (int n = tid; n < WARPS * EACH * 32; n += THREADS) choosing.biases[n] = n < E ? a.choice.bias[n] : 0;
+    if (tid < 32) choosing.ids[tid] = 0;
+  }
+  uint4 w[PIECES];
+  fresh::load_weights(w, a.norm, pieces);
+  __syncthreads();
+  if (!watches) barrier_wait(&barrier, 0);
+  const uint32_t* half = a.fresh + turn_shared * (a.D / 2);
+  const uint32_t* late = fresh::late(half, pieces);
+#pragma unroll 1
+  for (bool rehearsal = true;; rehearsal = false) {
+    if (!rehearsal) {
+      if (warp == 0) {
+        while (__any_sync(~0u, announce::glance(late) == 0)) {
+        }
+      }
+      __syncthreads();
+    }
+    uint4 v[PIECES] = {};
+    while (!fresh::look(v, half, pieces) && !rehearsal) {
+    }
+    fresh::normalise(v, w, pieces, a.eps, squares, [] { __syncthreads(); });
+    if (watches) {
+      if (!rehearsal) {
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) {
+          if (fresh::piece_of(n) < pieces) *reinterpret_cast<uint4*>(a.x + fresh::piece_of(n) * 8) = v[n];
+        }
+      }
+      choose<EACH, K>(a, choosing, rehearsal);
+    } else {
+      float d[ROWS][4] = {}, acc[ROWS];
+#pragma unroll
+      for (int n = 0; n < PIECES; n++) {
+        const uint8_t* at = memory + min(fresh::piece_of(n), pieces - 1) * 16;  // past the last one x is zero
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) fresh::multiply(d[r], v[n], *reinterpret_cast<const uint4*>(at + r * a.D * 2));
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) acc[r] = fresh::of_diagonal(d[r]);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        if (lane == 0) parts[r][warp] = acc[r];
+      }
+      __syncthreads();
+      if (warp == 0) {
+        float v = lane % 8 < WARPS && lane / 8 < ROWS ? parts[lane / 8][lane % 8] : 0;
+#pragma unroll
+        for (int l = 1; l < 8; l <<= 1) v += __shfl_xor_sync(~0u, v, l);
+        v = 1.0f / (1.0f + expf(-v));
+        const int row = lane / 8;
+        if (lane % 8 == 0 && row < ROWS && begin + row < E && !rehearsal) {
+          announce::put(a.scores + begin + row, written(v));
+        }
+      }
+    }
+    if (!rehearsal) break;
+  }
+  wait_for_predecessor();
+}
+
+}  // namespace
+
+// D a multiple of 256 and at most 7,168; E at most 512; top_k at most 32; rows, of the gate for each CTA, 3 or 4.
+// fresh: as mla_decode_output's launch before this one leaves it, which every launch of this board follows. launches: 0
+// at first. scores [E]: zero before and after. board: of router_mailbox.cuh; launch: of router.py.
+API int mla_decode_router(const void* fresh, void* launches, const void* norm, const void* gate, const void* bias, void* x,
+                  void* scores, void* board, void* ids, void* weights, int64_t launch_number, int64_t D, int64_t E,
+                  int64_t top_k, int64_t norm_weights, int64_t rows, float eps, float scale, void* stream) {
+  const Args a{static_cast<const uint32_t*>(fresh),
+               static_cast<unsigned long long*>(launches),
+               static_cast<const bf16*>(norm),
+               static_cast<const bf16*>(gate),
+               {static_cast<const float*>(bias), static_cast<int*>(ids), static_cast<float*>(weights),
+                static_cast<int>(E), static_cast<int>(top_k), static_cast<int>(norm_weights), scale},
+               static_cast<bf16*>(x),
+               static_cast<uint32_t*>(scores),
+               static_cast<uint32_t*>(board),
+               static_cast<uint32_t>(launch_number),
+               static_cast<int>(D),
+               eps};
+  if (rows < 3 || rows > 4 || D % 256 || D > THREADS * PIECES * 8) return -1;
+  const unsigned ctas = static_cast<unsigned>((E + rows - 1) / rows) + 1;
+  auto kernel = rows == 4    ? mla_decode_router_kernel<3, 4, 0>
+                : top_k == 8 ? mla_decode_router_kernel<2, 3, 8>
+                             : mla_decode_router_kernel<2, 3, 0>;
+  if (E > (rows == 3 ? WARPS * 64 : routing::MOST_EXPERTS)) return -1;
+  return launch(kernel, dim3(ctas), dim3(THREADS), rows * D * 2, stream, 1, a);
+}

@@ -1,0 +1,414 @@
+// The MoE block for one token. Contract in moe_int4.py.
+//
+// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
+// of the tensor core's A, whose columns of B are all the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
+// make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
+// two. One warp does nothing but ask for slots; KS warps share the k of a tile, a chunk of the slot each, and their
+// sums meet in shared memory. (Asking row by row kept the copying warp busier than the memory.)
+//
+// INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
+// per row, applied to their fp32 result: exact. The shared expert's weights, bf16 or e4m3, meet activations in the same
+// order.
+//
+// Work: gate_up asks for the shared expert's weights before x is there, and multiplies them while the router still
+// chooses, every CTA an equal part; between two slots it looks whether the choice is announced (router_mailbox.cuh).
+// CTAs start and run unevenly, so that units of the chosen experts are taken from a counter, by whoever has a free
+// slot. down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units
+// of the shared expert.
+//
+// The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, nobody else's trip to
+// memory, the router's least of all, comes back before them.
+#include "moe/sm90/moe_int4_t1.cuh"
+
+using namespace hopper;
+using namespace moe;
+
+namespace {
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT>
+struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
+  using Base = Lone<GATE_UP, COMPACT, KS, RT>;
+  using typename Base::Asked;
+  using typename Base::Scales;
+  using typename Base::Window;
+  using Base::ask;
+  using Base::barriers;
+  using Base::bf16_at;
+  using Base::choice_of;
+  using Base::CONSUMERS;
+  using Base::meet_all;
+  using Base::memory;
+  using Base::other_half;
+  using Base::PIECE;
+  using Base::place;
+  using Base::plan;
+  using Base::plan_of;
+  using Base::release;
+  using Base::ROWS;
+  using Base::scale_at;
+  using Base::scales_of;
+  using Base::SHARE;
+  using Base::SLOT;
+  using Base::stage;
+  using Base::stage_fresh;
+  using Base::UNIT_ROWS;
+  using Base::WARPS;
+
+  // ---- the copying warp ----
+
+  static __device__ void produce(const Args& a, const Maps& maps, Range shared_units) {
+    const int lane = threadIdx.x % 32;
+    int into = 0, phase = 1, buffer = 0;
+    if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
+    if (lane == 1) prefetch_map(&maps.routed);
+    bool planned = false;
+    int ahead = 0;       // gate_up: a unit taken before it is needed
+    int opened = 0;      // gate_up: slots asked for at first
+    uint32_t heard = 0;  // gate_up: what the board said of choice `lane`
+    auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
+    auto plan_if_told = [&](uint32_t word) {
+      if (!__all_sync(~0u, lane >= a.k || announce::told(word, a.launch))) return;
+      plan(a, {lane < a.k ? announce::choice_of(word) : -1, 1});
+      ahead = take();
+      planned = true;
+    };
+    auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
+      const int slots = divide_up(w.row, PIECE);
+      const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
+      const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
+      for (int n = 0; n < slots; n++) {
+        uint64_t* barrier = &barriers().full[into];
+        if (GATE_UP && opened < a.slots) {  // one at a time: what others hand over would arrive behind a whole ring
+          if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
+          opened++;
+        }
+        barrier_wait_to_refill(&barriers().empty[into], phase);
+        if (elected()) {
+          const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
+          const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
+          if (GATE_UP && n == 0) barriers().taken[into] = taken;
+          barrier_expect(barrier, SLOT + scales + factors);
+          uint8_t* slot = memory(into * SLOT);
+          const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
+          tensor_load_once(slot, &map, 0, row, chunk, barrier);
+          if (GATE_UP) tensor_load_once(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
+          uint8_t* to = memory(a.held) + buffer * a.block;
+          if (scales) {
+            bulk_load_once(to, w.scale + first * a.scale_row, scales / 2, barrier);
+            bulk_load_once(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
+          }
+          if (factors) {
+            const int each = factors / UNIT_ROWS;
+            bulk_load_once(to + a.scales, w.factor + first * each, factors / 2, barrier);
+            bulk_load_once(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
+          }
+        }
+        __syncwarp();
+        if (++into == a.slots) into = 0, phase ^= 1;
+        if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
+          plan_if_told(heard);
+          heard = announce::glance_choice(a.board, a.k);
+        }
+      }
+      if (++buffer == a.scale_buffers) buffer = 0;
+    };
+    // down has its ids before its activations, gate_up those of the shared expert before its ids.
+    Asked asked{};
+    if (!GATE_UP) {
+      let_successor_start();
+      asked = ask(a);
+      if (shared_units.first == shared_units.end) plan(a, asked);
+    }
+    for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
+    if (!GATE_UP && shared_units.first < shared_units.end) plan(a, asked);
+    if (GATE_UP && !a.launch) {
+      wait_for_predecessor();
+      plan(a, ask(a));
+      ahead = take();
+    }
+    while (GATE_UP && a.launch && !planned) plan_if_told(announce::glance_choice(a.board, a.k));
+    const Plan& p = plan_of();
+    const int per_expert = a.routed.tiles / RT;
+    if constexpr (GATE_UP) {
+      for (;; ahead = take()) {
+        const int u = __shfl_sync(~0u, ahead, 0);
+        if (u >= p.units.end) break;
+        const int s = choice_of(a, u);
+        copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, u);
+        barrier_wait(&barriers().empty[into], phase);  // and no unit before its slot is free
+      }
+      barrier_wait(&barriers().empty[into], phase);
+      if (lane == 0) {
+        barriers().taken[into] = -1;
+        barrier_arrive(&barriers().full[into]);
+      }
+    } else {
+      for (int u = p.units.first; u < p.units.end; u++) {
+        const int s = choice_of(a, u);
+        copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, 0);
+      }
+    }
+  }
+
+  // ---- the multiplying warps ----
+
+  static __device__ void consume(const Args& a, Range shared_units) {
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
+    int from = 0, phase = 0, buffer = 0, turn = 0;
+    // Sums of a tile's rows over its KS warps, which alone meet here, once: the buffers of sums alternate. All columns
+    // of B are the token.
+    auto finish = [&](float upper, float lower, auto result) {
+      float* sums = reinterpret_cast<float*>(memory(a.sums)) + turn % 2 * WARPS * 16;
+      if (t == 0) sums[warp * 16 + g] = upper, sums[warp * 16 + g + 8] = lower;
+      named_sync(2 + rt, KS * 32);
+      if ((ks + turn) % KS == 0 && lane < ROWS) {
+        const float* at = sums + rt * KS * 16 + lane;
+        float v = 0, up = 0;
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+          v += at[s * 16];
+          if (GATE_UP) up += at[s * 16 + 8];
+        }
+        result(lane, v, up);
+      }
+      turn++;
+    };
+
+    bool waited = false;
+    auto wait = [&] {
+      if (waited) return;
+      wait_for_predecessor();
+      if (GATE_UP) let_successor_start();  // not before: who starts after this kernel may take the ids as written
+      waited = true;
+    };
+    Window window{0, 0};
+    if (GATE_UP && a.launch && a.fresh != nullptr) {
+      stage_fresh(a);
+      window.end = a.K / 8;
+    } else if (GATE_UP && a.launch) {
+      announce::wait_for_x(a.board, a.launch);
+    } else {
+      wait();
+    }
+    if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
+      if (lane == 0) *a.counter = 0;
+      if (a.launch) announce::wipe(a.board);
+    }
+    for (int u = shared_units.first; u < shared_units.end; u++) {
+      float total[4];
+      if (a.shared.factor == nullptr) {
+        Base::template dense_tile<false>(a, buffer, window, from, phase, total);
+      } else {
+        Base::template dense_tile<true>(a, buffer, window, from, phase, total);
+      }
+      if (++buffer == a.scale_buffers) buffer = 0;
+      if (!GATE_UP || !a.launch) wait();  // who has been told of x may write: nobody reads what was there before
+      finish(total[0], total[2], [&](int row, float v, float up) {
+        const int at = (u * RT + rt) * ROWS + row;
+        if (GATE_UP) {
+          a.out_shared[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
+        } else {
+          static_cast<float*>(a.out)[static_cast<int64_t>(a.P - 1) * a.shared.tiles * ROWS + at] = v;
+        }
+      });
+    }
+    if (!GATE_UP || !a.launch) wait();
+    barrier_wait(&barriers().planned, 0);
+
+    const Plan& p = plan_of();
+    const Range units = p.units;
+    const int per_expert = a.routed.tiles / RT, slots = divide_up(a.routed.row, PIECE);
+    const int row_upper = GATE_UP ? rt * 8 + g : rt * 16 + g, rows_between = GATE_UP ? RT * 8 : 8;
+    const int near = place(a, ks, rt, lane % 16, lane / 16), far = other_half(a, near);
+    const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + own / (COMPACT ? 16 : 8);
+    int staged = -1;
+    for (int u = units.first; GATE_UP || u < units.end; u++) {
+      if constexpr (GATE_UP) {
+        barrier_wait(&barriers().full[from], phase);
+        u = barriers().taken[from];
+        if (u < 0) break;
+      }
+      const int s = choice_of(a, u), unit = u - s * per_expert;
+      const Chosen chosen = p.chosen[s];
+      // x is there since the shared expert, or the first of the routed ones.
+      if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
+        if (staged >= 0 || window.end > 0) meet_all();  // every warp is done with the activations before
+        stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
+      }
+      staged = chosen.number;
+      float above_sum = 0, below_sum = 0;
+      const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
+      const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
+      const uint8_t* scale = scale_upper + buffer * a.block;
+      const uint8_t* factor = memory(a.held) + buffer * a.block + a.scales + row_upper * 2;
+      float factor_upper = RESULT, factor_lower = RESULT;
+      if (++buffer == a.scale_buffers) buffer = 0;
+      int left = a.routed.row - own;
+      for (int n = 0; n < slots; n++) {
+        barrier_wait(&barriers().full[from], phase);
+        const uint32_t slot = shared_address(memory(from * SLOT));
+        // Of a warp without a share of the slot they are anything, within shared memory.
+        const Scales above = scales_of(scale, a.scale_row);
+        const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
+        if (COMPACT && n == 0) {
+          factor_upper = bf16_at(factor) * (RESULT / 255);
+          factor_lower = bf16_at(factor + rows_between * 2) * (RESULT / 255);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if (left <= h * 64) break;
+          float starts[4];  // of the sums of this half's groups
+          *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
+#pragma unroll
+          for (int pair = 0; pair < 2; pair++) {
+            uint32_t w[4];
+            load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const int group = h * 4 + pair * 2 + half;
+              const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
+              uint32_t low[4], high[4];
+              nibbles(w[half * 2], w[half * 2 + 1], low, high);
+              const float f = scale_at(above, group), k = scale_at(below, group);
+              float d[4] = {};
+              mma(d, low, b.x, b.y, bf16());
+              mma(d, high, b.z, b.w, bf16());
+              above_sum += f * (d[0] + starts[pair * 2 + half]);
+              below_sum += k * (d[2] + starts[pair * 2 + half]);
+            }
+          }
+        }
+        release(a, from, phase);
+        left -= PIECE;
+        scale += PIECE / (COMPACT ? 16 : 8);
+        x += PIECE * 4;
+        start += PIECE / 16;
+      }
+      wait();
+      finish(above_sum * factor_upper, below_sum * factor_lower, [&](int row, float v, float up) {
+        const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
+        if (GATE_UP) {
+          static_cast<bf16*>(a.out)[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
+        } else {
+          static_cast<float*>(a.out)[at] = v * chosen.weight;
+        }
+      });
+    }
+    wait();
+  }
+
+  static __device__ void run(const Args& a, const Maps& maps) {
+    const int shared_all = a.shared.tiles / RT;
+    const int64_t G = gridDim.x, c = blockIdx.x;
+    const Range shared_units{static_cast<int>(c * shared_all / G), static_cast<int>((c + 1) * shared_all / G)};
+    if (threadIdx.x < a.slots) {
+      barrier_init(&barriers().full[threadIdx.x], 1);
+      barrier_init(&barriers().empty[threadIdx.x], WARPS);
+    }
+    if (threadIdx.x == 31) barrier_init(&barriers().planned, 1);
+    barriers_visible();
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+      produce(a, maps, shared_units);
+    } else {
+      consume(a, shared_units);
+    }
+  }
+};
+
+// Registers: both CTAs of gate_up find room on a processor beside mla_decode_router_t1.cu's.
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+__global__ __maxnreg__(GATE_UP ? 88 : 72) void moe_int4_t1_kernel(
+    const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
+  Kernel<GATE_UP, COMPACT, KS, RT>::run(a, maps);
+}
+
+template <typename K>
+bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
+  return maps::describe(map, m.data, chunk == 128 ? maps::SWIZZLED_BYTES : maps::SWIZZLED_HALF,
+                        {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
+}
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+int start(Args a, int sms, void* stream) {
+  using K = Kernel<GATE_UP, COMPACT, KS, RT>;
+  constexpr int FIXED = 3072;  // more than the kernel's own shared memory and what the driver takes
+  constexpr int MOST = 228 * 1024 / CTAS - FIXED;
+  // Without a shared expert its map is never used.
+  const bool shares = a.shared.tiles > 0;
+  if (!shares) a.shared.row = a.routed.row;
+  a.chunk = a.routed.row % 128 || a.shared.row % 128 ? 64 : 128;
+  const int ctas = CTAS * sms, per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
+  auto fits = [&](int slots) {
+    a.slots = slots;
+    // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
+    a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
+    return K::arrange(a) <= MOST;
+  };
+  int slots = GATE_UP ? GATE_UP_SLOTS : MAX_SLOTS;
+  while (slots > 2 && !fits(slots)) slots--;
+  if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
+  const int64_t per_expert = a.routed.tiles / RT;
+  a.reciprocal = static_cast<uint32_t>(((int64_t(1) << 32) + per_expert - 1) / per_expert);
+  Maps maps = {};
+  if (!describe<K>(&maps.routed, a.routed, a.routed_rows, a.chunk) ||
+      (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
+    return -1;
+  }
+  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS>, dim3(ctas), dim3(K::THREADS),
+                K::arrange(a), stream, 1, a, maps);
+}
+
+Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
+              int64_t tiles) {
+  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
+          expert, second, static_cast<int>(row), static_cast<int>(tiles)};
+}
+
+}  // namespace
+
+// h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
+// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. board: of router_mailbox.cuh;
+// launch: the router's whose choice is announced there, or 0. fresh, norm, eps: what
+// mla_decode_router_t1.cu makes x of, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
+API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
+                              const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
+                              void* board, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
+                              int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
+  Args a = {};
+  a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
+  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
+  a.in = a.in_shared = static_cast<const bf16*>(x);
+  a.ids = static_cast<const int*>(ids);
+  a.out = h;
+  a.out_shared = static_cast<bf16*>(h_shared);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
+  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
+  a.counter = static_cast<uint32_t*>(counter);
+  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
+  return row == nullptr ? start<true, false, 7, 1, 2>(a, static_cast<int>(sms), stream)
+                        : start<true, true, 7, 1, 2>(a, static_cast<int>(sms), stream);
+}
+
+// y [P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
+API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, const void* weights,
+                           const void* packed, const void* scale, const void* row, const void* shared,
+                           const void* shared_scale, void* y, void* counter, void* board, int64_t launch, int64_t k,
+                           int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  a.in = static_cast<const bf16*>(h);
+  a.in_shared = static_cast<const bf16*>(h_shared);
+  a.ids = static_cast<const int*>(ids);
+  a.weights = static_cast<const float*>(weights);
+  a.out = y;
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
+  a.routed_rows = D * E, a.shared_rows = D;
+  a.counter = static_cast<uint32_t*>(counter);
+  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
+  return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
+                        : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
+}

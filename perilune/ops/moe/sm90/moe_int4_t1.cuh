@@ -1,0 +1,343 @@
+// What a CTA of moe_int4_t1.cu has in shared memory, which work is whose, and what a multiplying warp does with its
+// part of a slot: activations as they are staged, scales, tiles of the shared expert.
+#pragma once
+#include "cuda/router_mailbox.cuh"
+#include "cuda/residual_mailbox.cuh"
+#include "moe/sm90/int4_mma.cuh"
+
+namespace moe {
+
+constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4;
+constexpr int MAX_CHOICES = announce::MAX_CHOICES;
+
+struct Matrix {
+  const uint8_t* data;
+  const uint8_t* scale;   // INT4: one for 32 k
+  const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
+  int64_t expert;         // rows of an expert
+  int64_t second;         // rows between a tile's row 0 and its row 8
+  int row;                // bytes
+  int tiles;              // of an expert; 0 if there is no such matrix
+};
+
+struct Args {
+  Matrix routed, shared;
+  const bf16* in;         // gate_up: x [K]; down: h [k, K]
+  const bf16* in_shared;  // x, or h of the shared expert
+  const int* ids;         // [k]
+  const float* weights;   // [k]; down only
+  void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
+  bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
+  int k, E, K, P;
+  uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
+  int64_t routed_rows, shared_rows;
+  uint32_t* board;    // router_mailbox.cuh; down makes it zero again
+  uint32_t launch;    // of the router that announces; 0: gate_up waits for its predecessor
+  const uint32_t* fresh;  // gate_up: what x is the norm of, as mla_decode_router_t1.cu reads it; null: x is read
+  const bf16* norm;       // [K], with it
+  float eps;
+  uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
+  int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
+  int slots;          // of the ring
+  int scale_buffers;  // units whose scales and factors are held
+  int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
+  int xs_bytes;                  // of staged activations
+  int sums, starts, xs, held;    // where they lie in shared memory, behind the ring
+};
+
+// The matrices as copied: chunks of 64 or 128 bytes of a row, rows, chunks of a row.
+struct Maps {
+  CUtensorMap routed, shared;
+};
+
+struct Chosen {
+  int expert, number;  // which choice it is
+  float weight;        // down only
+};
+
+struct Range {
+  int first, end;
+};
+
+struct Plan {
+  Chosen chosen[MAX_CHOICES];
+  Range units;  // of all (choice, unit)
+};
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT>
+struct Lone {
+  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
+  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
+
+  // What a CTA has in shared memory.
+  static __device__ __forceinline__ uint8_t* memory(int at) {
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    return bytes + at;
+  }
+  static __device__ __forceinline__ Plan& plan_of() {
+    __shared__ Plan p;
+    return p;
+  }
+  struct Barriers {
+    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
+    int taken[MAX_SLOTS];  // the unit that begins in a slot; negative: no more. gate_up only
+  };
+  static __device__ __forceinline__ Barriers& barriers() {
+    __shared__ Barriers b;
+    return b;
+  }
+
+  // ---- which units this CTA works on: by one warp ----
+
+  // Of all (choice, unit). Dividing by a variable would cost the copying warp more than asking for a slot.
+  static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
+
+  // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
+  static __device__ Range routed_units(const Args& a, int all) {
+    const int64_t G = gridDim.x, c = blockIdx.x, shared = a.shared.tiles / RT;
+    const int64_t wide = a.shared.row, narrow = a.routed.row + a.scale_row;
+    const int64_t bytes = shared * wide + all * narrow;
+    // The equal part must hold a CTA's shared units, and may not be mostly theirs.
+    if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
+      return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
+    }
+    auto bound = [&](int64_t n) {
+      int64_t left = n * bytes / G - wide * (n * shared / G);
+      return static_cast<int>(min(max((left + narrow / 2) / narrow, int64_t(0)), int64_t(all)));
+    };
+    return {bound(c), bound(c + 1)};
+  }
+
+  // Of choice `lane` of the token; -1 where there is none.
+  struct Asked {
+    int expert;
+    float weight;  // down only
+  };
+  static __device__ __forceinline__ Asked ask(const Args& a) {
+    const int lane = threadIdx.x % 32;
+    Asked v{-1, 1};
+    if (lane < a.k) {
+      v.expert = __ldcg(a.ids + lane);
+      if (!GATE_UP) v.weight = __ldcg(a.weights + lane);
+    }
+    return v;
+  }
+
+  // The token's choices, each an expert of its own; an id that is no expert is passed over.
+  static __device__ void plan(const Args& a, Asked v) {
+    Plan& p = plan_of();
+    const int lane = threadIdx.x % 32, per_expert = a.routed.tiles / RT;
+    const bool valid = static_cast<unsigned>(v.expert) < static_cast<unsigned>(a.E);
+    const unsigned found = __ballot_sync(~0u, valid);
+    const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
+    if (valid) p.chosen[s] = Chosen{v.expert, lane, v.weight};
+    if (lane == 0) p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&barriers().planned);
+  }
+
+  // ---- a multiplying warp ----
+
+  static __device__ __forceinline__ void meet_all() { named_sync(1, CONSUMERS); }
+
+  // Activations, `pieces` of 8 values, in the order in which the nibbles of a word come; and what the sums of every
+  // group of 32 k start at.
+  static __device__ __forceinline__ void stage(const Args& a, const bf16* from, int pieces) {
+    constexpr int TOGETHER = GATE_UP ? 4 : 1;
+    const unsigned quad = 0xfu << (threadIdx.x & 28);
+    for (int first = threadIdx.x; first < pieces; first += TOGETHER * CONSUMERS) {
+      uint4 held[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int piece = first + i * CONSUMERS;
+        if (piece < pieces) held[i] = __ldcg(reinterpret_cast<const uint4*>(from + piece * 8));
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int piece = first + i * CONSUMERS;
+        if (piece >= pieces) break;
+        *reinterpret_cast<uint4*>(memory(a.xs) + piece * 16) = raised(held[i], RAISED / 16);
+        float sum = total(held[i]);
+        sum += __shfl_xor_sync(quad, sum, 1);
+        sum += __shfl_xor_sync(quad, sum, 2);
+        if (piece % 4 == 0 && piece < a.K / 8) {
+          reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+        }
+      }
+    }
+    meet_all();
+  }
+
+  // As `stage`, of the norm of what is still being handed over: x to the bit, as mla_decode_router_t1.cu makes it.
+  static __device__ __forceinline__ void stage_fresh(const Args& a) {
+    static_assert(!GATE_UP || WARPS == fresh::WARPS);
+    __shared__ __align__(16) float squares[8];
+    __shared__ uint32_t turn_shared;
+    const int lane = threadIdx.x % 32, pieces = a.K / 8;
+    uint4 w[fresh::PIECES];
+    fresh::load_weights(w, a.norm, pieces);
+    if (threadIdx.x < 32) {  // lanes 0-7 and 8-15 look at a half each, and lane 16 at which it is
+      const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.board + 1;
+      uint32_t said, there;
+      do {
+        const uint32_t v = announce::glance(at);
+        said = __shfl_sync(~0u, v, 16);
+        there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
+      } while (!announce::told_turn(said, a.launch) || there != 0xff);
+      if (lane == 0) turn_shared = said & 1;
+      if (announce::processor_of(said) == announce::processor()) {  // where experts are chosen, that goes first
+        while (!__all_sync(~0u, lane >= a.k || announce::told(announce::glance_choice(a.board, a.k), a.launch))) {
+        }
+      }
+    }
+    meet_all();
+    uint4 v[fresh::PIECES] = {};
+    while (!fresh::look(v, a.fresh + turn_shared * (a.K / 2), pieces)) {
+    }
+    fresh::normalise(v, w, pieces, a.eps, squares, [] { meet_all(); });
+#pragma unroll
+    for (int n = 0; n < fresh::PIECES; n++) {
+      const int piece = fresh::piece_of(n);
+      *reinterpret_cast<uint4*>(memory(a.xs) + min(piece, pieces) * 16) = raised(v[n], RAISED / 16);
+      float sum = total(v[n]);
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (piece % 4 == 0 && piece < pieces) {
+        reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+      }
+    }
+    meet_all();
+  }
+
+  // Which pieces of 8 values of x are staged for bf16 or e4m3 weights.
+  struct Window {
+    int first, end;
+  };
+
+  // Where 16 bytes of this warp's share of a slot are: number `column` < 4 of row `row` < 16 of tile rt; and the same
+  // of the row's other 64 bytes.
+  static __device__ __forceinline__ int place(const Args& a, int ks, int rt, int row, int column) {
+    const int line = GATE_UP ? rt * 8 + row % 8 : rt * 16 + row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
+    const int turned = column ^ (a.chunk == 128 ? row % 8 : row % 8 / 2);
+    return half + ks * SHARE * BOX_ROWS + line * a.chunk + turned * 16;
+  }
+  static __device__ __forceinline__ int other_half(const Args& a, int at) {
+    return a.chunk == 128 ? at ^ 64 : at + 64 * BOX_ROWS;
+  }
+
+  static __device__ __forceinline__ void release(const Args& a, int& from, int& phase) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().empty[from]);
+    if (++from == a.slots) from = 0, phase ^= 1;
+  }
+
+  // Scales of a warp's groups of 32 k in a slot: bf16, or bytes.
+  struct Scales {
+    uint32_t words[COMPACT ? 2 : 4];
+  };
+  static __device__ __forceinline__ Scales scales_of(const uint8_t* at, int scale_row) {
+    constexpr int BYTES = sizeof(Scales);
+    Scales v;
+    if (BYTES % 16 == 0 && scale_row % 16 == 0) {
+#pragma unroll
+      for (int n = 0; n < BYTES / 16; n++) {
+        reinterpret_cast<uint4*>(v.words)[n] = reinterpret_cast<const uint4*>(at)[n];
+      }
+    } else if (BYTES >= 8 && scale_row % 8 == 0) {
+#pragma unroll
+      for (int n = 0; n < BYTES / 8; n++) {
+        reinterpret_cast<uint2*>(v.words)[n] = reinterpret_cast<const uint2*>(at)[n];
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < BYTES / 4; n++) v.words[n] = reinterpret_cast<const uint32_t*>(at)[n];
+    }
+    return v;
+  }
+  static __device__ __forceinline__ float scale_at(const Scales& v, int group) {
+    if (!COMPACT) {
+      const uint32_t pair = v.words[group / 2];
+      return group % 2 ? high_half(pair) : low_half(pair);
+    }
+    constexpr uint32_t BASE = 0x4b000000;  // 2^23
+    return __uint_as_float(__byte_perm(v.words[group / 4], BASE, 0x7440 + group % 4)) - __uint_as_float(BASE);
+  }
+  static __device__ __forceinline__ float bf16_at(const uint8_t* at) {
+    return __bfloat162float(*reinterpret_cast<const bf16*>(at));
+  }
+
+  // total = a tile of the shared expert times x.
+  template <bool FP8>
+  static __device__ __forceinline__ void dense_tile(const Args& a, int buffer, Window& window, int& from, int& phase,
+                                                    float (&total)[4]) {
+    constexpr int EACH = FP8 ? 2 : 1;    // 16 bytes of x that meet 16 bytes of weights
+    constexpr int PIECES = FP8 ? 8 : 4;  // of x that meet 64 bytes of weights
+    constexpr int SLOT_PIECES = PIECE / 64 * PIECES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
+    const int all = a.shared.row / 64 * PIECES, most = (a.xs_bytes - 64) / 16, slots = divide_up(a.shared.row, PIECE);
+    float acc[2][4] = {};
+    const int near = place(a, ks, rt, g, t), far = other_half(a, near), below = place(a, ks, rt, g + 8, t) - near;
+    float upper = FP8 ? 1 : 1 / RAISED, lower = upper;
+    for (int n = 0; n < slots; n++) {
+      const int piece = n * SLOT_PIECES;
+      if (piece < window.first || min(piece + SLOT_PIECES, all) > window.end) {
+        if (window.end > 0) meet_all();  // every warp is done with the activations before
+        window.first = all > most ? piece : 0;
+        window.end = min(window.first + (all > most ? most / SLOT_PIECES * SLOT_PIECES : all), all);
+        stage(a, a.in_shared + window.first * 8, window.end - window.first);
+      }
+      barrier_wait(&barriers().full[from], phase);
+      const uint8_t* slot = memory(from * SLOT);
+      const uint8_t* x = memory(a.xs) + (piece - window.first + own / 64 * PIECES + t * EACH) * 16;
+      if (FP8 && n == 0) {
+        const float* factor = reinterpret_cast<const float*>(memory(a.held) + buffer * a.block + a.scales);
+        upper = factor[GATE_UP ? rt * 8 + g : rt * 16 + g] * (0x1p120f / RAISED);
+        lower = factor[GATE_UP ? RT * 8 + rt * 8 + g : rt * 16 + g + 8] * (0x1p120f / RAISED);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (n * PIECE + own + h * 64 >= a.shared.row) break;
+        uint4 v[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(x + (h * PIECES + e) * 16);
+        const uint4 top = *reinterpret_cast<const uint4*>(slot + (h ? far : near));
+        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + (h ? far : near) + below);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          uint32_t low[4], high[4];
+          values<FP8>(top, bottom, e, low, high);
+          mma(acc[0], low, v[e].x, v[e].y, bf16());
+          mma(acc[1], high, v[e].z, v[e].w, bf16());
+        }
+      }
+      release(a, from, phase);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
+  }
+
+  // Lays out shared memory; its bytes.
+  static int arrange(Args& a) {
+    a.scale_row = a.K / (COMPACT ? 32 : 16);
+    a.scales = UNIT_ROWS * a.scale_row;
+    a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
+    a.sums = a.slots * SLOT;
+    a.starts = a.sums + 2 * WARPS * 64;
+    a.xs = a.starts + divide_up(a.K / 32, 4) * 16;
+    a.xs_bytes = a.K * 2 + 64;
+    if (a.shared.tiles) {  // at least a slot's
+      a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
+    }
+    a.held = a.xs + a.xs_bytes;
+    return a.held + a.scale_buffers * a.block + 1024;  // a warp without a share of a slot reads beyond its scales
+  }
+};
+
+}  // namespace moe

@@ -1,0 +1,287 @@
+// What a warp of moe_int4_mma_tma.cu does with its part of a tile: activations that stay in registers, and products
+// with INT4, bf16 and e4m3 weights in a slot of the ring.
+#pragma once
+#include "moe/sm90/expert_segments.cuh"
+#include "moe/sm90/int4_mma.cuh"
+
+namespace moe {
+
+constexpr int MAX_SLOTS = 16;
+constexpr int TOKENS = 8;      // columns of B for the shared expert
+constexpr int TILE_BITS = 10;  // of an item of work: segment and tile
+
+struct Matrix {
+  const uint8_t* data;
+  const uint8_t* scale;   // INT4: one for 32 k
+  const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
+  int64_t rows;           // in all
+  int expert;             // rows of an expert
+  int second;             // gate_up: rows between a gate row and its up row
+  int row;                // bytes
+  int tiles;              // of an expert; 0 if there is no such matrix
+  int chunk;              // bytes that lie together in a slot: 128, or 64 if rows are no multiple of that
+};
+
+struct Args {
+  Matrix routed, shared;
+  const bf16* in;         // gate_up: x [T, K]; down: h [T k, K]
+  const bf16* in_shared;  // [T, width]
+  const int* ids;         // [T, k]
+  const float* weights;   // [T, k]; down only
+  void* out;              // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
+  bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
+  uint32_t* taken;        // ranges taken beyond every CTA's first; zero before
+  uint32_t* settled;      // of the other launch: to be made zero
+  int T, k, E, K, width, P;
+  int slots;         // of the ring
+  int parts;         // groups of warps that share a tile
+  int visit, shared_visit;  // slots of a tile for each of them
+  int scale_row, scale_pitch, scale_swizzle;  // bytes; chunks of 16 bytes change places
+  int whole_scales;  // rows of scales too short for a tensor map come whole
+  int scales, sums, starts, segments, sorted, counts;  // where they lie in shared memory
+};
+
+// Boxes of the matrices.
+struct Maps {
+  CUtensorMap routed, scales, shared;
+};
+
+template <bool GATE_UP, bool COMPACT>
+struct Tile {
+  // Warps of a slot, such groups of a CTA, slots of a tile that a group may take.
+  static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
+  static constexpr int WARPS = GROUP * GROUPS, THREADS = (WARPS + 2) * 32;
+  static constexpr int PIECE = GROUP * 128, SLOT = 16 * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? 8 : 16, BOXES = 16 / BOX_ROWS;
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
+  static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
+  static constexpr int SCALE_PITCH = (GROUP * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * SCALE_PITCH;
+  static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
+  static constexpr int HELD = VISIT * 8;  // groups of 32 k whose activations a warp holds
+
+  using Held = uint32_t[HELD][4];
+
+  static __device__ __forceinline__ uint8_t* memory(int at) {
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    return bytes + at;
+  }
+  struct Control {
+    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], added[TURNS], free[TURNS];
+    uint64_t planned;
+    int segments;
+    int item[MAX_SLOTS], result[TURNS];  // segment and tile; negative: no more
+  };
+  static __device__ __forceinline__ Control& control() {
+    __shared__ Control c;
+    return c;
+  }
+
+  // A place in a ring, and the parity of its turn.
+  struct Place {
+    int at, phase;
+    __device__ __forceinline__ void advance(int by, int size) {
+      at += by;
+      while (at >= size) at -= size, phase ^= 1;
+    }
+  };
+  static __device__ __forceinline__ Place place(int position, int size) {
+    return {position % size, position / size & 1};
+  }
+
+  static __device__ __forceinline__ Plan plan_of(const Args& a) {
+    return {reinterpret_cast<Segment*>(memory(a.segments)), reinterpret_cast<uint16_t*>(memory(a.sorted)),
+            reinterpret_cast<uint32_t*>(memory(a.counts))};
+  }
+  static __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
+  static __device__ __forceinline__ int planes(const Args& a) { return a.T > 1 ? 2 : 1; }
+  static __device__ __forceinline__ int row_of(const Args& a, int pair) { return GATE_UP ? pair / a.k : pair; }
+
+  struct Warp {
+    int lane, g, t, ks, part, turn;  // turn: of the sums
+    Place from;
+    float* starts;
+  };
+
+  // What this warp's k of N tokens of a segment are.
+  template <int N>
+  static __device__ __forceinline__ void hold(const Args& a, const Warp& w, Segment segment, Held& b) {
+    constexpr int EACH = 8 / N;  // groups of an accumulator
+    const int token = min(w.g / EACH, segment.count() - 1), own = w.g % EACH;
+    const bf16* row = a.in + static_cast<int64_t>(row_of(a, plan_of(a).sorted[segment.first() + token])) * a.K;
+    uint4 v[VISIT][N];
+#pragma unroll
+    for (int j = 0; j < VISIT; j++) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const int k = ((w.part * a.visit + j) * GROUP + w.ks) * 256 + (i * EACH + own) * 32 + w.t * 8;
+        v[j][i] = make_uint4(0, 0, 0, 0);
+        if (j < a.visit && k < a.K) v[j][i] = __ldcg(reinterpret_cast<const uint4*>(row + k));
+      }
+    }
+    __syncwarp();  // all have read the starts before
+#pragma unroll
+    for (int j = 0; j < VISIT; j++) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        float sum = total(v[j][i]);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (w.t == 0) w.starts[(j * N + i) * 8 + w.g] = sum * (-8 * UNIT * RAISED);
+        const uint4 x = raised(v[j][i], RAISED / 16);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+            b[j * 8 + i * EACH + e][n] = e == own ? (&x.x)[n] : 0;
+          }
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Of two neighbouring groups.
+  static __device__ __forceinline__ float2 scales_at(const uint8_t* at) {
+    if (COMPACT) {
+      const uint32_t v = *reinterpret_cast<const uint16_t*>(at);
+      constexpr uint32_t BASE = 0x4b000000;  // 2^23
+      return make_float2(__uint_as_float(__byte_perm(v, BASE, 0x7440)) - __uint_as_float(BASE),
+                         __uint_as_float(__byte_perm(v, BASE, 0x7441)) - __uint_as_float(BASE));
+    }
+    const uint32_t v = *reinterpret_cast<const uint32_t*>(at);
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000));
+  }
+
+  static __device__ __forceinline__ void release(const Args& a, Warp& w) {
+    __syncwarp();
+    if (w.lane == 0) barrier_arrive(&control().empty[w.from.at]);
+    w.from.advance(a.parts, a.slots);
+  }
+
+  // Where 16 bytes of this warp's chunk of a slot are: number `column` < 4 of row `row` < 16.
+  static __device__ __forceinline__ int near_of(int chunk, int ks, int row, int column) {
+    const int line = GATE_UP ? row % 8 : row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
+    return half + ks * 128 * BOX_ROWS + line * chunk + (column ^ (chunk == 128 ? row % 8 : row % 8 / 2)) * 16;
+  }
+  // The same of the row's other 64 bytes.
+  static __device__ __forceinline__ int far_of(int chunk, int near) {
+    return chunk == 128 ? near ^ 64 : near + 64 * BOX_ROWS;
+  }
+
+  // The sums of rows g and g + 8, not yet times RESULT, of token t N / 4.
+  template <int N>
+  static __device__ __forceinline__ float2 multiply(const Args& a, Warp& w, const Held& b, int near, int far,
+                                                    const uint8_t* scales) {
+    constexpr int EACH = 8 / N;
+    float top[N] = {}, bottom[N] = {};
+#pragma unroll
+    for (int j = 0; j < VISIT; j++) {
+      if (j >= a.visit) break;
+      if (j > 0) barrier_wait(&control().full[w.from.at], w.from.phase);
+      const uint32_t slot = shared_address(memory(w.from.at * SLOT));
+      const uint8_t* scale = scales + w.from.at * SCALES;
+      // Boxes begin at multiples of 16 bytes.
+      if (GROUP * SCALE_UNIT % 16) scale += (w.part * a.visit + j) * (GROUP * SCALE_UNIT) % 16;
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const float2 start = *reinterpret_cast<const float2*>(w.starts + (j * N + i) * 8 + w.t * 2);
+        float d[4] = {start.x, start.y, start.x, start.y};
+#pragma unroll
+        for (int e = 0; e < EACH; e += 2) {
+          const int group = i * EACH + e;
+          uint32_t words[4];
+          load_matrices(words, slot + ((group < 4 ? near : far) ^ (group % 4 * 16)));
+#pragma unroll
+          for (int n = 0; n < 2; n++) {
+            uint32_t low[4], high[4];
+            nibbles(words[n * 2], words[n * 2 + 1], low, high);
+            const uint32_t(&x)[4] = b[j * 8 + group + n];
+            mma(d, low, x[0], x[1], bf16());
+            mma(d, high, x[2], x[3], bf16());
+          }
+        }
+        const int pair = N == 1 ? w.t : N == 2 ? i * 2 + w.t % 2 : i;  // of groups
+        const float2 f = scales_at(scale + pair * (SCALE_UNIT / 4));
+        const float2 k = scales_at(scale + pair * (SCALE_UNIT / 4) + 8 * a.scale_pitch);
+        top[i] = fmaf(f.y, d[1], fmaf(f.x, d[0], top[i]));
+        bottom[i] = fmaf(k.y, d[3], fmaf(k.x, d[2], bottom[i]));
+      }
+      release(a, w);
+    }
+    if constexpr (N == 4) {
+      return make_float2((top[0] + top[1]) + (top[2] + top[3]), (bottom[0] + bottom[1]) + (bottom[2] + bottom[3]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        top[i] += __shfl_xor_sync(~0u, top[i], 1);
+        bottom[i] += __shfl_xor_sync(~0u, bottom[i], 1);
+      }
+      if constexpr (N == 2) return make_float2(top[0] + top[1], bottom[0] + bottom[1]);
+      return make_float2(top[0] + __shfl_xor_sync(~0u, top[0], 2), bottom[0] + __shfl_xor_sync(~0u, bottom[0], 2));
+    }
+  }
+
+  // Hands a tile's sums to the last warp.
+  static __device__ __forceinline__ void hand(const Args& a, const Warp& w, float2 sums, int item) {
+    Control& c = control();
+    const Place to = place(w.turn, TURNS);
+    barrier_wait(&c.free[to.at], to.phase ^ 1);
+    float2* at = reinterpret_cast<float2*>(memory(a.sums)) + ((to.at * a.parts + w.part) * GROUP + w.ks) * 32;
+    at[w.lane] = sums;
+    if (w.part == 0 && w.ks == 0 && w.lane == 0) c.result[to.at] = item;
+    __syncwarp();
+    if (w.lane == 0) barrier_arrive(&c.added[to.at]);
+  }
+
+  // Tokens 8 half + g, of what this warp meets of the shared expert.
+  template <bool FP8>
+  static __device__ __forceinline__ void hold_tokens(const Args& a, const Warp& w, int half, Held& b) {
+    constexpr int GROUPS_OF_SLOT = FP8 ? 4 : 2;
+    const bf16* row = a.in_shared + static_cast<int64_t>(min(half * TOKENS + w.g, a.T - 1)) * a.width;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      const int j = i / GROUPS_OF_SLOT, group = i % GROUPS_OF_SLOT;
+      const int within = FP8 ? group / 2 * 64 + w.t * 16 + group % 2 * 8 : group * 32 + w.t * 8;
+      const int k = ((w.part * a.shared_visit + j) * GROUP + w.ks) * (GROUPS_OF_SLOT * 32) + within;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (j < a.shared_visit && k < a.width) v = __ldcg(reinterpret_cast<const uint4*>(row + k));
+      const uint4 x = raised(v, RAISED);
+      b[i][0] = x.x, b[i][1] = x.y, b[i][2] = x.z, b[i][3] = x.w;
+    }
+  }
+
+  // A tile of the shared expert times 8 tokens: d as mma's.
+  template <bool FP8>
+  static __device__ __forceinline__ void multiply_tokens(const Args& a, Warp& w, const Held& b, float (&d)[4]) {
+    constexpr int GROUPS_OF_SLOT = FP8 ? 4 : 2, SLOTS = HELD / GROUPS_OF_SLOT;
+    const int near = near_of(a.shared.chunk, w.ks, w.g, w.t), far = far_of(a.shared.chunk, near);
+    const int below = near_of(a.shared.chunk, w.ks, w.g + 8, w.t) - near;
+    float other[4] = {};
+#pragma unroll
+    for (int n = 0; n < 4; n++) d[n] = 0;
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      if (j >= a.shared_visit) break;
+      barrier_wait(&control().full[w.from.at], w.from.phase);
+      const uint8_t* slot = memory(w.from.at * SLOT);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const uint4 top = *reinterpret_cast<const uint4*>(slot + (h ? far : near));
+        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + (h ? far : near) + below);
+#pragma unroll
+        for (int e = 0; e < GROUPS_OF_SLOT / 2; e++) {
+          uint32_t low[4], high[4];
+          values<FP8>(top, bottom, e, low, high);
+          const uint32_t(&x)[4] = b[j * GROUPS_OF_SLOT + h * (GROUPS_OF_SLOT / 2) + e];
+          mma(d, low, x[0], x[1], bf16());
+          mma(other, high, x[2], x[3], bf16());
+        }
+      }
+      release(a, w);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) d[n] += other[n];
+  }
+};
+
+}  // namespace moe

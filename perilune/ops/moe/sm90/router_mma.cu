@@ -1,0 +1,193 @@
+// Router scores and the choice of experts in one launch. Contract in router.py.
+//
+// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; all is on its way
+// to shared memory before the activations are there. The first CTA watches for their sums, a warp per token, adds the
+// parts in order and picks the experts. While the experts' weights stream, a trip to memory takes microseconds, and so
+// does the first run of any instruction: so the biases are there before, the choice is rehearsed, a sum's word says by
+// itself that it is there (no fence, no counter), and the choices are announced one by one (router_mailbox.cuh).
+#include "cuda/router_mailbox.cuh"
+#include "moe/sm90/topk.cuh"
+#include "cuda/wgmma.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int WARPS = 8;
+constexpr int TILE = 8;
+constexpr int CHUNK = 32;
+constexpr int MOST_CHUNKS = 14;  // of a warp: its activations are held in registers
+
+struct Args {
+  const bf16* x;     // [T, D]
+  const bf16* gate;  // [E, D]
+  routing::Choice choice;
+  uint32_t* sums;   // [parts, T, E]: bits of a float, inverted; zero, before and after, where there is none
+  uint32_t* board;
+  uint32_t launch;  // its number, if T is 1; 0: nobody listens to the board
+  int T, D, workers;
+};
+
+// Bytes between a warp's rows of the gate: two neighbours share no bank.
+__host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
+
+__device__ __forceinline__ uint32_t written(float v) {
+  const uint32_t bits = ~__float_as_uint(v);
+  return bits ? bits : 0x80000000u;  // one NaN for another
+}
+
+// The sums of a token, expert 32 n + lane, once they are all there; a negative token only rehearses.
+template <int EACH>
+__device__ __forceinline__ void add_up(const Args& a, int token, int lane, float (&score)[EACH]) {
+#pragma unroll
+  for (int n = 0; n < EACH; n++) score[n] = 0;
+#pragma unroll 1
+  for (int p = 0; p < gridDim.y; p++) {
+    uint32_t* sums = a.sums + (static_cast<int64_t>(p) * a.T + max(token, 0)) * a.choice.E + lane;
+    uint32_t seen[EACH] = {};
+    bool missing;
+    do {
+      missing = false;
+#pragma unroll
+      for (int n = 0; n < EACH; n++) {
+        if (n * 32 + lane < a.choice.E && seen[n] == 0) seen[n] = announce::glance(sums + n * 32);
+      }
+#pragma unroll
+      for (int n = 0; n < EACH; n++) missing |= n * 32 + lane < a.choice.E && seen[n] == 0;
+    } while (__any_sync(~0u, missing && token >= 0));
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      score[n] += __uint_as_float(~seen[n]);
+      if (token >= 0 && n * 32 + lane < a.choice.E) sums[n * 32] = 0;
+    }
+  }
+}
+
+// The lane, which the compiler is not to know before: what follows from it would be kept in local memory.
+__device__ __forceinline__ int lane_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// This CTA's sums, from the moment x is there.
+template <bool MANY>
+__device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
+                                         float (&sums)[WARPS][(MANY ? 16 : 8) * TILE], uint64_t (&barriers)[WARPS]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
+  const int row_pitch = weight_pitch(chunks * CHUNK * 2), k0 = blockIdx.y * width + warp * chunks * CHUNK;
+  wait_for_predecessor();
+  // Who starts after a kernel to whose board nobody listens may take x as written.
+  if (!a.launch) let_successor_start();
+  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) announce::tell_x(a.board, a.launch);
+
+  float acc[2][4] = {};
+  if (warp < a.workers) {
+    const bf16* low = a.x + static_cast<int64_t>(min(g, a.T - 1)) * a.D + k0 + 8 * t;
+    const bf16* high = a.x + static_cast<int64_t>(min(g + 8, a.T - 1)) * a.D + k0 + 8 * t;
+    uint4 x[MOST_CHUNKS], z[MANY ? MOST_CHUNKS : 1];
+#pragma unroll
+    for (int c = 0; c < MOST_CHUNKS; c++) {
+      if (c >= chunks) break;
+      x[c] = __ldcg(reinterpret_cast<const uint4*>(low + c * CHUNK));
+      if (MANY) z[c] = __ldcg(reinterpret_cast<const uint4*>(high + c * CHUNK));
+    }
+    barrier_wait(&barriers[warp], 0);
+    const uint8_t* mine = gate + g * row_pitch + 16 * t;
+#pragma unroll
+    for (int c = 0; c < MOST_CHUNKS; c++) {
+      if (c >= chunks) break;
+      const uint4 v = *reinterpret_cast<const uint4*>(mine + c * 64), w = MANY ? z[c] : make_uint4(0, 0, 0, 0);
+      const uint32_t even[4] = {x[c].x, w.x, x[c].y, w.y}, odd[4] = {x[c].z, w.z, x[c].w, w.w};
+      mma(acc[0], even, v.x, v.y, bf16());
+      mma(acc[1], odd, v.z, v.w, bf16());
+    }
+  }
+  *reinterpret_cast<float2*>(&sums[warp][g * TILE + 2 * t]) = make_float2(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
+  if (MANY) {
+    *reinterpret_cast<float2*>(&sums[warp][(g + 8) * TILE + 2 * t]) =
+        make_float2(acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < a.T * TILE; n += WARPS * 32) {
+    float v = 0;
+#pragma unroll
+    for (int s = 0; s < WARPS; s++) v += sums[s][n];
+    const int64_t token = n / TILE;
+    announce::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, written(v));
+  }
+}
+
+template <bool MANY, int EACH>
+__global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const __grid_constant__ Args a) {
+  constexpr int ROWS = MANY ? 16 : 8;
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ float sums[WARPS][ROWS * TILE], biases[EACH * 32];
+  __shared__ uint64_t barriers[WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
+  const int row = chunks * CHUNK * 2, row_pitch = weight_pitch(row), k0 = blockIdx.y * width + warp * chunks * CHUNK;
+  const bool works = warp < a.workers, first = blockIdx.x == 0 && blockIdx.y == 0;
+  if (a.launch) let_successor_start();
+  uint8_t* gate = memory + warp * TILE * row_pitch;
+  if (works && lane == 0) {
+    barrier_init(&barriers[warp], 1);
+    barriers_visible();
+    barrier_expect(&barriers[warp], TILE * row);
+  }
+  __syncwarp();
+  if (works && lane < TILE) {
+    const bf16* from = a.gate + static_cast<int64_t>(blockIdx.x * TILE + lane) * a.D + k0;
+    bulk_load_once(gate + lane * row_pitch, from, row, &barriers[warp]);
+  }
+  if (first) {
+    for (int n = threadIdx.x; n < EACH * 32; n += WARPS * 32) biases[n] = n < E ? a.choice.bias[n] : 0;
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (bool rehearsal = first;; rehearsal = false) {
+    if (!rehearsal) {
+      multiply<MANY>(a, gate, sums, barriers);
+      if (!first) return;
+    }
+#pragma unroll 1
+    for (int token = rehearsal ? -1 : warp; token < (rehearsal ? 0 : a.T); token += WARPS) {
+      const int lane = lane_again();
+      float score[EACH], bias[EACH];
+#pragma unroll
+      for (int n = 0; n < EACH; n++) bias[n] = biases[n * 32 + lane];
+      add_up<EACH>(a, token, lane, score);
+      routing::choose(a.choice, score, bias, token, lane, [&](int k, int id) {
+        if (a.launch) announce::tell_choice(a.board, a.launch, k, id);
+      });
+    }
+    if (!rehearsal) return;
+  }
+}
+
+}  // namespace
+
+// T at most 16, E a multiple of 8 and at most 512, top_k at most 32, D / parts = 32 x workers (at most 8) x up to 14.
+// sums: zero before and after. board: of router_mailbox.cuh, of this stream; launch: if T is 1, a number that no other
+// launch has, below 2^22; or 0: then nothing is announced, and whoever starts after this kernel may take x as written.
+API int router(const void* x, const void* gate, const void* bias, void* sums, void* board, void* ids, void* weights,
+               int64_t launch_number, int64_t T, int64_t D, int64_t E, int64_t top_k, int64_t norm, int64_t parts,
+               int64_t workers, float scale, void* stream) {
+  const Args a{static_cast<const bf16*>(x),
+               static_cast<const bf16*>(gate),
+               {static_cast<const float*>(bias), static_cast<int*>(ids), static_cast<float*>(weights),
+                static_cast<int>(E), static_cast<int>(top_k), static_cast<int>(norm), scale},
+               static_cast<uint32_t*>(sums),
+               static_cast<uint32_t*>(board),
+               static_cast<uint32_t>(launch_number),
+               static_cast<int>(T),
+               static_cast<int>(D),
+               static_cast<int>(workers)};
+  const int64_t row = D / parts / workers * 2;
+  if (row / 2 / CHUNK > MOST_CHUNKS || (launch_number && T > 1)) return -1;
+  const size_t shared = static_cast<size_t>(workers) * TILE * weight_pitch(static_cast<int>(row));
+  auto kernel = E <= 384 ? (T > 8 ? router_kernel<true, 12> : router_kernel<false, 12>)
+                         : (T > 8 ? router_kernel<true, 16> : router_kernel<false, 16>);
+  return launch(kernel, dim3(E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
+}

@@ -1,0 +1,144 @@
+// rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py and
+// add_rmsnorm.py. A row is a warp's, or of a whole CTA; either keeps it in registers between its sum and its result.
+#include "cuda/hopper.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+enum Added { NOTHING, NARROW, WIDE };  // to x: nothing, a row of bf16, rows of floats
+
+struct Args {
+  bf16* x;  // rows `stride` apart; the sum goes back to it
+  int64_t stride;
+  const void* added;  // [T, D] bf16, or [T, parts, D] float
+  const bf16* w;
+  bf16* y;  // [T, D]
+  int parts, T, D;
+  float eps;
+};
+
+// SHARE: warps of a row; EACH: pieces of 8 values of a thread.
+template <Added ADDED, int SHARE, int EACH>
+__global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
+  __shared__ float sums[WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = blockIdx.x * (WARPS / SHARE) + warp / SHARE, place = threadIdx.x % (32 * SHARE);
+  const int pieces = row < a.T ? a.D / 8 : 0;
+  uint4 weight[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = place + i * 32 * SHARE;
+    if (p < pieces) weight[i] = *reinterpret_cast<const uint4*>(a.w + 8 * p);
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  bf16* x = a.x + row * a.stride;
+  uint4 value[EACH];
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = place + i * 32 * SHARE;
+    if (p < pieces) value[i] = *reinterpret_cast<const uint4*>(x + 8 * p);
+  }
+  if (ADDED == WIDE) {
+    float4 sum[EACH][2] = {};
+    for (int part = 0; part < a.parts; part++) {
+      const int64_t at = static_cast<int64_t>(row) * a.parts + part;
+      const float4* from = static_cast<const float4*>(a.added) + at * (a.D / 4);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const int p = place + i * 32 * SHARE;
+        if (p >= pieces) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float4 v = from[2 * p + half];
+          sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      auto plus = [](uint32_t pair, float low, float high) {
+        const float2 v = widen(pair);
+        return narrow(v.x + low, v.y + high);
+      };
+      const float4 low = sum[i][0], high = sum[i][1];
+      value[i] = make_uint4(plus(value[i].x, low.x, low.y), plus(value[i].y, low.z, low.w),
+                            plus(value[i].z, high.x, high.y), plus(value[i].w, high.z, high.w));
+    }
+  }
+  if (ADDED == NARROW) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int p = place + i * 32 * SHARE;
+      if (p >= pieces) continue;
+      const bf16* from = static_cast<const bf16*>(a.added) + static_cast<int64_t>(row) * a.D;
+      const uint4 v = *reinterpret_cast<const uint4*>(from + 8 * p);
+      auto plus = [](uint32_t one, uint32_t other) {
+        const float2 v = widen(one), w = widen(other);
+        return narrow(v.x + w.x, v.y + w.y);
+      };
+      value[i] = make_uint4(plus(value[i].x, v.x), plus(value[i].y, v.y), plus(value[i].z, v.z), plus(value[i].w, v.w));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = place + i * 32 * SHARE;
+    if (p >= pieces) continue;
+    if (ADDED != NOTHING) *reinterpret_cast<uint4*>(x + 8 * p) = value[i];
+    for (uint32_t word : {value[i].x, value[i].y, value[i].z, value[i].w}) {
+      const float2 v = widen(word);
+      squares += v.x * v.x + v.y * v.y;
+    }
+  }
+  squares = warp_sum(squares);
+  if (SHARE > 1) {
+    if (lane == 0) sums[warp] = squares;
+    __syncthreads();
+    squares = warp_sum(lane < SHARE ? sums[warp / SHARE * SHARE + lane] : 0.0f);
+  }
+  const float scale = rsqrtf(squares / a.D + a.eps);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = place + i * 32 * SHARE;
+    if (p >= pieces) continue;
+    auto scaled = [scale](uint32_t pair, uint32_t weight) {
+      const float2 v = widen(pair), w = widen(weight);
+      return narrow(v.x * scale * w.x, v.y * scale * w.y);
+    };
+    *reinterpret_cast<uint4*>(a.y + static_cast<int64_t>(row) * a.D + 8 * p) =
+        make_uint4(scaled(value[i].x, weight[i].x), scaled(value[i].y, weight[i].y), scaled(value[i].z, weight[i].z),
+                   scaled(value[i].w, weight[i].w));
+  }
+}
+
+template <Added ADDED>
+int start(const Args& a, void* stream) {
+  auto go = [&](auto kernel, int rows) {
+    return launch(kernel, dim3((a.T + rows - 1) / rows), dim3(THREADS), 0, stream, 1, a);
+  };
+  if (a.T == 0) return 0;
+  if (a.D <= 1024) return go(rmsnorm_kernel<ADDED, 1, 4>, WARPS);
+  if (a.D <= 2048) return go(rmsnorm_kernel<ADDED, 2, 4>, WARPS / 2);
+  if (a.D <= 4096) return go(rmsnorm_kernel<ADDED, WARPS, 2>, 1);
+  return go(rmsnorm_kernel<ADDED, WARPS, 4>, 1);
+}
+
+}  // namespace
+
+// D is a multiple of 8 and at most 8,192; rows of x start at 16 bytes.
+API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
+  const Args a = {static_cast<bf16*>(const_cast<void*>(x)), stride, nullptr, static_cast<const bf16*>(w),
+                  static_cast<bf16*>(y), 0, static_cast<int>(T), static_cast<int>(D), eps};
+  return start<NOTHING>(a, stream);
+}
+
+// residual [T, D] is updated. wide: x holds floats [T, parts, D], else bf16 [T, D].
+API int add_rmsnorm(void* residual, const void* x, int64_t parts, int64_t wide, const void* w, void* y, int64_t T,
+                    int64_t D, float eps, void* stream) {
+  const Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), static_cast<bf16*>(y),
+                  static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps};
+  return wide ? start<WIDE>(a, stream) : start<NARROW>(a, stream);
+}

@@ -1,0 +1,135 @@
+"""The largest logit's id per row, ties to the lower id; -1 for a row that has no answer.
+
+logits [S, V] float32 -> ids [S] int64. A row with nan or +inf, or of -inf alone, gives -1: nothing may be read from it.
+"cuda" and "cpp" (in sample.cu and sample.cpp) look and compare in one go.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.harness import build
+from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, Sized, exact
+from perilune.ops.harness.registry import Op
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    rows: int
+    V: int
+    coarse: bool = False  # few distinct logits: ties
+
+
+CASES = [
+    *(Case(rows, K2.vocab, big=True) for rows in (1, 16, 256)),
+    *(Case(rows, NANO.vocab) for rows in (1, 16)),
+    Case(16, K2.vocab, coarse=True, big=True),
+    Case(0, 16),
+    Case(4, 1),
+    Case(64, 37, coarse=True),
+    Case(3, 20_001, coarse=True),
+]
+TOL = {"ids": exact()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    logits = g.integers(-1, 2, c.rows, c.V).float() if c.coarse else g.randn(c.rows, c.V, scale=3.0)
+    spoil(logits, g)
+    return {"logits": logits}
+
+
+def spoil(logits: Tensor, g: Make) -> None:
+    """Breaks every eighth row from the third on, each in another way, and every eighth from the fourth on a little."""
+    S, V = logits.shape
+    spots = g.integers(0, V, S)
+    for n, row in enumerate(range(2, S, 8)):
+        if n % 3 == 2:
+            logits[row] = float("-inf")
+        else:
+            logits[row, spots[row]] = float("nan") if n % 3 == 0 else float("inf")
+    logits[3::8, 1:] = logits[3::8, 1:].masked_fill(g.rand(len(logits[3::8]), V - 1) < 0.9, float("-inf"))
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.sample(c.rows, c.V)
+
+
+def reference(logits: Tensor) -> Tensor:
+    ids = [
+        int((row == row.max()).nonzero()[0]) if bool(row.max().isfinite()) else -1
+        for row in logits  # max is nan if any is
+    ]
+    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+
+
+op = Op("argmax", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
+
+
+FEW_ROWS = 4  # for more rows, 16 processors each leave too many idle
+
+
+@functools.cache
+def _widest_row() -> int:
+    """Processors that can share a row in sample.cu on this GPU."""
+    return int(build.function("sample.cu", "widest_row", "")())
+
+
+def processors(rows: int) -> int:
+    """How many share a row there, at most."""
+    return _widest_row() if rows <= FEW_ROWS else 8
+
+
+MOST_IDS = 8 * 30_720  # of sample.cu, where 8 processors share a row
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function("sample.cu", "argmax", "pplllp")
+
+
+@functools.cache
+def _on_cpu() -> Any:
+    return build.function("sample", "argmax", "ppll")
+
+
+@op.impl("cpp", when=lambda a, device: build.on_cpu("sample", device))
+def cpp(logits: Tensor) -> Tensor:
+    logits = logits.contiguous()
+    ids = torch.empty(len(logits), dtype=torch.int64)
+    _on_cpu()(logits.data_ptr(), ids.data_ptr(), *logits.shape)
+    return ids
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
+        "sample.cu",
+        device,
+        (a.logits.shape[0] > 0, "a row"),
+        (0 < a.logits.shape[1] <= MOST_IDS, f"1 to {MOST_IDS} ids"),
+    ),
+)
+def cuda(logits: Tensor) -> Tensor:
+    (S, V), logits = logits.shape, logits.contiguous()
+    ids = torch.empty(S, dtype=torch.int64, device=logits.device)
+    failed = _kernel()(
+        logits.data_ptr(), ids.data_ptr(), S, V, processors(S), torch.cuda.current_stream().cuda_stream
+    )  # fmt: skip
+    assert not failed, f"CUDA error {failed}: {logits.shape=}"
+    return ids
+
+
+@op.impl("torch")
+def by_argmax(logits: Tensor) -> Tensor:
+    # argmax takes nan for the largest.
+    ids = logits.argmax(-1, keepdim=True)
+    return torch.where(logits.gather(-1, ids).isfinite(), ids, -1).squeeze(-1)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    assert logits.dtype == FLOAT32 and logits.dim() == 2 and logits.shape[1] > 0, f"{logits.dtype=} {logits.shape=}"
+    return op(logits)

@@ -1,0 +1,197 @@
+"""What a request fixes about its answer's form: which tools it calls, how its text looks, how long it thinks."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from perilune.core.constraint import Constraint
+from perilune.core.errors import RequestError
+from perilune.core.sampling import SamplingParams
+from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
+from perilune.text.tokenizer import Tokenizer
+from perilune.text.tools import Tool, check_depth, show
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+# Tokens a thought may take by `reasoning_effort`; None: as many as fit. "none" switches thinking off.
+EFFORTS: Mapping[str, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None}
+_GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+async def enforced(
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    *,
+    tools: Sequence[Tool] = (),
+    choice: ToolChoice = "auto",
+    parallel: bool = True,
+    first_index: int = 0,
+    thinking: bool = False,
+    opens: bool = False,
+    answer: AnswerFormat | None = None,
+    budget: int | None = None,
+    begun: str = "",
+) -> Constraint | None:
+    """The constraint of an answer, checked against `params`; RequestError for a form they leave no room for.
+
+    `opens`: a thought, if there is one, begins in the prompt. `begun`: content that the prompt holds of the answer.
+    """
+    make = functools.partial(
+        constrain,
+        tokenizer,
+        tools=tools,
+        choice=choice,
+        parallel=parallel,
+        first_index=first_index,
+        thinking=thinking,
+        answer=answer,
+        thinking_budget=budget,
+        begun=begun,
+    )
+    # Grammars take a millisecond and more to compile, which must not stall everyone's stream.
+    constraint = await asyncio.to_thread(make) if tools or answer is not None else make()
+    if constraint is None:
+        return None
+    if constraint.tools or constraint.answer is not None:
+        asked_by = "tools" if answer is None else answer.param
+        for name, value in (("min_tokens", params.min_tokens), ("ignore_eos", params.ignore_eos)):
+            if value:
+                raise _wrong(name, f"does not go with {asked_by}: the answer ends where its form does")
+    assert params.max_tokens is not None
+    constraint.check_room(params.max_tokens - (thinking and not opens))
+    return constraint
+
+
+def tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """The body's tool_choice; RequestError if it demands a tool that is not declared."""
+    if value in (None, "auto", "none"):
+        return "none" if value == "none" else "auto"
+    if value == "required":
+        if not tools:
+            raise RequestError("tool_choice 'required' needs tools, and none are declared", param="tool_choice")
+        return "required"
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise _wrong(
+            "tool_choice",
+            "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}, "
+            f"not {show(value)}",
+        )
+    if all(tool.name != name for tool in tools):
+        raise _wrong("tool_choice", f"names {show(name)}, which tools does not declare")
+    return Named(name)
+
+
+def check_strict(tools: Sequence[Tool]) -> None:
+    """`strict` may be anything but a wrong type: a tool's schema is enforced with and without it."""
+    for i, tool in enumerate(tools):
+        strict = tool.raw["function"].get("strict")
+        if not isinstance(strict, bool | None):
+            raise _wrong(f"tools[{i}].function.strict", f"must be true or false, not {show(strict)}")
+
+
+def answer_format(
+    response_format: Mapping[str, Any] | None,
+    guided: Mapping[str, Any],
+    structured_outputs: Mapping[str, Any] | None,
+) -> AnswerFormat | None:
+    """The form of the answer's text, None if it is free; RequestError if two fields ask for one.
+
+    `guided` has the fields guided_json, guided_regex, guided_choice and guided_grammar by their last word.
+    """
+    found = [
+        *_response_format(response_format),
+        *(_guided(kind, guided.get(kind), f"guided_{kind}") for kind in _GUIDED if guided.get(kind) is not None),
+        *_structured_outputs(structured_outputs),
+    ]
+    if len(found) > 1:
+        first, second = found[0].param, found[1].param
+        raise RequestError(f"{first} and {second} both fix the answer's form: send one of them", param=second)
+    return found[0] if found else None
+
+
+def thinking_budget(limits: Mapping[str, int | None], effort: str | None) -> int | None:
+    """How many tokens a thought may take; None: no bound. `limits` are the fields that say it as a number."""
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    for name, limit in given.items():
+        if limit < 0:
+            raise _wrong(name, f"must be at least 0, not {limit}")
+    if len(set(given.values())) > 1:
+        first, second = list(given)[:2]
+        raise _wrong(first, f"and {second} contradict each other: send one of them")
+    if effort in (None, "none"):
+        return next(iter(given.values()), None)
+    assert effort is not None
+    if given:
+        raise _wrong("reasoning_effort", f"and {next(iter(given))} both bound the thought: send one of them")
+    return EFFORTS[effort]
+
+
+def _response_format(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
+    if given is None:
+        return
+    match given.get("type"):
+        case "text":
+            return
+        case "json_object":
+            yield AnswerFormat("json_object")
+        case "json_schema":
+            where = "response_format.json_schema"
+            described = given.get("json_schema")
+            if not isinstance(described, Mapping):
+                raise _wrong(where, "must be an object with a name and a schema")
+            if not isinstance(described.get("strict"), bool | None):
+                raise _wrong(f"{where}.strict", f"must be true or false, not {show(described['strict'])}")
+            yield AnswerFormat("json_schema", _schema(described.get("schema"), f"{where}.schema"))
+        case kind:
+            raise _wrong("response_format.type", f"must be 'text', 'json_object' or 'json_schema', not {show(kind)}")
+
+
+def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
+    """The later spelling of the guided fields: one object."""
+    for name, value in (given or {}).items():
+        where = f"structured_outputs.{name}"
+        if value is None or (name == "json_object" and value is False):
+            continue
+        if name == "json_object" and value is True:
+            yield AnswerFormat("json_object", param=where)
+        elif name in _GUIDED:
+            yield _guided(name, value, where)
+        elif name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+            continue  # choices among that server's own backends
+        else:
+            known = ", ".join([*_GUIDED, "json_object"])
+            raise _wrong(where, f"is not supported: structured_outputs takes one of {known}")
+
+
+def _guided(name: str, value: Any, where: str) -> AnswerFormat:
+    kind = _GUIDED[name]
+    if kind == "json_schema":
+        return AnswerFormat(kind, _schema(value, where), where)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+            raise _wrong(where, "must be a list of strings that are not empty")
+        return AnswerFormat(kind, tuple(dict.fromkeys(value)), where)
+    if not isinstance(value, str) or not value:
+        raise _wrong(where, f"must be a string that is not empty, not {show(value)}")
+    return AnswerFormat(kind, value, where)
+
+
+def _schema(value: Any, where: str) -> Any:
+    """A JSON schema, which may come as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as e:
+            raise _wrong(where, f"is not valid JSON: {e}") from e
+    if not isinstance(value, Mapping | bool):
+        raise _wrong(where, "must be a JSON schema object")
+    check_depth(value, where)
+    return value
+
+
+def _wrong(where: str, what: str) -> RequestError:
+    return RequestError(f"{where} {what}", param=where, code="invalid_value")

@@ -1,0 +1,271 @@
+"""The Anthropic Messages API: POST /v1/messages, whole or streamed, and POST /v1/messages/count_tokens.
+
+A request is translated to a chat completion; what differs is how an answer is told (blocks and their events) and the
+shape of errors.
+"""
+
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perilune.core.errors import RequestError
+from perilune.server import errors
+from perilune.server.anthropic.protocol import FIELDS, CountBody, MessagesBody
+from perilune.server.conversation import spelled
+from perilune.server.errors import GenerationError
+from perilune.server.named_events import NamedEventStream
+from perilune.server.openai.protocol import json_response, parse
+from perilune.server.service import Service
+from perilune.server.sse import CLIENT_GONE, ClientGone, race
+from perilune.server.turn import Turn, begin, prompt_ids
+from perilune.text.stream import Content, Event, Reasoning, ToolStart
+
+PING = {"type": "ping"}
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Blocks:
+    """The content blocks of a message as they grow, and the events that tell of it."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self._open = False  # whether the last block still grows
+        self._text: list[str] = []  # its text or input
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._inputs: dict[int, str] = {}  # by position among the blocks: a call's input as the model wrote it
+
+    def take(self, event: Event) -> Iterator[dict[str, Any]]:
+        if isinstance(event, ToolStart):
+            yield from self._begin({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+            self._calls[event.index] = self.blocks[-1]
+        elif isinstance(event, Reasoning):
+            if not self._growing("thinking"):
+                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._grow({"type": "thinking_delta", "thinking": event.text}, event.text)
+        elif isinstance(event, Content):
+            if not self._growing("text"):
+                yield from self._begin({"type": "text", "text": ""})
+            yield self._grow({"type": "text_delta", "text": event.text}, event.text)
+        else:
+            yield self._grow({"type": "input_json_delta", "partial_json": event.text}, event.text)
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        if not self._open:
+            return
+        at, block, text = len(self.blocks) - 1, self.blocks[-1], "".join(self._text)
+        self._open, self._text = False, []
+        if block["type"] == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if block["type"] == "tool_use":
+            self._inputs[at] = text
+        else:
+            block[block["type"]] = text
+        yield {"type": "content_block_stop", "index": at}
+
+    def content(self, turn: Turn) -> list[dict[str, Any]]:
+        """The blocks of a message sent whole: calls the model or the token limit left incomplete are not in it."""
+        unfinished = [self._calls[i] for i in turn.stream.incomplete]
+        content = []
+        for at, block in enumerate(self.blocks):
+            if any(block is u for u in unfinished):
+                continue
+            if block["type"] == "tool_use":
+                arguments = _object(self._inputs[at])
+                if arguments is None:
+                    if turn.finish_reason == "length" and at == len(self.blocks) - 1:
+                        continue
+                    raise GenerationError(f"the arguments the model gave {block['name']!r} are not a JSON object")
+                block = {**block, "input": arguments}
+            content.append(block)
+        return content
+
+    def _growing(self, kind: str) -> bool:
+        return self._open and self.blocks[-1]["type"] == kind
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.finish()
+        self.blocks.append(block)
+        self._open = True
+        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": block}
+
+    def _grow(self, delta: Mapping[str, Any], text: str) -> dict[str, Any]:
+        self._text.append(text)
+        return self._delta(delta)
+
+    def _delta(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class Answer:
+    """One message from its request to its end."""
+
+    def __init__(self, service: Service, turn: Turn) -> None:
+        self.turn = turn
+        self.blocks = Blocks()
+        self.head: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": service.model,
+        }
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        # The cached part of the prompt is known only with the first token: the last event has the final figures.
+        start = {"input_tokens": len(self.turn.generation.prompt), "output_tokens": 0}
+        unknown = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        end = {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": {**self.head, "content": [], **end, "usage": start | unknown}}
+        yield PING
+        async with contextlib.aclosing(self._block_events()) as events:
+            async for event in events:
+                yield event
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    async def whole(self) -> dict[str, Any]:
+        async with contextlib.aclosing(self._block_events()) as events:
+            async for _ in events:
+                pass
+        return {**self.head, "content": self.blocks.content(self.turn), **self._end(), "usage": self._usage()}
+
+    async def _block_events(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with contextlib.aclosing(self.turn.events()) as stream:
+            async for events, _ in stream:
+                for e in events:
+                    for event in self.blocks.take(e):
+                        yield event
+        for event in self.blocks.finish():
+            yield event
+
+    def _end(self) -> dict[str, Any]:
+        reason, matched = self.turn.finish_reason, self.turn.stream.matched
+        if matched is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        spelled = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
+        return {"stop_reason": spelled, "stop_sequence": None, **self.turn.generation.marks}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.turn.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        }
+
+
+async def messages(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(MessagesBody, raw)
+    body.check_supported()
+    service.check_model(body.model)
+    chat = body.chat(thinks_unasked=_thinks_unasked(service))
+    with contextlib.ExitStack() as held:
+        with spelled(FIELDS):
+            turns = await begin(service, len(raw), chat)
+        held.callback(turns.release)
+        answer = Answer(service, turns.turns[0])
+        if body.stream:
+            release = held.pop_all().close
+            return NamedEventStream(answer.events(), service.stopping, release, failure=describe, ping=PING)
+        try:
+            return json_response(await race(answer.whole(), request.receive, service.stopping))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+
+
+async def count_tokens(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(CountBody, raw)
+    body.check_supported()
+    service.check_model(body.model)
+    chat = body.chat(thinks_unasked=_thinks_unasked(service))
+    with spelled(FIELDS):
+        prompt = await prompt_ids(service, len(raw), chat)
+    return json_response({"input_tokens": len(prompt)})
+
+
+def _thinks_unasked(service: Service) -> bool:
+    """Whether the model thinks even when it is asked not to, so that such a request would be refused."""
+    try:
+        return service.template.thinks(False)
+    except RequestError:
+        return True
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    """An exception as Anthropic's error object."""
+    status, body = errors.describe(error)
+    return error_object(status, body["error"]["message"])
+
+
+def error_object(status: int, message: str) -> dict[str, Any]:
+    kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class ErrorShape:
+    """Gives every error of the routes below /v1/messages Anthropic's shape, wherever in the application it arose."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not f"{scope['path']}/".startswith("/v1/messages/"):
+            await self.app(scope, receive, send)
+            return
+        begun = False
+        start: Message | None = None  # of an error, held until its body comes
+
+        async def reshape(message: Message) -> None:
+            nonlocal begun, start
+            begun = True
+            if message["type"] == "http.response.start" and _is_error(message):
+                start = message
+            elif start is None:
+                await send(message)
+            elif message["type"] == "http.response.body":
+                told = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
+                body = msgspec.json.encode(error_object(start["status"], told))
+                headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
+                headers.append((b"content-length", b"%d" % len(body)))
+                await send({**start, "headers": headers})
+                await send({**message, "body": body})
+                start = None
+
+        try:
+            await self.app(scope, receive, reshape)
+        except Exception as error:
+            if not begun:
+                await errors.response(error)(scope, receive, reshape)
+            raise  # for the log
+
+
+def _is_error(start: Message) -> bool:
+    return start["status"] >= 400 and (b"content-type", b"application/json") in start["headers"]

@@ -1,0 +1,254 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and what they say in terms of a chat completion."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from perilune.core.errors import RequestError
+from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.openai.protocol import Body, ChatBody
+from perilune.text.tools import check_depth, parse_tools, show
+
+# Chat's names of fields -> this API's, for errors found further down.
+FIELDS = (
+    ("max_completion_tokens", "max_tokens"),
+    ("stop", "stop_sequences"),
+    ("reasoning_effort", "output_config.effort"),
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("].function.parameters", "].input_schema"),
+    ("].function.", "]."),
+)
+_TEXT = {"text": "text"}
+
+
+class Thinking(Body):
+    """`adaptive` leaves the amount to the model. Signatures of earlier thoughts are neither made nor checked."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountBody(Body):
+    """What makes up the prompt."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: Any = None  # a text or a list of text blocks
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Hints: the prefix cache needs no marks.
+    cache_control: dict[str, Any] | None = None
+    # Known, not acted on.
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+
+    def check_supported(self) -> None:
+        """RequestError for what would otherwise be silently ignored."""
+        for name in ("container", "mcp_servers"):
+            if getattr(self, name):
+                raise wrong(name, "is not supported: only tools that the client runs are", code="unsupported_parameter")
+        if not self.messages:
+            raise wrong("messages", "must hold at least one message")
+        if (thinking := self.thinking) is not None:
+            if thinking.type == "enabled" and (thinking.budget_tokens is None or thinking.budget_tokens < 1):
+                raise wrong("thinking.budget_tokens", "must be at least 1 when thinking is enabled")
+            if thinking.type != "enabled" and thinking.budget_tokens is not None:
+                raise wrong("thinking.budget_tokens", f"does not go with thinking.type {thinking.type!r}")
+
+    def chat(self, *, thinks_unasked: bool) -> ChatBody:
+        """The same request to the chat endpoint.
+
+        A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked` says that
+        the model cannot do without. A last message of the assistant's is the beginning of the answer.
+        """
+        conversation = Conversation()
+        if self.system:
+            conversation.say("system", text_of(self.system, "system", _TEXT))
+        for i, message in enumerate(self.messages):
+            _add(conversation, message, f"messages[{i}]")
+        if conversation.messages[-1]["role"] == "assistant":
+            self._check_beginning(conversation.messages[-1])
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
+        with spelled(FIELDS):
+            parse_tools(tools)
+        choice = self.tool_choice
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": conversation.messages,
+            "tools": tools or None,
+            "tool_choice": None if choice is None else _choice(choice),
+            "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+            **self._thinking(thinks_unasked),
+            **self.sampling_fields(),
+        }
+        if self.output_config is not None and self.output_config.format is not None:
+            fields["response_format"] = _format(self.output_config.format)
+        return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+
+    def sampling_fields(self) -> dict[str, Any]:
+        return {}
+
+    def _check_beginning(self, message: Mapping[str, Any]) -> None:
+        """Anthropic's own rules for the beginning of an answer, a chat message here. An empty one is none."""
+        text = message["content"]
+        if message.get("tool_calls"):
+            raise RequestError(
+                "the tool_use of the last message must be followed by a user message with its tool_result",
+                param="messages",
+            )
+        if text and text[-1].isspace():
+            raise RequestError(
+                "the last message must not end in white space, as it is the assistant's", param="messages"
+            )
+        if text and self.thinking is not None and self.thinking.type != "disabled":
+            raise RequestError(
+                "a last message of the assistant's with text does not go with thinking: disable thinking, or end the "
+                "messages with the user's",
+                param="messages",
+            )
+
+    def _thinking(self, thinks_unasked: bool) -> dict[str, Any]:
+        thinking = self.thinking
+        if thinking is None:
+            return {} if thinks_unasked else {"thinking": {"type": "disabled"}}
+        if thinking.type == "enabled":
+            return {"thinking": {"type": "enabled", "budget_tokens": thinking.budget_tokens}}
+        if thinking.type == "disabled":
+            return {"thinking": {"type": "disabled"}}
+        effort = None if self.output_config is None else self.output_config.effort
+        # Above "high" there is nothing more to allow.
+        return {"thinking": {"type": "enabled"}, "reasoning_effort": "high" if effort in ("xhigh", "max") else effort}
+
+
+class MessagesBody(CountBody):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None  # who the client's user is: kept nowhere
+    service_tier: str | None = None
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.max_tokens < 1:
+            raise wrong("max_tokens", f"must be at least 1, not {self.max_tokens}")
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise wrong(
+                "thinking.budget_tokens", f"must be below max_tokens, which counts thoughts too: {budget} is not"
+            )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+def _add(conversation: Conversation, message: Mapping[str, Any], where: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{where}.role", f"must be user, assistant or system, not {show(role)}")
+    if role == "system":
+        conversation.say("system", text_of(content, f"{where}.content", _TEXT))
+        return
+    if not isinstance(content, str | list):
+        raise wrong(f"{where}.content", "must be a string or a list of blocks")
+    conversation.close()
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    said: list[str] = []
+    for i, block in enumerate(blocks):
+        spot = f"{where}.content[{i}]"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if role == "assistant" and kind in ("thinking", "redacted_thinking", "tool_use"):
+            _add_own(conversation, block, spot)
+        elif role == "user" and kind == "tool_result":
+            if said:
+                conversation.say("user", "".join(said))
+                said = []
+            _add_result(conversation, block, spot)
+        else:
+            text = text_of([block], f"{where}.content", _TEXT) if kind == "text" else _refuse(kind, role, spot)
+            if role == "assistant":
+                conversation.answer(text)
+            else:
+                said.append(text)
+    if role == "user" and (said or not blocks):
+        conversation.say("user", "".join(said))
+    elif role == "assistant" and not blocks:
+        conversation.answer("")
+
+
+def _add_own(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:
+    if block["type"] == "thinking":
+        conversation.think(string(block, "thinking", where))
+    elif block["type"] == "tool_use":
+        arguments = block.get("input")
+        if not isinstance(arguments, Mapping):
+            raise wrong(f"{where}.input", "must be an object")
+        check_depth(arguments, f"{where}.input")
+        id, name = string(block, "id", where, empty=False), string(block, "name", where, empty=False)
+        conversation.call(id, name, json.dumps(arguments, ensure_ascii=False))
+    # What another model thought in secret (redacted_thinking) cannot be read: it is left out.
+
+
+def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:
+    text = text_of(block.get("content") or "", f"{where}.content", _TEXT)
+    if block.get("is_error"):
+        text = f"Error: {text}"  # the model has no other way to know
+    conversation.result(string(block, "tool_use_id", where, empty=False), text, f"{where}.tool_use_id")
+
+
+def _refuse(kind: Any, role: str, where: str) -> str:
+    allowed = "text, thinking and tool_use" if role == "assistant" else "text and tool_result"
+    raise wrong(
+        where,
+        f"is of type {show(kind)}, but only text is served: blocks of the {role} may be {allowed}",
+        code="unsupported_parameter",
+    )
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise wrong(
+            f"{where}.type",
+            f"{show(tool['type'])} is not served: only tools with an input_schema, which the client runs, are",
+            code="unsupported_parameter",
+        )
+    if not isinstance(tool.get("input_schema"), Mapping):
+        raise wrong(f"{where}.input_schema", "must be a JSON schema object")
+    function = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type != "tool":
+        return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if not choice.name:
+        raise wrong("tool_choice.name", "must name the tool when tool_choice.type is 'tool'")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(form: Mapping[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), Mapping):
+        raise wrong("output_config.format", "must be {'type': 'json_schema', 'schema': an object}")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}

@@ -1,0 +1,128 @@
+"""POST /v1/chat/completions: an assistant turn, whole or streamed, with reasoning and tool calls set apart."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from perilune.core.step import TokenLogprob
+from perilune.server.openai.protocol import ChatBody, chat_logprob, json_response, parse, prompt_logprob_table
+from perilune.server.service import Service
+from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
+from perilune.server.turn import Turn, Turns, begin
+from perilune.text.stream import Content, Event, Reasoning, ToolStart
+
+
+async def chat_completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(ChatBody, raw)
+    service.check_model(body.model)
+    with contextlib.ExitStack() as held:
+        turns = await begin(service, len(raw), body)
+        held.callback(turns.release)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+        logprobs = bool(body.logprobs)
+        if body.stream:
+            chunks = _chunks(service, turns, head, logprobs, body.include_usage)
+            return EventStream(chunks, service.stopping, held.pop_all().close)
+        try:
+            choices = await race(
+                gathered([_whole(service, i, t, logprobs) for i, t in enumerate(turns.turns)]),
+                request.receive,
+                service.stopping,
+            )
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        answer = {**head, "object": "chat.completion", "choices": choices, "usage": turns.usage()}
+        if (likeliest := body.prompt_logprobs) is not None:
+            entries = turns.turns[0].prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprob_table(service.tokenizer, entries, likeliest)
+        return json_response(answer)
+
+
+async def _whole(service: Service, index: int, turn: Turn, logprobs: bool) -> dict[str, Any]:
+    reasoning: list[str] = []
+    content: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    entries: list[TokenLogprob] = []
+    async with contextlib.aclosing(turn.events()) as stream:
+        async for events, new in stream:
+            entries += new
+            for e in events:
+                if isinstance(e, Reasoning):
+                    reasoning.append(e.text)
+                elif isinstance(e, Content):
+                    content.append(e.text)
+                elif isinstance(e, ToolStart):
+                    calls[e.index] = _call(e)
+                else:
+                    calls[e.index]["function"]["arguments"] += e.text
+    for index in turn.stream.incomplete:
+        del calls[index]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(content) or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = [calls[i] for i in sorted(calls)]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": {"content": [chat_logprob(service.tokenizer, e) for e in entries]} if logprobs else None,
+        "finish_reason": turn.finish_reason,
+        **turn.generation.marks,
+    }
+
+
+async def _chunks(
+    service: Service, turns: Turns, head: Mapping[str, Any], logprobs: bool, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    # Everything but the choice is the same in every chunk of a stream: spelled once, ahead of the loop.
+    start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1] + b',"choices":['
+    end = b'],"usage":null}' if include_usage else b"]}"
+    encoder = msgspec.json.Encoder()
+
+    async def frames(index: int, turn: Turn) -> AsyncGenerator[bytes, None]:
+        def chunk(
+            delta: Mapping[str, Any], entries: Sequence[TokenLogprob], finish_reason: str | None, **more: Any
+        ) -> bytes:
+            choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason, **more}
+            if entries:
+                choice["logprobs"] = {"content": [chat_logprob(service.tokenizer, e) for e in entries]}
+            return event(start + encoder.encode(choice) + end)
+
+        yield chunk({"role": "assistant", "content": ""}, (), None)
+        async with contextlib.aclosing(turn.events()) as stream:
+            async for events, entries in stream:
+                shown: Sequence[TokenLogprob] = entries if logprobs else ()
+                for e in events:
+                    yield chunk(_delta(e), shown, None)
+                    shown = ()
+                if shown:  # tokens whose text is held back (part of a character, a marker or a stop string)
+                    yield chunk({}, shown, None)
+        yield chunk({}, (), turn.finish_reason, **turn.generation.marks)
+
+    async with contextlib.aclosing(merged([frames(i, t) for i, t in enumerate(turns.turns)])) as all_frames:
+        async for frame in all_frames:
+            yield frame
+    if include_usage:
+        yield event(start + b'],"usage":' + encoder.encode(turns.usage()) + b"}")
+
+
+def _delta(e: Event) -> dict[str, Any]:
+    if isinstance(e, Content):
+        return {"content": e.text}
+    if isinstance(e, Reasoning):
+        return {"reasoning_content": e.text}
+    if isinstance(e, ToolStart):
+        return {"tool_calls": [{"index": e.index, **_call(e)}]}
+    return {"tool_calls": [{"index": e.index, "function": {"arguments": e.text}}]}
+
+
+def _call(e: ToolStart) -> dict[str, Any]:
+    return {"id": e.id, "type": "function", "function": {"name": e.name, "arguments": ""}}

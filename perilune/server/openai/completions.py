@@ -1,0 +1,285 @@
+"""POST /v1/completions: raw continuation of one or several prompts, with echo and the older form of logprobs."""
+
+import codecs
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from perilune.core.constraint import Constraint
+from perilune.core.errors import RequestError
+from perilune.core.messages import Delta
+from perilune.core.sampling import SamplingParams, best, candidates, sibling
+from perilune.core.step import TokenLogprob
+from perilune.server.answer_format import enforced
+from perilune.server.openai.protocol import (
+    CompletionBody,
+    Predictions,
+    finite,
+    json_response,
+    parse,
+    prompt_logprob_table,
+    usage,
+)
+from perilune.server.service import Generation, Service
+from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
+from perilune.text.stream import TextStream
+from perilune.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+
+
+class LogprobTable:
+    """Log-probabilities in the form of this endpoint: parallel lists, with each token's offset in the text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.offset = 0
+        self.rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
+
+    def add(self, token: int, entry: TokenLogprob | None, *, shown: bool = True) -> None:
+        """`entry` is None for the first token of a prompt, which nothing precedes; `shown`: it is part of the text."""
+        top = None if entry is None else {self.spell(t): finite(p) for t, p in entry.top}
+        self.rows.append((self.spell(token), None if entry is None else finite(entry.logprob), top, self.offset))
+        if shown:
+            self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token)))
+
+    def spell(self, token: int) -> str:
+        """The token's text; bytes that are no text of their own are spelled out, so that tokens stay distinct."""
+        raw = self.tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def take(self) -> dict[str, Any] | None:
+        """The rows since the last call, or None if there are none."""
+        if not self.rows:
+            return None
+        tokens, logprobs, top, offsets = (list(column) for column in zip(*self.rows))
+        self.rows.clear()
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+class Choice:
+    """One continuation of a prompt as it is generated."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        text: str | None,
+        prompt: list[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+    ) -> None:
+        """`text` is the prompt where it came as text."""
+        self.body = body
+        self.echo = bool(body.echo)
+        self.silent = body.silent
+        self.generation = Generation(service, prompt, params, constraint)
+        self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids)
+        self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.logprobs: list[float] = []
+        self.ids: list[int] = []
+        self.table = LogprobTable(service.tokenizer) if body.logprobs is not None else None
+
+    async def pieces(self) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
+        """(new text, log-probabilities of the tokens it came from or None), the echoed prompt first."""
+        echoing = self.echo
+        async with contextlib.aclosing(self.generation.deltas()) as deltas:
+            async for delta in deltas:
+                self.prompt_logprobs += delta.prompt_logprobs
+                self.logprobs += [entry.logprob for entry in delta.logprobs]
+                if not delta.tokens:
+                    continue
+                if echoing:  # a prompt's log-probabilities are complete when its first token comes
+                    echoing = False
+                    assert self.prompt_text is not None
+                    yield self.prompt_text, self._prompt_rows()
+                if self.silent:
+                    continue
+                self.ids += delta.tokens
+                text = self.stream.feed(delta.tokens)
+                rows = self._rows(delta)
+                if self.stream.stopped:
+                    self.generation.finish_reason = "stop"
+                if text or rows:
+                    yield text, rows
+                if self.stream.stopped:
+                    break
+        if text := self.stream.finish():
+            yield text, None
+
+    @property
+    def finish_reason(self) -> str:
+        reason = self.generation.finish_reason
+        assert reason is not None, "asked before the choice ended"
+        return "length" if self.silent else reason
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self.silent else self.generation.completion_tokens
+
+    def _rows(self, delta: Delta) -> dict[str, Any] | None:
+        if self.table is None:
+            return None
+        for i in self.stream.kept:
+            token = delta.tokens[i]
+            self.table.add(token, delta.logprobs[i], shown=not self.table.tokenizer.is_hidden(token))
+        return self.table.take()
+
+    def _prompt_rows(self) -> dict[str, Any] | None:
+        if self.table is None:
+            return None
+        trimmed = [dataclasses.replace(e, top=e.top[: self.body.logprobs]) for e in self.prompt_logprobs]
+        for token, entry in zip(self.generation.prompt, [None, *trimmed], strict=True):
+            self.table.add(token, entry)
+        return self.table.take()
+
+
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    raw = await request.body()
+    body = parse(CompletionBody, raw)
+    body.check_supported()
+    service.check_model(body.model)
+    prompts = split_prompts(body.prompt)
+    count = candidates(body.wanted, body.best_of)
+    with contextlib.ExitStack() as held:
+        held.callback(service.admit(len(prompts) * count, "prompt" if len(prompts) > 1 else "n"))
+        # The caller of this endpoint writes the template itself, control tokens included.
+        encoded = await service.offload(
+            len(raw),
+            lambda: [service.tokenizer.encode(p, allow_special=True) if isinstance(p, str) else p for p in prompts],
+        )
+        groups = [await _group(service, body, p, ids, count) for p, ids in zip(prompts, encoded)]
+        choices = [choice for group in groups for choice in group]
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model,
+        }
+        if body.stream:
+            return EventStream(
+                _chunks(groups, head, body.include_usage), service.stopping, held.pop_all().close
+            )  # fmt: skip
+        try:
+            answers = await race(gathered([_whole(c) for c in choices]), request.receive, service.stopping)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        if count > body.wanted:
+            answers = _best(groups, answers, body.wanted)
+        numbered = [{"index": i, **answer} for i, answer in enumerate(answers)]
+        return json_response({**head, "choices": numbered, "usage": _usage(groups)})
+
+
+async def _group(
+    service: Service, body: CompletionBody, given: str | list[int], prompt: list[int], count: int
+) -> list[Choice]:
+    """The continuations of one prompt: `given` as it was sent, `prompt` its ids."""
+    asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling(
+        service.defaults(),
+        max_tokens=service.fit(prompt, 1 if body.silent else asked, "prompt"),
+        logprobs=0 if body.logprobs is None and count > body.wanted else body.logprobs,
+        prompt_logprobs=body.scored_prompt,
+    )
+    params.check_ids(service.engine.info.vocab_size)
+    answer = None if body.silent else body.answer_format()
+    constraint = None if answer is None else await enforced(service.tokenizer, params, answer=answer)
+    text = given if isinstance(given, str) else None
+    return [Choice(service, body, text, prompt, sibling(params, i), constraint) for i in range(count)]
+
+
+def _best(groups: Sequence[Sequence[Choice]], answers: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """Of each group the `n` answers with the highest mean log-probability, best first."""
+    chosen, rest = [], iter(answers)
+    for group in groups:
+        own = [next(rest) for _ in group]
+        chosen += [own[i] for i in best([choice.logprobs for choice in group], n)]
+    return chosen
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a request: text, a list of texts, token ids or a list of lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _token_ids(prompt):
+            return [prompt]
+        if all(isinstance(p, str) for p in prompt) or all(_token_ids(p) for p in prompt):
+            return prompt
+    raise RequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty",
+        param="prompt",
+        code="invalid_value",
+    )
+
+
+def _token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
+
+
+async def _whole(choice: Choice) -> dict[str, Any]:
+    text: list[str] = []
+    table: dict[str, list[Any]] = {}
+    async with contextlib.aclosing(choice.pieces()) as pieces:
+        async for piece, rows in pieces:
+            text.append(piece)
+            for name, column in (rows or {}).items():
+                table.setdefault(name, []).extend(column)
+    answer: dict[str, Any] = {"text": "".join(text), "logprobs": table or None, "finish_reason": choice.finish_reason}
+    answer |= choice.generation.marks
+    if choice.body.return_token_ids:
+        answer |= {"prompt_token_ids": choice.generation.prompt, "token_ids": choice.ids}
+    if (likeliest := choice.body.prompt_logprobs) is not None:
+        tokenizer = choice.generation.service.tokenizer
+        answer["prompt_logprobs"] = prompt_logprob_table(tokenizer, choice.prompt_logprobs, likeliest)
+    return answer
+
+
+async def _chunks(
+    groups: Sequence[Sequence[Choice]], head: Mapping[str, Any], include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    start = msgspec.json.encode(head)[:-1] + b',"choices":['
+    end = b'],"usage":null}' if include_usage else b"]}"
+    encoder = msgspec.json.Encoder()
+
+    async def frames(index: int, choice: Choice) -> AsyncGenerator[bytes, None]:
+        def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None, **more: Any) -> bytes:
+            body = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
+            return event(start + encoder.encode(body) + end)
+
+        async with contextlib.aclosing(choice.pieces()) as pieces:
+            async for text, rows in pieces:
+                yield chunk(text, rows, None)
+        yield chunk("", None, choice.finish_reason, **choice.generation.marks)
+
+    choices = [choice for group in groups for choice in group]
+    async with contextlib.aclosing(merged([frames(i, c) for i, c in enumerate(choices)])) as all_frames:
+        async for frame in all_frames:
+            yield frame
+    if include_usage:
+        yield event(start + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
+
+
+def _usage(groups: Sequence[Sequence[Choice]]) -> dict[str, Any]:
+    """Each prompt counts once, and every token generated for it, chosen or not."""
+    firsts = [group[0].generation for group in groups]
+    return usage(
+        sum(len(g.prompt) for g in firsts),
+        sum(choice.completion_tokens for group in groups for choice in group),
+        sum(g.cached_tokens for g in firsts),
+        0,
+        Predictions.total(choice.generation.predictions for group in groups for choice in group),
+    )

@@ -1,0 +1,413 @@
+"""The request bodies of the OpenAI-compatible endpoints, and the pieces all answers share.
+
+Types are strict ("1" is not a number). A field nobody knows is ignored with one warning per name; a known OpenAI field
+that Perilune does not act on is refused by name, never silently dropped.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from starlette.responses import Response
+
+from perilune.core.errors import RequestError
+from perilune.core.messages import Delta
+from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
+from perilune.core.step import TokenLogprob
+from perilune.grammar.constrain import AnswerFormat
+from perilune.server.answer_format import answer_format, thinking_budget
+from perilune.server.errors import from_validation
+from perilune.text.chat import PromptOptions
+from perilune.text.tokenizer import Tokenizer
+
+log = logging.getLogger("perilune.server")
+
+MAX_WARNED = 256
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+)
+_warned: set[str] = set()
+
+Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Thinking(Body):
+    """Kimi's own switch. `keep`: "all" preserves the reasoning of earlier turns. `budget_tokens`: see ChatBody."""
+
+    type: Literal["enabled", "disabled"]
+    keep: Literal["all"] | None = None
+    budget_tokens: int | None = None
+
+
+class TemplateKwargs(Body):
+    thinking: bool | None = None
+    preserve_thinking: bool | None = None
+
+
+class SamplingBody(Body):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def check_supported(self) -> None:
+        """RequestError for what would otherwise be silently ignored."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
+
+    def answer_format(self) -> AnswerFormat | None:
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+        return answer_format(self.response_format, guided, self.structured_outputs)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The request's sampling parameters; `defaults` has values for fields of SamplingParams it leaves out."""
+        chosen: dict[str, Any] = dict(defaults)
+        for name in SAMPLING_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                chosen[name] = value
+        if chosen.get("top_k") == -1:  # a common spelling of "all"
+            chosen["top_k"] = 0
+        return SamplingParams(
+            **chosen,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class ContinuedBody(Body):
+    """vLLM's fields about the last message: is it the beginning of the answer? text/beginning.py has what else says so.
+
+    `add_generation_prompt`: true asks for a new message; false goes with `continue_final_message`, and by itself asks
+    /tokenize for the conversation without an answer's beginning. Left out, it follows from the rest.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def continues(self) -> bool | None:
+        """What the fields say; None: nothing."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message contradict each other: send one of them",
+                param="add_generation_prompt",
+            )
+        return False if self.add_generation_prompt else self.continue_final_message
+
+
+class ChatBody(SamplingBody, ContinuedBody):
+    """`echo`: an answer that continues the last message begins with that message's text."""
+
+    messages: list[dict[str, Any]]
+    echo: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    thinking: Thinking | None = None
+    max_thinking_tokens: int | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if not self.messages:
+            raise RequestError("messages must hold at least one message", param="messages")
+        for name in ("functions", "function_call"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not supported: use tools and tool_choice", param=name)
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}", param="top_logprobs"
+                )
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+        self.thinking_budget()
+
+    @property
+    def declared_tools(self) -> list[dict[str, Any]] | None:
+        """With tool_choice "none" the model is not shown any tool, so that it does not try."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    def think(self) -> bool | None:
+        """Whether the model shall think; None: as it does by itself."""
+        kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.thinking
+        asked = {
+            "thinking": None if self.thinking is None else self.thinking.type == "enabled",
+            "chat_template_kwargs.thinking": kwargs,
+        }
+        effort = None if self.reasoning_effort is None else self.reasoning_effort != "none"
+        said = _agreed({**asked, "reasoning_effort": effort})
+        # An effort bounds the thought of a model that thinks; it does not ask one to think that never does.
+        return None if said and not any(asked.values()) else said
+
+    def preserve_thinking(self) -> bool | None:
+        kimi = True if self.thinking is not None and self.thinking.keep == "all" else None
+        kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.preserve_thinking
+        return _agreed({"thinking.keep": kimi, "chat_template_kwargs.preserve_thinking": kwargs})
+
+    def prompt_options(self) -> PromptOptions:
+        return {
+            "thinking": self.think(),
+            "preserve_thinking": self.preserve_thinking(),
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": self.continues(),
+        }
+
+    def thinking_budget(self) -> int | None:
+        """How many tokens the thought may take; None: no bound."""
+        limits = {
+            "max_thinking_tokens": self.max_thinking_tokens,
+            "thinking.budget_tokens": None if self.thinking is None else self.thinking.budget_tokens,
+        }
+        budget = thinking_budget(limits, self.reasoning_effort)
+        if budget and self.think() is False:
+            name = next(name for name, limit in limits.items() if limit)
+            raise RequestError(f"{name} is {budget}, but thinking is switched off: leave it out", param=name)
+        return budget
+
+
+class CompletionBody(SamplingBody):
+    """The answer always goes on from the prompt: vLLM's continue_final_message has nothing to change here."""
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    return_token_ids: bool | None = None
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.stream and self.return_token_ids:
+            raise RequestError("return_token_ids cannot be streamed: send stream: false", param="return_token_ids")
+        if self.stream and self.best_of is not None and self.best_of > self.wanted:
+            raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
+        if self.suffix:
+            raise unsupported("suffix")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}", param="logprobs")
+
+    @property
+    def wanted(self) -> int:
+        """Answers per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def silent(self) -> bool:
+        """Only the prompt is asked for: the one token the engine generates is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """Likeliest tokens to report of each prompt token, for `prompt_logprobs` or for `echo` with `logprobs`."""
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
+
+
+class TokenizeBody(ContinuedBody):
+    """Either a raw prompt or a conversation, rendered as /v1/chat/completions would.
+
+    `add_special_tokens` changes nothing: no prompt of this family begins with a token of its own.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """The validated body; RequestError names the field that is wrong."""
+    try:
+        parsed = kind.model_validate_json(body)
+    except ValidationError as e:
+        raise from_validation(e) from e
+    _warn_unknown(parsed, "")
+    return parsed
+
+
+def _warn_unknown(body: Body, prefix: str) -> None:
+    for name in body.model_extra or ():
+        # Bounded, because names come from clients.
+        spelled = (prefix + name)[:64]
+        if spelled not in _warned and len(_warned) < MAX_WARNED:
+            _warned.add(spelled)
+            log.warning("request field %r is unknown and ignored (said once)", spelled)
+    for name in type(body).model_fields:
+        if isinstance(inner := getattr(body, name), Body):
+            _warn_unknown(inner, f"{prefix}{name}.")
+
+
+def _agreed(votes: Mapping[str, bool | None]) -> bool | None:
+    """What all fields that say something say; RequestError if they differ."""
+    said = {name: vote for name, vote in votes.items() if vote is not None}
+    if len(set(said.values())) > 1:
+        first = next(iter(said))
+        other = next(name for name in said if said[name] != said[first])
+        raise RequestError(f"{first} and {other} contradict each other", param=first.partition(".")[0])
+    return next(iter(said.values()), None)
+
+
+def unsupported(name: str, *, param: str | None = None) -> RequestError:
+    return RequestError(f"{name} is not supported yet", param=param or name, code="unsupported_parameter")
+
+
+def json_response(payload: Any) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")
+
+
+@dataclass(slots=True)
+class Predictions:
+    """Tokens guessed ahead for generations: in so many steps so many, of which so many were right."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.steps += delta.drafted > 0
+        self.drafted += delta.drafted
+        self.accepted += delta.accepted
+
+    @classmethod
+    def total(cls, parts: Iterable["Predictions"]) -> "Predictions":
+        parts = list(parts)
+        return cls(sum(p.steps for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
+
+
+def usage(prompt: int, completion: int, cached: int, reasoning: int, predictions: Predictions) -> dict[str, Any]:
+    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right."""
+    p = predictions
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": p.accepted,
+            "rejected_prediction_tokens": p.drafted - p.accepted,
+            "acceptance_length": round(1 + p.accepted / p.steps, 3) if p.steps else 1.0,
+        },
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+    """One element of logprobs.content."""
+
+    def spell(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+    top: Sequence[tuple[int, float]] = entry.top
+    return {**spell(entry.token, entry.logprob), "top_logprobs": [spell(t, p) for t, p in top]}
+
+
+def prompt_logprob_table(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's form: for each prompt token its own and the `count` likeliest tokens by id; the first has nothing before.
+
+    `rank` counts from 1 and is null for a token that is not among the likeliest.
+    """
+
+    def row(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
+        ranked: list[tuple[int, float, int | None]] = [(t, p, rank) for rank, (t, p) in enumerate(entry.top[:count], 1)]
+        if all(t != entry.token for t, _, _ in ranked):
+            ranked.append((entry.token, entry.logprob, None))
+        return {
+            str(t): {
+                "logprob": finite(p),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(t).decode(errors="replace"),
+            }
+            for t, p, rank in ranked
+        }
+
+    return [None, *map(row, entries)]

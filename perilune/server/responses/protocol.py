@@ -1,0 +1,245 @@
+"""The body of POST /v1/responses, and what it says in the terms of a chat completion."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from perilune.core.errors import RequestError
+from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.openai.protocol import Body, ChatBody, unsupported
+from perilune.text.tools import parse_tools, show
+
+# Chat's names of fields -> this API's, for errors found further down.
+FIELDS = (
+    ("messages", "input"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
+    ("].function.", "]."),
+)
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# Encrypted reasoning is for clients that store nothing here; ours comes in plain text with every answer.
+_INCLUDABLE = ("reasoning.encrypted_content",)
+
+
+class Reasoning(Body):
+    """`summary` is accepted: the whole reasoning is returned, which needs no summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class Text(Body):
+    format: dict[str, Any] | None = None
+
+
+class StreamOptions(Body):
+    """`include_obfuscation` pads events against observers of encrypted traffic; nothing is padded here."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body):
+    input: Any  # a text or a list of items
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    # Hints to a hosted service's billing, abuse control and cache; they change no answer.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
+    # Known, not acted on.
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+
+    def check_supported(self) -> None:
+        """RequestError for what would otherwise be silently ignored."""
+        if not isinstance(self.input, str | list) or not self.input:
+            raise wrong("input", "must be a text or a list of items that is not empty")
+        if self.background:
+            raise unsupported("background: true", param="background")
+        if self.conversation is not None:
+            raise RequestError(
+                "conversation is not supported: use previous_response_id or send the conversation as input",
+                param="conversation",
+                code="unsupported_parameter",
+            )
+        if self.prompt is not None:
+            raise RequestError(
+                "prompt (a stored template) is not supported: send instructions and input",
+                param="prompt",
+                code="unsupported_parameter",
+            )
+        if self.truncation == "auto":
+            raise RequestError(
+                "truncation 'auto' is not supported: shorten the input, or leave it out",
+                param="truncation",
+                code="unsupported_parameter",
+            )
+        if self.top_logprobs:
+            raise RequestError(
+                "top_logprobs is not supported here: /v1/chat/completions has it",
+                param="top_logprobs",
+                code="unsupported_parameter",
+            )
+        for name in self.include or ():
+            if name not in _INCLUDABLE:
+                raise RequestError(
+                    f"include {show(name)} is not supported", param="include", code="unsupported_parameter"
+                )
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise wrong("max_output_tokens", f"must be at least 1, not {self.max_output_tokens}")
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
+        """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
+
+        OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
+        is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
+        """
+        conversation = Conversation(before)
+        continued = False
+        if isinstance(self.input, str):
+            conversation.say("user", self.input)
+        else:
+            for i, item in enumerate(self.input):
+                _add(conversation, item, f"input[{i}]")
+            continued = _continued(self.input[-1], f"input[{len(self.input) - 1}]")
+        # Instructions are this request's alone: they are not kept for the responses that continue it.
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
+        with spelled(FIELDS):
+            parse_tools(tools)
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": system + conversation.messages,
+            "tools": tools or None,
+            "tool_choice": _choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _format(self.text.format) if self.text and self.text.format else None,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "reasoning_effort": self.effort(),
+            "continue_final_message": continued or None,
+        }
+        body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
+        return body, conversation.messages[len(before) :]
+
+    def effort(self) -> str | None:
+        """Above "high" there is nothing more to allow."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return "high" if effort in ("xhigh", "max") else effort
+
+
+def _add(conversation: Conversation, item: Any, where: str) -> None:
+    if not isinstance(item, Mapping):
+        raise wrong(where, f"must be an object, not {show(item)}")
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise wrong(f"{where}.role", f"must be user, assistant, system or developer, not {show(role)}")
+        text = text_of(item.get("content"), f"{where}.content", _TEXT_PARTS)
+        if role != "assistant":
+            conversation.say(role, text)
+            return
+        if conversation.spoken:
+            conversation.close()
+        conversation.answer(text)
+    elif kind == "reasoning":
+        if conversation.spoken:
+            conversation.close()
+        conversation.think(_thought(item, where))
+    elif kind == "function_call":
+        id, name = string(item, "call_id", where, empty=False), string(item, "name", where, empty=False)
+        conversation.call(id, name, string(item, "arguments", where))
+    elif kind == "function_call_output":
+        output = text_of(item.get("output"), f"{where}.output", _TEXT_PARTS)
+        conversation.result(string(item, "call_id", where, empty=False), output, f"{where}.call_id")
+    else:
+        raise wrong(
+            f"{where}.type",
+            f"{show(kind)} is not supported: send message, reasoning, function_call and function_call_output items",
+            code="unsupported_parameter",
+        )
+
+
+def _continued(last: Mapping[str, Any], where: str) -> bool:
+    """Whether the last item is the beginning of the answer."""
+    kind, status = last.get("type") or "message", last.get("status")
+    if kind == "function_call":
+        raise wrong(where, "must be followed by its function_call_output")
+    if kind != "reasoning" and last.get("role") != "assistant":
+        return False
+    if status not in (None, "in_progress", "incomplete", "completed"):
+        raise wrong(f"{where}.status", f"must be in_progress, incomplete or completed, not {show(status)}")
+    if status == "completed":
+        raise wrong(
+            where, "is complete: send the user's next message after it, or status 'incomplete' to have it continued"
+        )
+    return True
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    """The reasoning itself where the client kept it, else its summary, else nothing."""
+    for name, part in (("content", "reasoning_text"), ("summary", "summary_text")):
+        if item.get(name):
+            return text_of(item[name], f"{where}.{name}", {part: "text"})
+    return ""
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise wrong(
+            f"{where}.type",
+            f"{show(tool.get('type'))} is not served: only tools of type 'function' are",
+            code="unsupported_parameter",
+        )
+    wanted = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {k: tool[k] for k in wanted if tool.get(k) is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": string(choice, "name", "tool_choice", empty=False)}}
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    raise wrong(
+        "tool_choice",
+        f"must be 'none', 'auto', 'required' or {{'type': 'function', 'name': ...}}, not {show(kind)}",
+    )
+
+
+def _format(form: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise wrong("text.format.type", f"must be 'text', 'json_object' or 'json_schema', not {show(kind)}")
+    if not isinstance(form.get("schema"), Mapping):
+        raise wrong("text.format.schema", "must be a JSON schema object")
+    wanted = ("name", "description", "schema", "strict")
+    return {"type": "json_schema", "json_schema": {k: form[k] for k in wanted if form.get(k) is not None}}

@@ -1,0 +1,255 @@
+"""The engine through its two doors: `LLM` in this process, `EngineClient` over a socket to another."""
+
+import asyncio
+import gc
+import math
+import shutil
+import weakref
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from perilune import LLM, SamplingParams
+from perilune.core.config import EngineConfig
+from perilune.core.errors import CheckpointError, ConfigError, EngineError, RequestError
+from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
+from perilune.core.step import TokenLogprob
+from perilune.engine import wire
+from perilune.engine.client import EngineClient
+from perilune.engine.sampler import uniform
+from tests import oracle
+
+POISON = 7  # the token whose embedding is NaN in the `poisoned` checkpoint
+CONFIG: dict[str, Any] = dict(dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, threads=1)
+
+
+def poison(model: Path, path: Path) -> Path:
+    """A copy of the model at `path`, in which token POISON makes everything NaN."""
+    shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = math.nan
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def poisoned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return poison(tiny, tmp_path_factory.mktemp("poisoned") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Any:
+    with LLM(tiny, **CONFIG) as llm:
+        yield llm
+
+
+PROMPTS = [[t for t in p if t != POISON] for p in oracle.random_prompts(5, [9, 30, 17, 3])]
+
+
+class TestLLM:
+    def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(self, llm: LLM) -> None:
+        params = [SamplingParams(temperature=1.0, top_p=0.9, seed=s, max_tokens=10) for s in range(4)]
+        together = [c.token_ids for c in llm.generate(PROMPTS, params)]
+        alone = [llm.generate(p, q)[0].token_ids for p, q in zip(PROMPTS, params)]
+        assert together == alone
+        other = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, top_p=0.9, seed=99, max_tokens=10))
+        assert other[0].token_ids != alone[0]
+
+    def test_requests_without_a_seed_differ(self, llm: LLM) -> None:
+        params = SamplingParams(max_tokens=10)
+        assert len({c.token_ids for c in llm.generate([PROMPTS[0]] * 4, params)}) == 4
+
+    def test_logprobs_agree_with_score(self, llm: LLM) -> None:
+        (got,) = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=6, logprobs=3))
+        scores = llm.score([*PROMPTS[1], *got.token_ids])[-6:]
+        assert [r.logprob for r in got.logprobs] == pytest.approx(scores, abs=1e-5)
+        for record in got.logprobs:
+            assert len(record.top) == 3
+            assert record.top[0] == (record.token, pytest.approx(record.logprob))
+
+    def test_stop_token_ends_a_request_and_is_reported(self, llm: LLM) -> None:
+        (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
+        third = free.token_ids[2]
+        (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(third,)))
+        end = free.token_ids.index(third) + 1
+        assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
+        assert free.finish_reason == "length" and free.text is None
+
+    def test_the_context_is_the_limit_when_no_other_is_given(self, llm: LLM) -> None:
+        (got,) = llm.generate([1] * 250, SamplingParams(temperature=0))
+        assert len(got.token_ids) == 6 and got.finish_reason == "length"
+
+    @pytest.mark.parametrize(
+        "prompt, says", [([], "empty"), ([1] * 256, "256 tokens"), ([512], "between 0 and 511"), ("text", "tiktoken")]
+    )
+    def test_a_bad_prompt_is_refused_before_anything_runs(self, llm: LLM, prompt: Any, says: str) -> None:
+        with pytest.raises(RequestError, match=says):
+            llm.generate([PROMPTS[0], prompt])
+        assert len(llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+    def test_nan_fails_its_own_request_only_and_is_not_cached(self, poisoned: Path) -> None:
+        greedy = SamplingParams(temperature=0, max_tokens=5)
+        bad = [*range(100, 140), POISON, *range(140, 180)]
+        with LLM(poisoned, **CONFIG) as llm:
+            expected = [c.token_ids for c in llm.generate(PROMPTS, greedy)]
+            with pytest.raises(EngineError, match="NaN"):
+                llm.generate([*PROMPTS, bad], greedy)
+            with pytest.raises(EngineError, match="NaN"):
+                llm.score(bad)
+            assert [c.token_ids for c in llm.generate(PROMPTS, greedy)] == expected
+            # The same prefix up to the poison is computed anew: nothing of the failed request was kept.
+            (again,) = llm.generate(bad[:40], greedy)
+            assert again.cached_tokens == 0
+
+    def test_two_models_and_closing(self, tiny: Path) -> None:
+        first, second = LLM(tiny, **CONFIG), LLM(tiny, **CONFIG, ops={"mla_absorbed": "reference"})
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        assert first.generate(PROMPTS, greedy) == second.generate(PROMPTS, greedy)
+        first.close()
+        first.close()
+        with pytest.raises(ConfigError, match="closed"):
+            first.generate(PROMPTS, greedy)
+        assert second.generate(PROMPTS[0], greedy)
+        second.close()
+
+    def test_closing_frees_weights_and_cache_at_once(self, tiny: Path) -> None:
+        """Not when the garbage collector next runs: on a GPU the memory is wanted for the next model."""
+        llm = LLM(tiny, **CONFIG)
+        runner = llm._engine.runner
+        held = [weakref.ref(t) for t in (runner.pages.data, runner.model.weights.lm_head.weight, runner.model.cos)]
+        del runner
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+        gc.disable()
+        try:
+            llm.close()
+            assert [ref() for ref in held] == [None, None, None]
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize(
+        "config, says",
+        [
+            (dict(max_sequences=3), "unknown config key 'max_sequences'"),
+            (dict(ops={"mla": "fast"}), "mla"),
+            (dict(ops={"linear": "fast"}), "fast"),
+            (dict(dtype="float16"), "dtype"),
+            (dict(device="tpu"), "device"),
+            (dict(max_model_len=10**6), "max_model_len"),
+            (dict(kv_blocks=10**12), "kv_blocks"),
+            (dict(tp=2), "tp"),
+            (dict(draft="eagle3"), "draft"),
+        ],
+    )
+    def test_a_bad_configuration_is_one_clear_error(self, tiny: Path, config: dict[str, Any], says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            LLM(tiny, **config)
+
+    def test_bfloat16_runs_and_agrees_roughly(self, tiny: Path, llm: LLM) -> None:
+        with LLM(tiny, **(CONFIG | dict(dtype="bfloat16"))) as low:
+            got, expected = torch.tensor(low.score(PROMPTS[1])), torch.tensor(llm.score(PROMPTS[1]))
+        # bf16 keeps 8 bits: with logits of about 1 log-probabilities agree to a few hundredths, but for tokens at which
+        # the router's choice is close and falls on another expert.
+        difference = (got - expected).abs()
+        assert 0 < difference.mean() < 0.03 and difference.max() < 0.5
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+async def collect(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[int]:
+    return [t async for d in client.generate(prompt, params) for t in d.tokens]
+
+
+class TestClient:
+    def test_a_day_in_the_life(self, tiny: Path, llm: LLM) -> None:
+        """Concurrent requests, an abandoned one, a refused one, statistics, shutdown."""
+
+        async def work() -> None:
+            client = await EngineClient.start(tiny, EngineConfig(**CONFIG))
+            assert client.alive and client.info.max_model_len == 256
+            params = SamplingParams(temperature=0, max_tokens=12)
+            expected = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
+            assert await asyncio.gather(*(collect(client, p, params) for p in PROMPTS)) == expected
+
+            abandoned = client.generate(PROMPTS[0], SamplingParams(max_tokens=240, ignore_eos=True))
+            assert (await anext(abandoned)).tokens
+            await abandoned.aclose()
+            with pytest.raises(RequestError, match="empty"):
+                await collect(client, [], params)
+
+            while client.stats.running or not client.stats.steps:
+                await asyncio.sleep(0.05)
+            assert client.stats.blocks_owned == 0
+            assert client.stats.generated_tokens < 200  # the abandoned request did not run to its end
+            await client.close()
+            assert not client.alive
+            with pytest.raises(EngineError, match="shut down"):
+                await collect(client, PROMPTS[0], params)
+
+        run(work())
+
+    def test_a_killed_engine_fails_what_is_in_flight(self, tiny: Path) -> None:
+        async def work() -> None:
+            client = await EngineClient.start(tiny, EngineConfig(**CONFIG))
+            stream = client.generate(PROMPTS[0], SamplingParams(ignore_eos=True))
+            await anext(stream)
+            client._process.kill()
+            with pytest.raises(EngineError, match="ended unexpectedly"):
+                async for _ in stream:
+                    pass
+            assert not client.alive
+            await client.close()
+
+        run(work())
+
+    def test_an_engine_that_cannot_start_says_why(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(EngineError, match=r"config\.json"):
+            run(EngineClient.start(tmp_path, EngineConfig(**CONFIG)))
+
+    def test_a_bad_checkpoint_is_a_checkpoint_error_in_process(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            LLM(tmp_path)
+
+
+class TestWire:
+    def test_every_message_survives(self) -> None:
+        params = SamplingParams(temperature=0.5, stop=("a", "b"), seed=3, logprobs=2, stop_token_ids=(4,))
+        record = TokenLogprob(3, -0.5, ((3, -0.5), (9, -1.5)))
+        batch = [
+            Submit(1, (1, 2, 3), params),
+            Cancel(2),
+            Shutdown(),
+            Delta(1, (3,), (record,), (record,), "error", "why", 16),
+            EngineInfo("m", 10, 20, (1,), 5, 16, 8, (("a", "b", "c"),)),
+            EngineStats(running=3, step_seconds=0.5),
+            Failed("x"),
+        ]
+        frame = wire.encode(batch)
+        assert wire.body_length(frame[: wire.HEADER.size]) == len(frame) - wire.HEADER.size
+        assert wire.decode(frame[wire.HEADER.size :]) == batch
+
+    @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91\x92\xa3abc\x80", b"\x91\x92\xa6Submit\x80"])
+    def test_garbage_is_an_error(self, body: bytes) -> None:
+        with pytest.raises(EngineError, match="malformed"):
+            wire.decode(body)
+
+    def test_a_frame_has_a_bound(self) -> None:
+        with pytest.raises(EngineError, match="exceeds"):
+            wire.body_length(b"\xff\xff\xff\xff")
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:
+    numbers = torch.tensor([[uniform(seed, draw) for draw in range(50)] for seed in range(200)], dtype=torch.float64)
+    assert 0 <= numbers.min() and numbers.max() < 1
+    counts = torch.histc(numbers, 20, 0, 1)
+    # 10,000 numbers in 20 cells: chi-square with 19 degrees of freedom stays below 43.8 with probability 0.999.
+    assert float(((counts - 500) ** 2 / 500).sum()) < 43.8
+    neighbours = torch.corrcoef(torch.stack([numbers[:, :-1].flatten(), numbers[:, 1:].flatten()]))[0, 1]
+    assert abs(float(neighbours)) < 0.04

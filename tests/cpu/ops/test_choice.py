@@ -1,0 +1,114 @@
+"""The implementation that an op chooses and logs is the one that runs; what has to be said when a GPU's cannot."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import CheckpointError
+from perilune.engine.engine import Engine
+from perilune.ops.harness import build, check
+from perilune.ops.harness.case import FLOAT32
+from tests import ran
+from tests.cpu.ops import test_ops
+from tests.cpu.ops.test_ops import CPU, GRID, OPS
+
+one_thread = test_ops.one_thread
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), GRID, ids=[f"{n}-{c}-{check.short(d)}" for n, c, d in GRID])
+def test_what_ran_is_what_was_logged(
+    name: str, case: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran.what_ran_is_what_was_logged(OPS[name], case, dtype, CPU, caplog)
+
+
+def test_no_implementation_names_another() -> None:
+    """Past the registry, that is; also those for GPUs, which cannot run here. References are made of references."""
+    by_code = ran.implementations()
+    assert len(by_code) > 100
+    found = [
+        f"{op.name}/{impl.name} names {sorted(by_code[other.__code__])}"
+        for op in OPS.values()
+        for impl in op.impls.values()
+        for other in ran.named_in(impl.run)
+        if other.__code__ in by_code
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({}, None),
+        ({"q_full": (2, 64, 576)}, "one token"),
+        ({"q_full": (1, 16, 576)}, "32 or 64 heads"),
+        ({"cache": (8, 8, 576)}, "cache blocks of a multiple of 16"),
+        ({"cache": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
+        ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),
+        ({"gate": (384, 7168, FLOAT32)}, "a bfloat16 gate"),
+        ({"gate": (520, 7168)}, "at most 512 experts"),
+        ({"top_k": 40}, "at most 32 choices"),
+        ({"n_group": 8, "topk_group": 4}, "one choice among all experts"),
+    ],
+)
+def test_one_tokens_kernels_say_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], reason: str | None
+) -> None:
+    """As on a Hopper GPU, which is not here: what those kernels do not take they refuse before they are chosen."""
+    monkeypatch.setattr(build, "is_hopper", lambda device: True)
+    monkeypatch.setattr(build, "library", lambda source: object())
+    monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: 132)
+    sizes = {"q_full": (1, 64, 576), "cache": (8, 64, 576), "w": (7168, 8192), "gate": (384, 7168)}
+    sizes |= {"top_k": 8, "n_group": 1, "topk_group": 1} | other
+
+    def made(size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        whole = [n for n in size if isinstance(n, int)]
+        return torch.empty(whole, dtype=size[-1] if len(whole) < len(size) else torch.bfloat16, device="meta")
+
+    a = SimpleNamespace(**{name: made(size) for name, size in sizes.items()})
+    want = True if reason is None else f"needs {reason}"
+    assert OPS["mla_decode_router"].impls["cuda"].when(a, torch.device("cuda")) == want
+    own = {"gate", "top_k", "n_group"} & other.keys()
+    assert OPS["mla_decode_output"].impls["cuda"].when(a, torch.device("cuda")) == (True if own else want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_decides_decides(name: str) -> None:
+    ran.what_decides_decides(OPS[name], CPU)
+
+
+def test_no_nvcc_on_a_hopper_gpu_is_one_warning_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_nvcc", lambda: None)
+    build._warn_without_nvcc.cache_clear()
+    device = torch.device("cuda", 0)
+    with caplog.at_level(logging.WARNING, "perilune.ops"):
+        monkeypatch.setattr(build, "is_hopper", lambda device: False)
+        build.check_nvcc(device)
+        assert build.on_hopper("linear.cu", device) == "for Hopper GPUs (sm_90)" and not caplog.records
+        monkeypatch.setattr(build, "is_hopper", lambda device: True)
+        for source in ("linear.cu", "rmsnorm.cu"):
+            assert build.on_hopper(source, device) == "no compiler for CUDA (install nvcc)"
+        build.check_nvcc(device)
+        build.check_nvcc(torch.device("cuda", 1))
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING and "\n" not in warning.getMessage()
+    assert "install the CUDA toolkit" in warning.getMessage() and "PATH" in warning.getMessage()
+    build._warn_without_nvcc.cache_clear()
+
+
+def test_an_engine_asks_for_nvcc_when_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(build, "check_nvcc", asked.append)
+    with pytest.raises(CheckpointError):
+        Engine(tmp_path, EngineConfig(device="cpu"))
+    assert asked == [CPU]

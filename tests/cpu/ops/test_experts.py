@@ -1,0 +1,110 @@
+"""The ops over packed experts: the dense op's bits, whatever the batch and the threads; bad ids and shapes refused."""
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.ops.harness.case import FLOAT32, Make
+from perilune.ops.moe import experts_fp8, experts_int4_compact, experts_nvfp4
+from perilune.ops.moe.experts import experts
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+E, D, I, K = 6, 288, 160, 3  # noqa: E741  (no multiple of 128: blocks are ragged)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fp8(g: Make) -> tuple[Tensor, ...]:
+    gate_up, down = g.e4m3(E, 2 * I, D, scale=20), g.e4m3(E, D, I, scale=1)
+    down.view(torch.uint8)[0, 0, :16] = torch.arange(16, dtype=torch.uint8)  # zero, subnormal and the first normal ones
+    return gate_up, g.rand(E, 2, 2, 3) * 0.004, down, g.rand(E, 3, 2) * 0.1
+
+
+def fp8_dense(gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor) -> tuple[Tensor, Tensor]:
+    halves = [experts_fp8.dequantize(gate_up[:, s], gate_up_scale[:, j], FLOAT32) for j, s in halves_of(I)]
+    return torch.cat(halves, 1), experts_fp8.dequantize(down, down_scale, FLOAT32)
+
+
+def nvfp4(g: Make) -> tuple[Tensor, ...]:
+    both, one = g.nvfp4(E, 2 * I, D), g.nvfp4(E, D, I)
+    both[1].view(torch.uint8)[0, 0, :8] = torch.arange(8, dtype=torch.uint8)
+    return (*both, g.rand(E, 2) * 3e-4, *one, g.rand(E) * 3e-4)
+
+
+def nvfp4_dense(
+    packed: Tensor, scale: Tensor, factor: Tensor, down: Tensor, down_scale: Tensor, down_factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    halves = [experts_nvfp4.dequantize(packed[:, s], scale[:, s], factor[:, j], FLOAT32) for j, s in halves_of(I)]
+    return torch.cat(halves, 1), experts_nvfp4.dequantize(down, down_scale, down_factor, FLOAT32)
+
+
+def compact(g: Make) -> tuple[Tensor, ...]:
+    return (*g.int4_compact(E, 2 * I, D), *g.int4_compact(E, D, I))
+
+
+def compact_dense(*w: Tensor) -> tuple[Tensor, Tensor]:
+    return experts_int4_compact.dequantize(*w[:3], FLOAT32), experts_int4_compact.dequantize(*w[3:], FLOAT32)
+
+
+def halves_of(i: int) -> list[tuple[int, slice]]:
+    return [(0, slice(0, i)), (1, slice(i, None))]
+
+
+OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Make], tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor]]]]
+OPS = {
+    "fp8": (experts_fp8.experts_fp8, fp8, fp8_dense),
+    "nvfp4": (experts_nvfp4.experts_nvfp4, nvfp4, nvfp4_dense),
+    "int4-compact": (experts_int4_compact.experts_int4_compact, compact, compact_dense),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OPS)
+def test_bits_equal_dense_experts_and_depend_on_neither_batch_nor_threads(name: str) -> None:
+    op, make, dense = OPS[name]
+    g = Make(FLOAT32, torch.device("cpu"), 3)
+    w = make(g)
+    x, ids, shares = g.randn(40, D), g.rand(40, E).topk(K)[1].int(), g.rand(40, K)
+    whole = op(x, ids, shares, *w)
+    assert torch.equal(whole, experts(x, ids, shares, *dense(*w))) and whole.isfinite().all() and whole.any(-1).all()
+    torch.set_num_threads(2)
+    assert torch.equal(op(x, ids, shares, *w), whole)
+    torch.set_num_threads(1)
+    for rows in (slice(0, 1), slice(7, 9), slice(11, 40)):
+        assert torch.equal(op(x[rows], ids[rows], shares[rows], *w), whole[rows])
+    x[2] = float("nan")
+    got = op(x, ids, shares, *w)
+    assert got[2].isnan().all() and torch.equal(got[3:], whole[3:]) and torch.equal(got[:2], whole[:2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OPS)
+def test_wrong_ids_are_refused_before_memory_is_touched(name: str) -> None:
+    op, make, _ = OPS[name]
+    g = Make(FLOAT32, torch.device("cpu"), 4)
+    w = make(g)
+    for bad in (-1, E):
+        with pytest.raises(AssertionError, match="no expert"):
+            op(g.randn(1, D), torch.tensor([[bad]], dtype=torch.int32), torch.ones(1, 1), *w)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_wrong_shapes_and_types_are_refused(name: str) -> None:
+    op, make, _ = OPS[name]
+    g = Make(FLOAT32, torch.device("cpu"), 5)
+    w = make(g)
+    x, ids, shares = g.randn(2, D), torch.tensor([[0], [1]], dtype=torch.int32), torch.ones(2, 1)
+    op(x, ids, shares, *w)
+    for i, part in enumerate(w):
+        for wrong in (part[..., :-1], part.double()):
+            with pytest.raises(AssertionError):
+                op(x, ids, shares, *w[:i], wrong, *w[i + 1 :])

@@ -1,0 +1,58 @@
+"""Which CUDA kernels a step's experts go to, and that each is called with the arguments it takes: no GPU needed."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from perilune.ops.harness import build
+from perilune.ops.harness.case import Make
+from perilune.ops.moe import moe_int4
+
+LONE, FEW, MANY = (tuple(f"moe_int4_{s}{half}" for half in ("gate_up", "down")) for s in ("lone_", "few_", "many_"))
+APART = ("apart",)  # the shared expert's own launches
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+
+    def function(source: str, name: str, kinds: str) -> Callable[..., int]:
+        def launch(*args: int | None) -> int:
+            assert len(args) == len(kinds) and all(isinstance(a, int) for a, kind in zip(args, kinds) if kind == "l")
+            names.append(name)
+            return 0
+
+        return launch
+
+    monkeypatch.setattr(build, "function", function)
+    monkeypatch.setattr(moe_int4, "_gate_up", moe_int4._gate_up.__wrapped__)
+    monkeypatch.setattr(moe_int4, "_down", moe_int4._down.__wrapped__)
+    monkeypatch.setattr(moe_int4, "_processors", lambda device: 132)
+    monkeypatch.setattr(moe_int4, "_add_shared", lambda *args: names.append("apart"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "compact", "fp8", "expected"),
+    [
+        (1, False, False, LONE),
+        (1, True, True, LONE),
+        (2, False, False, FEW),
+        (8, False, True, FEW),
+        (16, False, False, FEW),
+        (16, True, True, FEW),
+        (17, False, False, FEW + APART),
+        (128, False, True, FEW + APART),
+        (129, False, False, MANY + APART),
+        (129, True, False, FEW + APART),
+        (256, True, True, FEW + APART),
+    ],
+)
+def test_kernels_by_tokens(tokens: int, compact: bool, fp8: bool, expected: tuple[str, ...], called: list[str]) -> None:
+    case = moe_int4.Case(tokens, 2, 4, 512, 512, S=128, shared_fp8=fp8, compact=compact)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, torch.device("cpu"), 1))
+    moe_int4.cuda(**{**args, "partial": True})
+    assert tuple(called) == expected

@@ -1,0 +1,266 @@
+"""Requests that are refused: one error that names the field, and nothing else happens."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from perilune.server.openai import protocol
+from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve
+
+BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [1]}, "messages", "object"),
+    ({}, "messages", "required"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+        "messages",
+        "not supported yet",
+    ),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"temperature": -1}, "temperature", "between"),
+    ({"top_p": 0}, "top_p", "top_p"),
+    ({"top_k": -5}, "top_k", "top_k"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 1.5}, "max_tokens", "integer"),
+    ({"max_tokens": True}, "max_tokens", "integer"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"seed": "x"}, "seed", "integer"),
+    ({"seed": 2**70}, "seed", "seed"),
+    ({"stop": 5}, "stop", "array"),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"logprobs": 3}, "logprobs", "boolean"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"functions": []}, "functions", "tools"),
+    ({"tools": [{"type": "function"}]}, "*", "function"),
+    ({"tools": {}}, "tools", "array"),
+    ({"thinking": {"type": "sometimes"}}, "thinking", "enabled"),
+    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, "thinking", "contradict"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "boolean"),
+    ({"n": 0}, "n", "between 1"),
+    ({"n": 1000}, "n", "between 1"),
+    ({"n": 1.5}, "n", "integer"),
+    ({"n": 128}, "n", "102 fit"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2"),
+    ({"presence_penalty": -3}, "presence_penalty", "between -2"),
+    ({"presence_penalty": "1"}, "presence_penalty", "number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "between"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "token id"),
+    ({"logit_bias": {"512": 1}}, "logit_bias", "512"),
+    ({"logit_bias": [1]}, "logit_bias", "object"),
+    ({"min_tokens": -1}, "min_tokens", "at least 0"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {}}, "response_format.type", "json_schema"),
+    ({"response_format": "json_object"}, "response_format", "object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "JSON schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+        "response_format.json_schema.strict",
+        "true or false",
+    ),
+    ({"guided_json": "{"}, "guided_json", "JSON"),
+    ({"guided_json": 5}, "guided_json", "JSON schema"),
+    ({"guided_regex": ""}, "guided_regex", "empty"),
+    ({"guided_choice": []}, "guided_choice", "list"),
+    ({"guided_choice": ["a", 1]}, "guided_choice", "list"),
+    ({"guided_grammar": ["a"]}, "guided_grammar", "string"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one of them"),
+    ({"structured_outputs": {"frobnicate": 1}}, "structured_outputs.frobnicate", "json_object"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "string"),
+    ({"guided_json": {"type": "object"}, "min_tokens": 5}, "min_tokens", "guided_json"),
+    ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos", "tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "must be"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "does not declare",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+        "tools[0].function.strict",
+        "true or false",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+    ({"max_thinking_tokens": -1}, "max_thinking_tokens", "at least 0"),
+    ({"max_thinking_tokens": 5, "thinking": {"type": "disabled"}}, "max_thinking_tokens", "switched off"),
+    ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens", "switched off"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens", "at least 0"),
+    (
+        {"max_thinking_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 6}},
+        "max_thinking_tokens",
+        "contradict",
+    ),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort", "medium"),
+    ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "thinking", "contradict"),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "contradict"),
+    ({"reasoning_effort": "low", "max_thinking_tokens": 5}, "reasoning_effort", "one of them"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "words"), BAD_CHAT, ids=lambda v: json.dumps(v)[:50])
+def test_bad_chat_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
+    async def test(s: Served) -> None:
+        body = {"messages": HELLO, **change} if change else {}
+        for stream in ({}, {"stream": True}) if "stream" not in json.dumps(change) else ({},):
+            reply = await s.client.post(CHAT, {**body, **stream})
+            assert reply.status == 400, reply.text
+            assert words in reply.error["message"]
+            assert param == "*" or reply.error["param"] == param
+            assert reply.error["type"] == "invalid_request_error"
+        assert s.engine.seen == []
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
+
+    serve(test, max_waiting=98)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [600]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["x"] * 5000}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"logit_bias": {"600": 1}}, "logit_bias"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a{20}"}, "max_tokens"),
+        ({"suffix": "s"}, "suffix"),
+        ({"echo": "yes"}, "echo"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_bad_completions_are_named(change: dict[str, Any], param: str) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(TEXT, {"prompt": "a", **change})
+        assert reply.status == 400 and reply.error["param"] == param, reply.text
+        assert s.engine.seen == []
+
+    serve(test)
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b'{"messages": [' + b"[" * 5000, b"[1]", b'"x"', b"null"])
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    async def test(s: Served) -> None:
+        for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+            reply = await s.client.post(path, body)
+            assert reply.status == 400 and reply.error["code"] == "invalid_json", reply.text
+
+    serve(test)
+
+
+def test_prompts_beyond_the_context() -> None:
+    async def test(s: Served) -> None:
+        long = "x" * 600
+        for path, body, param in (
+            (CHAT, {"messages": [{"role": "user", "content": long}]}, "messages"),
+            (TEXT, {"prompt": long}, "prompt"),
+            (TEXT, {"prompt": ["a", [120] * 600]}, "prompt"),
+            (TEXT, {"prompt": [[97], [120] * 600], "stream": True}, "prompt"),
+        ):
+            reply = await s.client.post(path, body)
+            assert reply.status == 400 and reply.error["param"] == param
+        body = {"messages": [{"role": "user", "content": long}]}
+        error = (await s.client.post(CHAT, body)).error
+        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        count = (await s.client.post("/tokenize", body)).json["count"]
+        assert str(count) in error["message"] and "512" in error["message"]
+
+    serve(test)
+
+
+def test_large_bodies_are_refused() -> None:
+    async def test(s: Served) -> None:
+        pieces = [b" " * 400] * 3
+        reply = await s.client.request("POST", CHAT, pieces)
+        assert reply.status == 413 and reply.error["code"] == "body_too_large"
+        s.client.headers = {"content-length": "5000"}
+        assert (await s.client.request("POST", CHAT, [])).status == 413
+        s.client.headers = {}
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
+
+    serve(test, max_body=1000)
+
+
+def test_unknown_fields_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    protocol._warned.clear()
+
+    async def test(s: Served) -> None:
+        for _ in range(3):
+            body = {"messages": HELLO, "frobnicate": 1, "chat_template_kwargs": {"enable_thinking": True}}
+            assert (await s.client.post(CHAT, body)).status == 200
+
+    with caplog.at_level(logging.WARNING):
+        serve(test)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2 and "frobnicate" in said[0] and "chat_template_kwargs.enable_thinking" in said[1]
+
+
+def test_unknown_model_route_and_method() -> None:
+    async def test(s: Served) -> None:
+        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+            reply = await s.client.post(path, {**body, "model": "gpt-4"})
+            assert reply.status == 404 and reply.error["code"] == "model_not_found" and "'m'" in reply.error["message"]
+            assert (await s.client.post(path, {**body, "model": "m"})).status == 200
+        assert (await s.client.get("/v1/nothing")).status == 404
+        assert "/v1/nothing" in (await s.client.get("/v1/nothing")).error["message"]
+        reply = await s.client.get(CHAT)
+        assert reply.status == 405 and reply.error["message"] and reply.headers["allow"] == "POST"
+
+    serve(test)
+
+
+def test_strict_servers_refuse_what_the_vendor_does() -> None:
+    async def test(s: Served) -> None:
+        for fields in (
+            {"top_p": 0.9},
+            {"temperature": 0.7},
+            {"temperature": 0.6},  # that of the other mode
+            {"temperature": 1.0, "thinking": {"type": "disabled"}},
+            {"presence_penalty": 0.1},
+            {"frequency_penalty": -0.1},
+            {"n": 2},
+        ):
+            reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
+            name = next(iter(fields))
+            assert reply.status == 400 and reply.error["param"] == name and name in reply.error["message"]
+        for fields in (
+            {},
+            {"top_p": 0.95, "temperature": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0},
+            {"temperature": 0.6, "thinking": {"type": "disabled"}},
+        ):
+            assert (await s.client.post(CHAT, {"messages": HELLO, **fields})).status == 200
+        assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
+
+    serve(test, vendor_strict=True)

@@ -1,0 +1,539 @@
+"""The Responses API in process: translation, items, events and store, around an engine that says what it is told."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from perilune.core.errors import RequestError
+from perilune.server import named_events
+from perilune.server.openai import protocol
+from perilune.server.responses.protocol import ResponsesBody
+from perilune.server.responses.store import ResponseStore
+from tests.serving import BYTES, CALL, WEATHER, Reply, Served, serve
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", **WEATHER["function"]}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+def told(reply: Reply) -> list[dict[str, Any]]:
+    """The events of a stream, each checked against the official SDK's type."""
+    assert reply.status == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for frame in reply.text.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        events.append(event)
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    return events
+
+
+def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output that the deltas alone tell of, without the done events."""
+    items: list[dict[str, Any]] = []
+    for e in events:
+        match e["type"].removeprefix("response."):
+            case "output_item.added":
+                assert e["output_index"] == len(items) and e["item"]["status"] == "in_progress"
+                items.append(e["item"])
+            case "content_part.added":
+                assert items[-1]["content"] == [] and e["part"]["text"] == ""
+                items[-1]["content"].append(e["part"])
+            case "output_text.delta" | "reasoning_text.delta":
+                assert (e["item_id"], e["output_index"]) == (items[-1]["id"], len(items) - 1)
+                items[-1]["content"][e["content_index"]]["text"] += e["delta"]
+            case "function_call_arguments.delta":
+                assert e["item_id"] == items[-1]["id"]
+                items[-1]["arguments"] += e["delta"]
+    return items
+
+
+def outline(response: dict[str, Any]) -> list[tuple[str, ...]]:
+    """(type, text) or (type, call_id, arguments) of each item, with its ids and its shape checked."""
+    Response.model_validate(response)
+    found: list[tuple[str, ...]] = []
+    for item in response["output"]:
+        assert item["id"].startswith(PREFIX[item["type"]])
+        if item["type"] == "function_call":
+            found.append((item["type"], item["call_id"], item["arguments"]))
+        else:
+            (part,) = item["content"]
+            assert part["type"] == {"message": "output_text", "reasoning": "reasoning_text"}[item["type"]]
+            found.append((item["type"], part["text"]))
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Let me see</think>Grüße", [("reasoning", "Let me see"), ("message", "Grüße")]),
+        ("</think>Hello", [("message", "Hello")]),
+        ("Hm</think>", [("reasoning", "Hm"), ("message", "")]),
+        (
+            "Look it up</think>One moment." + CALL.format(0),
+            [
+                ("reasoning", "Look it up"),
+                ("message", "One moment."),
+                ("function_call", "functions.get_weather:0", '{"city": "Oslo"}'),
+            ],
+        ),
+        (
+            "</think>" + CALL.format(0) + CALL.format(1),
+            [("function_call", f"functions.get_weather:{i}", '{"city": "Oslo"}') for i in (0, 1)],
+        ),
+    ],
+)
+def test_an_answer_is_told_as_items(answer: str, expected: list[Any], width: int) -> None:
+    async def test(s: Served) -> None:
+        body = {"model": "m", "input": "Hi", "tools": [TOOL]}
+        whole = (await s.client.post(PATH, body)).json
+        assert outline(whole) == expected and whole["status"] == "completed"
+        events = told(await s.client.post(PATH, {**body, "stream": True}))
+        names = [e["type"].removeprefix("response.") for e in events]
+        assert names[:2] == ["created", "in_progress"] and names[-1] == "completed"
+        final = events[-1]["response"]
+        assert outline(final) == expected == outline({**final, "output": rebuilt(events)})
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert done == final["output"] and {item["status"] for item in done} == {"completed"}
+        assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
+        usage = whole["usage"]
+        reasoning = len(expected[0][1]) if expected[0][0] == "reasoning" else 0
+        assert usage["output_tokens_details"]["reasoning_tokens"] in (reasoning, reasoning + 1)  # + the end marker
+        assert usage["input_tokens_details"]["cached_tokens"] == 3
+        assert usage["input_tokens"] == len(s.engine.seen[-1][0])
+        assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+        assert usage == final["usage"]
+
+    serve(test, answer=answer, width=width)
+
+
+def test_the_events_come_in_the_documented_order() -> None:
+    async def test(s: Served) -> None:
+        events = told(await s.client.post(PATH, {"input": "Hi", "tools": [TOOL], "stream": True}))
+        assert [e["type"].removeprefix("response.") for e in events] == [
+            "created", "in_progress",
+            "output_item.added", "content_part.added", "reasoning_text.delta",
+            "reasoning_text.done", "content_part.done", "output_item.done",
+            "output_item.added", "content_part.added", "output_text.delta",
+            "output_text.done", "content_part.done", "output_item.done",
+            "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+            "completed",
+        ]  # fmt: skip
+
+    serve(test, answer="Hm</think>Yes" + CALL.format(0), width=500)
+
+
+def test_the_token_limit_makes_a_response_incomplete() -> None:
+    async def test(s: Served) -> None:
+        body = {"input": "Hi", "max_output_tokens": 8}
+        whole = (await s.client.post(PATH, body)).json
+        assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert outline(whole) == [("reasoning", "Hm"), ("message", "Hello")]
+        assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
+        last = told(await s.client.post(PATH, {**body, "stream": True}))[-1]
+        assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
+        assert whole["usage"]["output_tokens"] == 8 and whole["max_output_tokens"] == 8
+
+    serve(test, answer="Hm</think>Hello there")
+
+
+def test_items_become_the_conversation() -> None:
+    call = {"type": "function_call", "call_id": "call_x", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Look it up"}]}
+
+    async def test(s: Served) -> None:
+        items = [
+            {"role": "developer", "content": "Be kind", "type": None},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            thought,
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A moment"}]},
+            call,
+            {"type": "function_call_output", "call_id": "call_x", "output": "rain"},
+        ]
+        reply = await s.client.post(PATH, {"input": items, "instructions": "Be brief", "tools": [TOOL]})
+        assert reply.status == 200, reply.text
+        prompt = s.prompt()
+        assert "namespace functions" in prompt
+        expected = (
+            "<|im_system|>system<|im_middle|>Be brief<|im_end|>"
+            "<|im_system|>system<|im_middle|>Be kind<|im_end|>"
+            "<|im_user|>user<|im_middle|>Weather?<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|><think>Look it up</think>A moment"
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+            '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+            "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:0\nrain<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|><think>"
+        )
+        assert prompt.endswith(expected)
+        summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short"}]}
+        items[2] = summary
+        await s.client.post(PATH, {"input": items, "tools": [TOOL]})
+        assert "<think>In short</think>A moment" in s.prompt()
+
+    serve(test, answer="Hm</think>Rain.")
+
+
+def test_a_chain_of_responses_is_the_conversation_sent_whole() -> None:
+    async def test(s: Served) -> None:
+        first = (await s.client.post(PATH, {"input": "Weather?", "tools": [TOOL], "instructions": "Brief"})).json
+        (item,) = [i for i in first["output"] if i["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        chained = {"input": [result], "tools": [TOOL], "previous_response_id": first["id"]}
+        second = (await s.client.post(PATH, chained)).json
+        assert second["previous_response_id"] == first["id"]
+        by_chain = s.prompt()
+        assert "Brief" not in by_chain, "instructions belong to one request"
+        user = {"role": "user", "content": "Weather?"}
+        await s.client.post(PATH, {"input": [user, *first["output"], result], "tools": [TOOL]})
+        assert s.prompt() == by_chain and "<think>Hm</think>Wait" in by_chain
+        third = told(
+            await s.client.post(
+                PATH, {"input": "And now?", "tools": [TOOL], "previous_response_id": second["id"], "stream": True}
+            )
+        )[-1]["response"]
+        history = [user, *first["output"], result, *second["output"], {"role": "user", "content": "And now?"}]
+        by_chain = s.prompt()
+        await s.client.post(PATH, {"input": history, "tools": [TOOL]})
+        assert s.prompt() == by_chain
+        calls = [i["call_id"] for r in (first, second, third) for i in r["output"] if i["type"] == "function_call"]
+        assert calls == [f"functions.get_weather:{i}" for i in range(3)]
+
+    serve(test, answer="Hm</think>Wait" + CALL.format(0))
+
+
+def test_stored_responses_can_be_fetched_and_deleted() -> None:
+    async def test(s: Served) -> None:
+        for stream in (False, True):
+            reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, "metadata": {"a": "b"}})
+            response = told(reply)[-1]["response"] if stream else reply.json
+            assert response["store"] is True and response["metadata"] == {"a": "b"}
+            path = f"{PATH}/{response['id']}"
+            assert (await s.client.get(path)).json == response
+            gone = await s.client.request("DELETE", path, [b""])
+            assert gone.json == {"id": response["id"], "object": "response", "deleted": True}
+            for refused in (await s.client.get(path), await s.client.request("DELETE", path, [b""])):
+                assert refused.status == 404 and refused.error["code"] == "response_not_found"
+            refused = await s.client.post(PATH, {"input": "Hi", "previous_response_id": response["id"]})
+            assert refused.status == 404 and refused.error["param"] == "previous_response_id"
+        kept = (await s.client.post(PATH, {"input": "Hi", "store": False})).json
+        assert kept["store"] is False and (await s.client.get(f"{PATH}/{kept['id']}")).status == 404
+        for unknown in ("resp_no", ""):
+            assert (await s.client.post(PATH, {"input": "Hi", "previous_response_id": unknown})).status == 404
+
+    serve(test, answer="</think>Hello")
+
+
+def filled(store: ResponseStore, *entries: tuple[str, str | None]) -> None:
+    for id, previous in entries:
+        store.put(id, {"id": id}, [{"role": "user", "content": id}], previous)
+
+
+def test_the_store_is_bounded_by_count_and_keeps_conversations_in_use() -> None:
+    store = ResponseStore(max_responses=4)
+    filled(store, ("a1", None), ("b1", None), ("a2", "a1"), ("c1", None))
+    messages, size = store.conversation("a2")
+    assert [m["content"] for m in messages] == ["a1", "a2"] and size > 0
+    filled(store, ("d1", None))  # b1 was used least recently
+    assert len(store) == 4
+    with pytest.raises(RequestError, match="'b1' is not stored"):
+        store.get("b1")
+    assert json.loads(store.get("a1")) == {"id": "a1"}
+    filled(store, ("e1", None), ("f1", None), ("g1", None))
+    assert len(store) == 4
+    with pytest.raises(RequestError, match="'a2'"):  # the end of a conversation goes before its beginning
+        store.conversation("a2")
+    store.conversation("a1")
+
+
+def test_the_store_is_bounded_by_bytes() -> None:
+    store = ResponseStore(max_bytes=1000)
+    for i in range(20):
+        store.put(f"r{i}", {"id": i}, [{"content": "x" * 200}], None)
+        assert store.bytes <= 1000
+    assert 3 <= len(store) <= 4
+    for i in range(20 - len(store), 20):
+        store.delete(f"r{i}")
+    assert store.bytes == 0 == len(store)
+    store.put("big", {}, [{"content": "x" * 2000}], None)
+    assert store.bytes == 0 == len(store)
+
+
+def test_a_deleted_link_breaks_the_chain_with_a_clear_error() -> None:
+    store = ResponseStore()
+    filled(store, ("a", None), ("b", "a"), ("c", "b"))
+    store.delete("b")
+    with pytest.raises(RequestError, match="'b' is not stored") as refused:
+        store.conversation("c")
+    assert refused.value.status == 404 and refused.value.param == "previous_response_id"
+
+
+def test_the_settings_reach_the_engine_and_come_back() -> None:
+    async def test(s: Served) -> None:
+        body = {
+            "input": "Hi",
+            "temperature": 0.5,
+            "top_p": 0.7,
+            "max_output_tokens": 20,
+            "tools": [TOOL],
+            "tool_choice": "none",
+            "parallel_tool_calls": True,
+            "user": "u",
+            "include": ["reasoning.encrypted_content"],
+            "reasoning": {"summary": "auto"},
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "service_tier": "auto",
+            "stream_options": {"include_obfuscation": False},
+        }
+        answer = (await s.client.post(PATH, body)).json
+        assert (s.params.temperature, s.params.top_p, s.params.max_tokens) == (0.5, 0.7, 20)
+        assert "namespace functions" not in s.prompt(), "with tool_choice none the model sees no tools"
+        for name in ("temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "user"):
+            assert answer[name] == body[name]
+        defaults = (await s.client.post(PATH, {"input": "Hi"})).json
+        assert (defaults["temperature"], defaults["top_p"]) == (1.0, 0.95), "what was used, not what was sent"
+        assert defaults["tool_choice"] == "auto" and defaults["tools"] == [] and defaults["parallel_tool_calls"] is True
+
+    serve(test, answer="</think>Hello")
+
+
+def test_effort_none_turns_thinking_off() -> None:
+    async def test(s: Served) -> None:
+        answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": "none"}})).json
+        assert outline(answer) == [("message", "Hello")] and s.prompt().endswith("<think></think>")
+        for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
+            answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": effort}})).json
+            assert answer["reasoning"]["effort"] == effort and s.prompt().endswith("<think>")
+
+    serve(test, answer="Hello")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"tool_choice": "required"}, {"tool_choice": "required"}),
+        (
+            {"tool_choice": {"type": "function", "name": "get_weather"}, "parallel_tool_calls": False},
+            {
+                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+                "parallel_tool_calls": False,
+            },
+        ),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+            {"response_format": {"type": "json_schema",
+                                 "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        ),
+        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "high"}),
+        (
+            {"tools": [{**TOOL, "strict": True, "description": "Weather"}]},
+            {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True,
+                                                         "description": "Weather"}}]},
+        ),
+    ],
+)  # fmt: skip
+def test_what_chat_is_asked(sent: dict[str, Any], expected: dict[str, Any]) -> None:
+    body = protocol.parse(ResponsesBody, json.dumps({"input": "Hi", **sent}).encode())
+    body.check_supported()
+    chat, added = body.chat([])
+    assert chat.messages == added == [{"role": "user", "content": "Hi"}]
+    assert chat.model_dump(exclude_none=True, exclude={"messages"}) == expected
+
+
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ASKED = {"role": "user", "content": "What is 347 + 589?"}
+BEGUN = {"role": "assistant", "content": "347 + 589 = 9"}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]}
+
+
+@pytest.mark.parametrize("status", [None, "in_progress", "incomplete"])
+def test_a_last_message_of_the_assistant_is_continued(status: Any) -> None:
+    message = {"type": "message", **BEGUN, "content": [{"type": "output_text", "text": "347 + 589 = 9"}]}
+    last = message if status is None else {**message, "id": "msg_1", "status": status}
+
+    async def test(s: Served) -> None:
+        for stream in (False, True):
+            reply = await s.client.post(PATH, {"input": [ASKED, last], "stream": stream})
+            response = told(reply)[-1]["response"] if stream else reply.json
+            assert outline(response) == [("message", "36")]
+            assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
+        await s.client.post(PATH, {"input": "Sure?", "previous_response_id": response["id"]})
+        assert "<think></think>347 + 589 = 936<|im_end|>" in s.prompt(), "what is stored is one message"
+        await s.client.post(PATH, {"input": [ASKED, THOUGHT, last]})
+        assert s.prompt().endswith("<think>R</think>347 + 589 = 9")
+
+    serve(test, answer="36")
+
+
+@pytest.mark.parametrize("status", [None, "incomplete"])
+def test_a_last_thought_is_continued(status: Any) -> None:
+    last = THOUGHT if status is None else {**THOUGHT, "status": status}
+
+    async def test(s: Served) -> None:
+        response = (await s.client.post(PATH, {"input": [ASKED, last], "tools": [TOOL]})).json
+        assert outline(response)[:2] == [("reasoning", "est"), ("message", "Wait")]
+        assert s.prompt().endswith("<|im_middle|><think>R")
+        (call,) = [i for i in response["output"] if i["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        await s.client.post(PATH, {"input": [result], "tools": [TOOL], "previous_response_id": response["id"]})
+        assert "<think>Rest</think>Wait<|tool_calls_section_begin|>" in s.prompt()
+
+    serve(test, answer="est</think>Wait" + CALL.format(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"input": []}, "input", "not empty"),
+        ({"input": 5}, "input", "input must be a text or a list"),
+        ({"input": ["Hi"]}, "input[0]", "must be an object"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "'robot'"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "string or a list"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+            "only text is served",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "string"),
+        ({"input": [{"role": "user", "content": ["a"]}]}, "input[0].content[0]", "type"),
+        ({"input": [{**CALLED, "call_id": ""}]}, "input[0].call_id", "not empty"),
+        ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments", "string"),
+        (
+            {"input": [CALLED, {"type": "function_call_output", "call_id": "d", "output": "x"}]},
+            "input[1].call_id",
+            "'d' is not the id of an earlier tool call",
+        ),
+        ({"input": [ASKED, {**BEGUN, "status": "completed"}]}, "input[1]", "status 'incomplete'"),
+        ({"input": [ASKED, {**THOUGHT, "status": "completed"}]}, "input[1]", "status 'incomplete'"),
+        ({"input": [ASKED, CALLED]}, "input[1]", "function_call_output"),
+        ({"input": [ASKED, {**BEGUN, "status": "so so"}]}, "input[1].status", "in_progress, incomplete or completed"),
+        ({"input": [ASKED, THOUGHT], "reasoning": {"effort": "none"}}, "input", "thinking is switched off"),
+        (
+            {"input": [ASKED, BEGUN], "text": {"format": {"type": "json_object"}}},
+            "text.format",
+            "keeps to text.format: '347 + 589",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not served"),
+        ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0].name", "tools[0].name must"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0].parameters", "schema"),
+        ({"tool_choice": "maybe"}, "tool_choice", "'maybe'"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name", "string"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'xml'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "schema"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning", "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+        ({"temperature": -1}, "temperature", "between"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"background": True}, "background", "not supported"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
+        ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
+        ({"metadata": {"a": 1}}, "metadata", "metadata.a"),
+        ({"input": "a" * 600}, "input", "512"),
+    ],
+)
+def test_bad_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
+    async def test(s: Served) -> None:
+        for stream in (False, True):
+            reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, **change})
+            assert reply.status == 400, reply.text
+            assert reply.error["param"] == param and words in reply.error["message"], reply.error
+        assert not s.engine.seen
+
+    serve(test)
+
+
+def test_unknown_models_and_methods() -> None:
+    async def test(s: Served) -> None:
+        assert (await s.client.post(PATH, {"input": "Hi", "model": "x"})).error["code"] == "model_not_found"
+        assert (await s.client.get(PATH)).status == 405
+        assert (await s.client.get(f"{PATH}/resp_x")).status == 404
+
+    serve(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
+    async def test(s: Served) -> None:
+        leave = asyncio.Event()
+        call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": stream}, leave=leave))
+        await s.hangs()
+        leave.set()
+        await asyncio.wait_for(call, 0.5)
+        assert s.engine.cancelled == [0] and s.engine.live == 0
+        assert len(s.client.app.state.responses) == 0
+
+    serve(test, hold=1)
+
+
+def test_a_failure_ends_the_stream_with_an_event() -> None:
+    async def test(s: Served) -> None:
+        events = told(await s.client.post(PATH, {"input": "Hi", "stream": True}))
+        assert events[-1]["type"] == "response.failed"
+        failed = events[-1]["response"]
+        assert failed["status"] == "failed" and "logits" in failed["error"]["message"]
+        assert (await s.client.get(f"{PATH}/{failed['id']}")).status == 404
+        whole = await s.client.post(PATH, {"input": "Hi"})
+        assert whole.status == 500 and "logits" in whole.error["message"]
+
+    serve(test, fail_at=3, answer="</think>Hello")
+
+
+def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
+    async def test(s: Served) -> None:
+        call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": True}))
+        await s.hangs()
+        s.service.stop()
+        events = told(await call)
+        assert events[-1]["type"] == "response.failed"
+        assert "shutting down" in events[-1]["response"]["error"]["message"]
+
+    serve(test, hold=1)
+
+
+def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_events, "PING_SECONDS", 0.01)
+
+    async def test(s: Served) -> None:
+        seen = asyncio.Event()
+
+        def got(piece: bytes) -> None:
+            assert piece.count(b"\n\n") == 1
+            if b"output_text.delta" in piece:
+                seen.set()
+
+        body = json.dumps({"input": "Hi", "stream": True, "reasoning": {"effort": "none"}}).encode()
+        call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
+        await asyncio.wait_for(seen.wait(), 2)
+        assert not call.done()
+        await asyncio.sleep(0.05)
+        s.engine.release.set()
+        assert b"ping" not in b"".join((await call).pieces), "this API has no pings"
+
+    serve(test, hold=2)
+
+
+def test_prompts_are_made_of_text_not_markers() -> None:
+    async def test(s: Served) -> None:
+        await s.client.post(PATH, {"input": "<|im_end|>", "instructions": "<think>"})
+        ids = s.engine.seen[-1][0]
+        assert ids.count(BYTES.special("<|im_end|>")) == 2 and ids.count(BYTES.special("<think>")) == 1
+
+    serve(test)

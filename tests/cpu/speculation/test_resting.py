@@ -1,0 +1,150 @@
+"""A draft model that is given up costs nothing: steps are then those of an engine without drafts."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from perilune import LLM, SamplingParams
+from perilune.core.messages import Delta, Submit
+from perilune.core.step import LEFT_OUT, PENDING, StepPlan, Work
+from perilune.engine.engine import Engine
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.speculation.drafting import REST, Speculator
+from perilune.speculation.modes import Way
+from tests import oracle
+from tests.cpu.engine.test_graphs import ungraphed
+from tests.cpu.model.test_eagle3 import tensors_of, written
+from tests.cpu.speculation.test_chained_steps import FLAT
+from tests.cpu.speculation.test_speculation import CONFIG, DRAFTS
+
+USERS, STEPS = 3, 3 * REST
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """With a draft model of random weights."""
+    path = oracle.make(tmp_path_factory.mktemp("tiny") / "model").path
+    base, change = DRAFTS[next(iter(DRAFTS))]
+    raw = base | {"hidden_size": 128, "vocab_size": 512, "draft_vocab_size": 512} | change
+    drafter = written(path.parent / "drafter", raw, tensors_of(Eagle3Config.from_dict(raw), 3))
+    with LLM(path, **CONFIG | dict(draft="hybrid", draft_tokens=1, drafter=str(drafter), max_model_len=1024)) as llm:
+        assert llm._engine is not None
+        ungraphed(llm._engine)
+        llm._engine._costs[True] = FLAT
+        yield llm._engine
+
+
+def begun(engine: Engine, draft: str) -> dict[int, list[int]]:
+    """Requests that decode, drafting given up for long; what they have said so far."""
+    engine.use_drafts(draft, None, shared=False)
+    rng, said = random.Random(1), dict[int, list[int]]()
+    for rid in range(USERS):
+        prompt = tuple(rng.randrange(3, 500) for _ in range(9))
+        engine.submit(Submit(rid, prompt, SamplingParams(temperature=0.7, seed=rid, max_tokens=900, ignore_eos=True)))
+        said[rid] = []
+    if (speculator := engine.speculator) is not None:
+        assert speculator._earnings is not None
+        size = speculator._earnings._of(USERS, 100)
+        size.way, size.trial, size.left = Way.PLAIN, None, 10**6
+    for _ in range(6):
+        take(said, engine.step())
+    return said
+
+
+def take(said: dict[int, list[int]], deltas: list[Delta]) -> None:
+    for delta in deltas:
+        said[delta.rid] += delta.tokens
+
+
+def ended(engine: Engine) -> None:
+    for rid in range(USERS):
+        engine.cancel(rid)
+    while engine.busy:
+        engine.step()
+
+
+def test_steps_are_those_of_an_engine_without_drafts(engine: Engine) -> None:
+    found: dict[str, tuple[dict[int, list[int]], list[tuple[bool, int]], list[int]]] = {}
+    launch, plans = engine.runner.launch, list[StepPlan]()
+    calls = Counter[str]()
+
+    def launched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    def counted(frame: FrameType, event: str, _: object) -> None:
+        calls[event] += 1
+
+    engine.runner.launch = launched  # type: ignore[method-assign]
+    try:
+        for draft in ("off", "eagle3", "hybrid"):
+            said, spent = begun(engine, draft), []
+            plans.clear()
+            for _ in range(STEPS):
+                calls.clear()
+                sys.setprofile(counted)
+                deltas = engine.step()
+                sys.setprofile(None)
+                spent.append(calls["call"])
+                take(said, deltas)
+            ahead = [(w.tokens == (PENDING,), p.chain) for p in plans for w in p.work]
+            assert draft == "off" or (engine.speculator is not None and engine.speculator.resting)
+            found[draft] = said, ahead, spent
+            ended(engine)
+    finally:
+        sys.setprofile(None)
+        engine.runner.launch = launch  # type: ignore[method-assign]
+    said, ahead, spent = found["off"]
+    assert all(pending and chain == LEFT_OUT for pending, chain in ahead)
+    for draft in ("eagle3", "hybrid"):
+        assert found[draft][:2] == (said, ahead)
+        assert sorted(found[draft][2])[STEPS // 2] <= 1.02 * sorted(spent)[STEPS // 2]
+        assert sum(found[draft][2]) <= 1.05 * sum(spent)
+
+
+def test_what_was_said_meanwhile_is_known_afterwards(engine: Engine) -> None:
+    said = begun(engine, "hybrid")
+    for _ in range(STEPS):
+        take(said, engine.step())
+    speculator = engine.speculator
+    assert speculator is not None and speculator.resting > 1
+    speculator._wake()
+    for rid, mind in speculator._minds.items():
+        assert mind.trail is not None
+        assert [*mind.trail.tokens[mind.trail.prompt_len :], *mind.lag] == said[rid]
+        assert mind.known == 9 + len(said[rid])
+    ended(engine)
+
+
+def test_it_ends_with_the_trial_that_is_due_and_where_requests_come_or_go() -> None:
+    def resting(left: int) -> Speculator:
+        s = Speculator(suffix=False, longest=8, costs=FLAT, shared=False)
+        assert s._earnings is not None
+        size = s._earnings._of(3, 10)
+        size.way, size.left = Way.PLAIN, left
+        s.open(1, [1, 2, 3])
+        work = Work(1, 1, 9, (PENDING,), (0,), True, 7, SamplingParams(), 0, left=50)
+        for step in range(2):
+            assert not s.resting and s.chain(StepPlan(step, (work, work, work))) == LEFT_OUT
+        assert s.resting == min(left, REST)
+        return s
+
+    for left in (5, 1000):
+        s = resting(left)
+        for _ in range(min(left, REST)):
+            assert s.resting
+            s.rest(3, [])
+        assert not s.resting
+    for requests, goes_on in ((4, True), (5, False), (2, False)):
+        s = resting(1000)
+        s.rest(requests, [])
+        assert bool(s.resting) == goes_on
+    for left, goes_on in ((1000, True), (20, False)):  # for a prompt
+        s = resting(left)
+        s.open(2, [4, 5, 6])
+        assert bool(s.resting) == goes_on

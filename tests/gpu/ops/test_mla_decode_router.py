@@ -1,0 +1,117 @@
+"""From a token's attention to its experts in launches that overlap (mla_decode_output_t1.cu, mla_decode_router_t1.cu,
+moe_int4_t1.cu), beyond their cases: in graphs, on streams, with the experts that take x from the board."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.harness.case import BFLOAT16, K2, Make
+from perilune.ops.moe import mla_decode_router, moe_int4, router
+
+CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not K2.heads <= mla_decode.processors(CUDA) <= mla_decode_output.MOST_PROCESSORS,
+    reason="for Hopper GPUs",
+)
+EXPERTS = 48
+
+
+def _inputs(context: int, fp8: bool, seed: int, heads: int = K2.heads, E: int = EXPERTS) -> dict[str, Any]:
+    case = mla_decode_router.Case(counts=(1,), contexts=(context,), H=heads, D=K2.hidden, block_size=64, fp8=fp8, E=E)
+    return mla_decode_router.inputs(case, Make(BFLOAT16, CUDA, seed))
+
+
+def _run(args: dict[str, Any], impl: str = "cuda") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the residual, x, ids, weights), the residual in new memory."""
+    residual = args["residual"].clone()
+    return residual, *mla_decode_router.op.impls[impl].run(*(args | {"residual": residual}).values())
+
+
+def _experts(fp8: bool, compact: bool = False) -> dict[str, Any]:
+    case = moe_int4.Case(1, K2.top_k, EXPERTS, K2.hidden, K2.width, S=K2.width, shared_fp8=fp8, compact=compact)
+    args = moe_int4.inputs(case, Make(BFLOAT16, CUDA, 11))
+    return {name: v for name, v in args.items() if name not in ("x", "ids", "weights")} | {"partial": True}
+
+
+def _mixed(x: Tensor, ids: Tensor, weights: Tensor, experts: dict[str, Any]) -> Tensor:
+    y = moe_int4.op.impls["cuda"].run(x, ids, weights, *experts.values())
+    assert isinstance(y, Tensor)
+    return y
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("context", [1, 1024, 9000])
+def test_the_residual_is_that_of_the_ops_one_by_one(context: int, fp8: bool) -> None:
+    args = _inputs(context, fp8, context, E=K2.experts)
+    y = mla_decode_output.op.impls["cuda"].run(*list(args.values())[:11])
+    residual, x, ids, weights = _run(args)
+    assert torch.equal(residual, args["residual"] + y)
+    assert (x.double() - _run(args, "composed")[1].double()).norm() < 1e-3 * x.double().norm()
+    settings = [args[n] for n in ("top_k", "n_group", "topk_group", "factor", "normalise")]
+    want_ids, want = router.op.impls["cuda"].run(x, args["gate"], args["bias"], *settings)
+    assert torch.equal(ids, want_ids) and torch.allclose(weights, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+def test_experts_make_the_very_same_x(fp8: bool, compact: bool) -> None:
+    args, experts = _inputs(700, fp8, 5), _experts(fp8, compact)
+    for _ in range(20):
+        _, x, ids, weights = _run(args)
+        told = _mixed(x, ids, weights, experts)
+        assert torch.equal(told, _mixed(x.clone(), ids.clone(), weights, experts))  # which nobody announces
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
+    """An odd number of them, so that replays use the halves of the boards in turns; some without experts after them."""
+    inputs, experts = [_inputs(c, fp8, c) for c in (1024, 70, 5000, 700, 1)], _experts(fp8)
+
+    def all_of_them() -> list[Tensor]:
+        found: list[Tensor] = []
+        for n, args in enumerate(inputs):
+            residual, x, ids, weights = _run(args)
+            found += [residual, x, ids, weights]
+            if n != 2:
+                found.append(_mixed(x, ids, weights, experts))
+        return found
+
+    want = all_of_them()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_of_them()  # the stream's boards are made outside of the graph
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        got = all_of_them()
+    for _ in range(40):
+        for y in got:
+            y.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        for y, expected in zip(got, want):
+            assert torch.equal(y, expected)
+
+
+def test_two_streams_at_once() -> None:
+    inputs = [_inputs(c, fp8, c) for c, fp8 in ((1024, False), (2000, True))]
+    experts = _experts(False)
+    want = [_run(args) for args in inputs]
+    mixed = [_mixed(*found[1:], experts) for found in want]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    got: list[list[tuple[Tensor, ...]]] = [[], []]
+    for _ in range(60):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found = _run(inputs[n])
+                got[n].append((*found, _mixed(*found[1:], experts)))
+    torch.cuda.synchronize()
+    for results, expected, y in zip(got, want, mixed):
+        for found in results:
+            assert all(torch.equal(a, b) for a, b in zip(found, (*expected, y)))

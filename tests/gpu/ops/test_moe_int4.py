@@ -1,0 +1,87 @@
+"""The experts' CUDA kernels beyond their cases: what a token gets does not depend on who else is there."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.ops.harness.case import K2, NANO, Make
+from perilune.ops.moe import moe_int4, router
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+CUDA = torch.device("cuda", 0)
+
+
+def _run(args: dict[str, Any], rows: list[int]) -> Tensor:
+    """Of some rows; of all if `rows` is empty."""
+    some = {name: a[rows] if rows and name in ("x", "ids", "weights") else a for name, a in args.items()}
+    y: Tensor = moe_int4.op.impls["cuda"].run(*{**some, "partial": True}.values())
+    return y
+
+
+@pytest.mark.parametrize("width", [K2.width, K2.width // 4])
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_tokens_rows_do_not_depend_on_the_batch(width: int, compact: bool) -> None:
+    """24 experts for 16 tokens: most are chosen by several, in segments of every size. A lone token is another path."""
+    case = moe_int4.Case(16, K2.top_k, 24, K2.hidden, width, S=width, compact=compact)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 3))
+    y = _run(args, list(range(16)))
+    assert y.isfinite().all()
+    for rows in ([5, 3], [0, 15], [1, 2, 6], list(range(4)), list(range(8)), list(range(9)), list(range(4, 16))):
+        assert torch.equal(_run(args, rows), y[rows]), f"{rows=}"
+
+
+def test_a_choice_that_is_no_expert_is_passed_over() -> None:
+    case = moe_int4.Case(4, NANO.top_k, NANO.experts, NANO.hidden, NANO.width)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 4))
+    whole = _run(args, [0, 1, 2, 3])
+    args["ids"][1, 0] = -1
+    args["ids"][2, 1] = NANO.experts
+    again = _run(args, [0, 1, 2, 3])
+    kept = torch.ones(4, NANO.top_k, dtype=torch.bool)
+    kept[1, 0] = kept[2, 1] = False
+    assert torch.equal(again[kept], whole[kept])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "compact", "fp8"),
+    [(8, False, True), (16, False, False), (16, False, True), (16, True, True), (64, False, False), (200, True, False)],
+)
+def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: bool) -> None:
+    """Where products outlast the copies the ring is full, and what is refilled under those who still read it shows."""
+    S = K2.width if tokens <= moe_int4.MAX_SHARED else 0
+    case = moe_int4.Case(tokens, K2.top_k, 48, K2.hidden, K2.width, S=S, shared_fp8=fp8, compact=compact)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 5))
+    first = _run(args, list(range(tokens)))
+    for _ in range(40):
+        assert torch.equal(_run(args, list(range(tokens))), first)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_choice_that_is_announced(fp8: bool) -> None:
+    """In a graph, where the experts start before x is there: the same bits as those of a call that waits."""
+    case = moe_int4.Case(1, K2.top_k, 24, K2.hidden, K2.width, S=K2.width, shared_fp8=fp8)
+    make = Make(torch.bfloat16, CUDA, 5)
+    args = moe_int4.inputs(case, make)
+    gate, bias = make.randn(case.E, case.D, scale=case.D**-0.5), torch.zeros(case.E, device=CUDA)
+    given = args["x"].clone()
+
+    def step() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = given * 2
+        ids, weights = router.op.impls["cuda"].run(x, gate, bias, case.k, 1, 1, 1.0, True)
+        assert router.announced(x, ids, torch.cuda.current_stream().cuda_stream).number > 0
+        return x, ids, weights, _run({**args, "x": x, "ids": ids, "weights": weights}, [])
+
+    graph = torch.cuda.CUDAGraph()
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        x, ids, weights, y = step()
+    for seed in range(5):
+        given.copy_(Make(torch.bfloat16, CUDA, seed).randn(1, case.D))
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(x, given * 2) and y.isfinite().all()
+        assert torch.equal(_run({**args, "x": x, "ids": ids.clone(), "weights": weights}, []), y)
