@@ -20,7 +20,12 @@ VERBS = {
 }
 
 
-@click.group(cls=Verbs, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Verbs,
+    verbs=VERBS,
+    package="perilune.cli",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="perilune")
 def cli() -> None:
     """Serve the Kimi K2 family close to what the memory allows.

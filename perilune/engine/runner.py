@@ -21,8 +21,8 @@ from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops.harness import registry
+from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.harness.threads import torch_alone
-from perilune.ops.linear.linear import FEW_ON_CPU
 from perilune.speculation.acceptance import Accepted, accept, rows_kept
 from perilune.speculation.drafter import Drafter, Drafts, Start
 

@@ -16,6 +16,6 @@ VERBS = {
 }
 
 
-@click.group(cls=Verbs, verbs=VERBS, prefix="bench_")
+@click.group(cls=Verbs, verbs=VERBS, package="perilune.cli.bench")
 def command() -> None:
     """Measure speed, with the ceiling beside it. The last line of output is JSON."""

@@ -13,6 +13,6 @@ VERBS = {
 }
 
 
-@click.group(cls=Verbs, verbs=VERBS, prefix="draft_")
+@click.group(cls=Verbs, verbs=VERBS, package="perilune.cli.draft")
 def command() -> None:
     """Make a drafter for a model: collect its answers, train on them, evaluate, mine what is still wrong."""

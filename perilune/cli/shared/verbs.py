@@ -1,6 +1,7 @@
 """Groups of verbs, each in a file of this package that is imported only when it is used."""
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,12 +9,12 @@ import click
 
 
 class Verbs(click.Group):
-    """`verbs`: what each does, in one line; `prefix` and its name make the file with its `command`."""
+    """`verbs`: what each does, in one line; `package` holds a module for each, with its `command`."""
 
-    def __init__(self, *args: Any, verbs: Mapping[str, str], prefix: str = "", **more: Any) -> None:
+    def __init__(self, *args: Any, verbs: Mapping[str, str], package: str, **more: Any) -> None:
         super().__init__(*args, **more)
         self.verbs = verbs
-        self.prefix = prefix
+        self.package = package
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)
@@ -21,7 +22,11 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.verbs:
             return None
-        command: click.Command = importlib.import_module(f"perilune.cli.{self.prefix}{name}").command
+        module = f"{self.package}.{name}"
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package: a group of verbs
+            module += ".group"
+        command: click.Command = importlib.import_module(module).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -21,8 +21,8 @@ from perilune.ops.attention import cache_rows, mla_absorb_query
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts import latent_cache
-from perilune.ops.linear.linear import aligned
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.linear.linear_fp8 import reference as fp8_reference
 from perilune.ops.linear.rmsnorm_linear import reference as dense_reference

@@ -23,8 +23,8 @@ from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts import latent_cache
-from perilune.ops.linear.linear import aligned
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -23,21 +24,22 @@ import torch
 
 log = logging.getLogger("perilune.ops")
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parents[1]  # perilune/ops: kernel sources lie in <room>/sm90/*.cu and <room>/cpu/*.cpp
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall")
 # The long form: with -arch=sm_90a some nvcc also run a plain sm_90 pass, which knows no wgmma and no setmaxnreg.
 CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared", "-lineinfo")
 HOPPER = (9, 0)
-KEPT = 64  # built libraries kept in the cache; the least recently built ones go first
+KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
 NO_COMPILER = "no compiler"
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)  # by its path below SOURCES
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one source is built once, several at a time
 _loaded: dict[str, "ctypes.CDLL | str"] = {}
 
 
 def library(source: str) -> "ctypes.CDLL | str":
-    """The loaded library of `ops/<source>`, or the reason (one line) why it cannot be had on this machine.
+    """The loaded library of a kernel source, or the reason (one line) why it cannot be had on this machine.
 
     `source` is the name of a .cu file, or a stem, which means the .cpp file.
     """
@@ -46,18 +48,26 @@ def library(source: str) -> "ctypes.CDLL | str":
         with _locks[source]:
             found = _loaded.get(source)
             if found is None:
-                path = SOURCES / source
-                found = _loaded[source] = _build(path) if path.suffix else _build(path.with_suffix(".cpp"))
+                found = _loaded[source] = _build(_paths()[source])
     return found
 
 
 def sources() -> list[str]:
     """Every kernel source, as `library` takes it."""
-    return sorted([p.stem for p in SOURCES.glob("*.cpp")] + [p.name for p in SOURCES.glob("*.cu")])
+    return sorted(_paths())
+
+
+def _paths() -> dict[str, Path]:
+    """The path of every kernel source by the name that `library` takes. Names are unique over all rooms."""
+    found = [(p.stem, p) for p in SOURCES.glob("*/cpu/*.cpp")] + [(p.name, p) for p in SOURCES.glob("*/sm90/*.cu")]
+    paths = dict(found)
+    assert len(paths) == len(found), "two kernel sources share a name"
+    return paths
 
 
 def on_cpu(stem: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """`when` of an implementation in `ops/<stem>.cpp`: True, or the first reason against it. A need is (met, text)."""
+    """`when` of an implementation in `<room>/cpu/<stem>.cpp`: True, or the first reason against it. A need is
+    (met, text)."""
     if device.type != "cpu":
         return "for CPU"
     for met, text in needs:
@@ -72,7 +82,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """`when` of an implementation in the CUDA file `ops/<source>`: True, or the first reason against it."""
+    """`when` of an implementation in the CUDA file `<room>/sm90/<source>`: True, or the first reason against it."""
     if device.type != "cuda":
         return "for CUDA"
     if not is_hopper(device):
@@ -129,7 +139,7 @@ def _build(source: Path) -> "ctypes.CDLL | str":
         target = directory / f"{source.stem}-{_digest(source, compiler, version, openmp or '')}.so"
         if not target.exists():
             _compile(compiler, source, openmp, target)
-            _prune(directory)
+            _prune(directory, source.stem)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as e:
         lines = [line for line in (e.stderr or "").splitlines() if "error" in line] or ["no message"]
@@ -148,12 +158,12 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         made, linked = f"{scratch}/out.o", f"{scratch}/out.so"
         if openmp is None:
-            commands = [[compiler, *CUDA_FLAGS, str(source), "-o", linked]]
+            commands = [[compiler, *CUDA_FLAGS, f"-I{SOURCES}", str(source), "-o", linked]]
         else:
             # Two steps: with -fopenmp at link time the compiler's own libgomp would be named, and two OpenMP runtimes
             # in a process keep two sets of spinning threads. Linking the library torch has loaded shares its threads.
             commands = [
-                [compiler, *FLAGS, "-c", str(source), "-o", made],
+                [compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", made],
                 [compiler, "-shared", made, openmp, "-o", linked],
             ]
         for command in commands:
@@ -162,10 +172,21 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
 
 
 def _digest(source: Path, compiler: str, version: str, openmp: str) -> str:
-    headers, flags = ("*.cuh", CUDA_FLAGS) if source.suffix == ".cu" else ("*.h", (openmp, *FLAGS, _processor()))
-    parts = [source.read_text(), *(h.read_text() for h in sorted(source.parent.glob(headers)))]
-    parts += [compiler, version, *flags]
+    flags = CUDA_FLAGS if source.suffix == ".cu" else (openmp, *FLAGS, _processor())
+    parts = [*(path.read_text() for path in _with_headers(source)), compiler, version, *flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """The source and every header of this package that it includes, directly or through another, in a fixed order."""
+    found, waiting = [source], [source]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop().read_text()):
+            header = SOURCES / name
+            if header not in found:
+                found.append(header)
+                waiting.append(header)
+    return [source, *sorted(found[1:])]
 
 
 @functools.cache
@@ -210,12 +231,13 @@ def _cache_directory() -> Path:
     return Path(_private_directory().name)
 
 
-def _prune(directory: Path) -> None:
+def _prune(directory: Path, stem: str) -> None:
     def built(path: Path) -> float:
         try:
             return path.stat().st_mtime
         except FileNotFoundError:  # another process pruned it
             return 0.0
 
-    for old in sorted(directory.glob("*.so"), key=built)[:-KEPT]:
+    named = re.compile(rf"{re.escape(stem)}-[0-9a-f]{{24}}\.so")
+    for old in sorted((p for p in directory.glob("*.so") if named.fullmatch(p.name)), key=built)[:-KEPT_PER_SOURCE]:
         old.unlink(missing_ok=True)

@@ -190,8 +190,8 @@ def _key(parameters: Sequence[str], decides: Sequence[int], also: Sequence[str])
 def all_ops() -> dict[str, Op]:
     """Every op of this package by name; an op exists when its file does."""
     package = importlib.import_module("perilune.ops")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"perilune.ops.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, "perilune.ops."):
+        importlib.import_module(module.name)
     return dict(sorted(_ops.items()))
 
 

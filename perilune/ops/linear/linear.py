@@ -18,10 +18,10 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import FEW_ON_CPU, aligned
 from perilune.ops.linear import skinny_gemm
 
 FEW_ROWS = 16
-FEW_ON_CPU = 64  # rows up to which float32 is no slower here than in torch's library
 SHARED_BYTES = 144 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
 SOME_ROWS, SOME_BYTES = 4, 80 << 10  # beyond both, halves of rows in two processors' are faster,
 SPLIT_ROWS, SPLIT_OUTPUTS = 8, 32768  # up to these: with more rows "cuda_many" is, with more outputs whole rows are
@@ -128,11 +128,6 @@ def streamable(x: Tensor, w: Tensor, *, normed: bool = True) -> tuple[tuple[bool
         ),
         (i % chunk == 0 and o % 8 == 0, f"input widths in {chunk}s and output widths in 8s"),
     )
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself if its rows can be read in pieces of 16 bytes."""
-    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.linear.linear import FEW_ON_CPU, linear, run_streamed, streamable
+from perilune.ops.harness.tensors import FEW_ON_CPU
+from perilune.ops.linear.linear import linear, run_streamed, streamable
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 

@@ -37,9 +37,10 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.linear import skinny_gemm
-from perilune.ops.linear.linear import FEW_ON_CPU, linear
+from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.moe import moe_int4_grouped, router
 from perilune.ops.moe.experts import Case as Routed
@@ -51,11 +52,11 @@ from perilune.ops.moe.experts_int4_compact import experts_int4_compact
 from perilune.ops.moe.experts_int4_compact import reference as compact_reference
 from perilune.ops.pointwise.swiglu import swiglu
 
-LONE, FEW, MANY = "moe_int4_t1.cu", "moe_int4_mma_tma.cu", "moe_int4_mma_cpasync.cu"
+T1, MMA_TMA, MMA_CPASYNC = "moe_int4_t1.cu", "moe_int4_mma_tma.cu", "moe_int4_mma_cpasync.cu"
 MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of a lone token
-MAX_FEW = 128  # tokens of FEW; with compact scales it takes all
+MAX_MMA_TMA = 128  # tokens of MMA_TMA; with compact scales it takes all
 MAX_SHARED = 16  # tokens whose shared expert rides in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
 
@@ -193,20 +194,20 @@ def _add_shared(
 
 @functools.cache
 def _gate_up(source: str) -> Any:
-    if source == LONE:
-        return build.function(LONE, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
-    if source == FEW:
-        return build.function(FEW, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
-    return build.function(MANY, "moe_int4_mma_cpasync_gate_up", "p" * 5 + "l" * 6 + "p")
+    if source == T1:
+        return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
+    if source == MMA_TMA:
+        return build.function(MMA_TMA, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
+    return build.function(MMA_CPASYNC, "moe_int4_mma_cpasync_gate_up", "p" * 5 + "l" * 6 + "p")
 
 
 @functools.cache
 def _down(source: str) -> Any:
-    if source == LONE:
-        return build.function(LONE, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
-    if source == FEW:
-        return build.function(FEW, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
-    return build.function(MANY, "moe_int4_mma_cpasync_down", "p" * 6 + "l" * 7 + "p")
+    if source == T1:
+        return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
+    if source == MMA_TMA:
+        return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
+    return build.function(MMA_CPASYNC, "moe_int4_mma_cpasync_down", "p" * 6 + "l" * 7 + "p")
 
 
 @functools.cache
@@ -223,14 +224,14 @@ def _counters(device: torch.device, stream: int) -> Tensor:
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up_scale.shape
     first = build.on_hopper(
-        FEW,
+        MMA_TMA,
         device,
         (a.x.dtype == BFLOAT16 and a.gate_up_scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
         (1 <= T <= MAX_TOKENS and T * a.ids.shape[1] <= MAX_PAIRS, f"1 to {MAX_TOKENS} tokens, {MAX_PAIRS} choices"),
         (_streams(D, 1792, 7168) and _streams(both // 2, 2048, 4096), f"widths that are multiples of {4 * PIECE}"),
         (E <= 1024, "at most 1024 experts"),
     )
-    others = [build.on_hopper(source, device) for source in (LONE, MANY)] if first is True else [first]
+    others = [build.on_hopper(source, device) for source in (T1, MMA_CPASYNC)] if first is True else [first]
     return next((why for why in others if why is not True), True)
 
 
@@ -260,7 +261,7 @@ def cuda(
     processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
     told = router.announced(x, ids, stream)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    many = T > MAX_FEW and gate_up_row is None
+    many = T > MAX_MMA_TMA and gate_up_row is None
     rides = shared_down.shape[1] if shared_down is not None and T <= MAX_SHARED and shared_down.shape[1] <= I else 0
     P = k if shared_down is None else k + 1
     h = torch.empty(T * (k * I + rides), dtype=BFLOAT16, device=x.device)
@@ -272,12 +273,12 @@ def cuda(
 
     upper, lower = at(shared_gate_up, rides), at(shared_down, rides)
     upper_scale, lower_scale = at(shared_gate_up_scale, rides), at(shared_down_scale, rides)
-    source = LONE if T == 1 and k <= MAX_CHOICES else MANY if many else FEW
-    sizes = (k, E, D, I, rides) if source == LONE else (T, k, E, D, I) if many else (T, k, E, D, I, rides)
+    source = T1 if T == 1 and k <= MAX_CHOICES else MMA_CPASYNC if many else MMA_TMA
+    sizes = (k, E, D, I, rides) if source == T1 else (T, k, E, D, I) if many else (T, k, E, D, I, rides)
     shared_rows = () if many else (h_shared,)
     taken: tuple[int, ...] = () if many else (_counters(x.device, stream).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
-    if source == LONE:
+    if source == T1:
         taken += (router.board(x.device, stream).data_ptr(), told.number)
         begin = (None, None, 0.0)
         if told.source is not None:

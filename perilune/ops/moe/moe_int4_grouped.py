@@ -20,7 +20,7 @@ from torch import Tensor
 
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
-from perilune.ops.linear.linear import aligned
+from perilune.ops.harness.tensors import aligned
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
 CHUNK = 16384  # tokens; what the workspace is sized for

@@ -14,7 +14,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded
 from perilune.ops.harness.registry import Op
-from perilune.ops.linear.linear import aligned
+from perilune.ops.harness.tensors import aligned
 
 
 @dataclass(frozen=True)

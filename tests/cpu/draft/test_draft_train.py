@@ -374,7 +374,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         corpus_of(tmp_path / name / "corpus", some_rows(24))
     path = tmp_path / "killed"
-    code = f"from pathlib import Path; from tests.cpu.draft.test_draft_train import a_run\na_run(Path({str(path)!r}), 'mla-cut')"
+    code = "from pathlib import Path; from tests.cpu.draft.test_draft_train import a_run\n"
+    code += f"a_run(Path({str(path)!r}), 'mla-cut')"
     victim = subprocess.Popen([sys.executable, "-c", code])
     while not (path / "run" / STATE).exists():
         assert victim.poll() is None, "it ended before it had saved anything"

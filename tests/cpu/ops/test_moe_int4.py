@@ -10,7 +10,9 @@ from perilune.ops.harness import build
 from perilune.ops.harness.case import Make
 from perilune.ops.moe import moe_int4
 
-LONE, FEW, MANY = (tuple(f"moe_int4_{s}{half}" for half in ("gate_up", "down")) for s in ("lone_", "few_", "many_"))
+T1, MMA_TMA, MMA_CPASYNC = (
+    (f"moe_int4_{method}_gate_up", f"moe_int4_{method}_down") for method in ("t1", "mma_tma", "mma_cpasync")
+)
 APART = ("apart",)  # the shared expert's own launches
 
 
@@ -38,17 +40,17 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("tokens", "compact", "fp8", "expected"),
     [
-        (1, False, False, LONE),
-        (1, True, True, LONE),
-        (2, False, False, FEW),
-        (8, False, True, FEW),
-        (16, False, False, FEW),
-        (16, True, True, FEW),
-        (17, False, False, FEW + APART),
-        (128, False, True, FEW + APART),
-        (129, False, False, MANY + APART),
-        (129, True, False, FEW + APART),
-        (256, True, True, FEW + APART),
+        (1, False, False, T1),
+        (1, True, True, T1),
+        (2, False, False, MMA_TMA),
+        (8, False, True, MMA_TMA),
+        (16, False, False, MMA_TMA),
+        (16, True, True, MMA_TMA),
+        (17, False, False, MMA_TMA + APART),
+        (128, False, True, MMA_TMA + APART),
+        (129, False, False, MMA_CPASYNC + APART),
+        (129, True, False, MMA_TMA + APART),
+        (256, True, True, MMA_TMA + APART),
     ],
 )
 def test_kernels_by_tokens(tokens: int, compact: bool, fp8: bool, expected: tuple[str, ...], called: list[str]) -> None:

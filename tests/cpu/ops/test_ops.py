@@ -53,7 +53,7 @@ def test_implementations_agree_with_the_reference(name: str, case: Any, dtype: t
 
 
 def test_every_op_is_registered_under_its_file() -> None:
-    files = {p.stem for p in Path(registry.__file__).parent.glob("*.py")}
+    files = {p.stem for p in Path(registry.__file__).parents[1].rglob("*.py")}
     assert set(OPS) <= files
     assert {
         "rmsnorm",
@@ -66,7 +66,7 @@ def test_every_op_is_registered_under_its_file() -> None:
         "per_head_matmul",
     } <= set(OPS)
     assert {"mla_absorbed", "mla_prefill", "router", "experts", "experts_int4", "swiglu"} <= set(OPS)
-    assert {"sample", "greedy", "logprobs", "embed_norm"} <= set(OPS)
+    assert {"sample", "argmax", "logprobs", "embed_norm"} <= set(OPS)
 
 
 # --- the checks themselves can fail
@@ -215,7 +215,7 @@ def test_override_holds_inside_its_context_and_thread(doubling: registry.Op) -> 
 
 def test_overrides_are_checked() -> None:
     registry.check_overrides({"rmsnorm": "reference", "sample": "torch"})
-    with pytest.raises(ConfigError, match=r"unknown op 'rmsnrm'; known: add_rmsnorm, .*rmsnorm"):
+    with pytest.raises(ConfigError, match=r"unknown op 'rmsnrm'; known: accept_drafts, .*rmsnorm"):
         registry.check_overrides({"rmsnrm": "torch"})
     with pytest.raises(ConfigError, match=r"op rmsnorm has no implementation 'cpu'; known: cpp, cuda, torch"):
         registry.check_overrides({"rmsnorm": "cpu"})
@@ -269,8 +269,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 def test_libraries_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sources = tmp_path / "ops"
-    sources.mkdir()
-    source = sources / "answer.cpp"
+    (sources / "room" / "cpu").mkdir(parents=True)
+    source = sources / "room" / "cpu" / "answer.cpp"
     source.write_text('extern "C" int answer() { return 41; }')
     monkeypatch.setattr(build, "SOURCES", sources)
     built = tmp_path / "cache" / "perilune" / "ops"
@@ -305,13 +305,16 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path, monkeypatc
 
 @needs_compiler
 def test_old_libraries_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "KEPT", 2)
+    monkeypatch.setattr(build, "KEPT_PER_SOURCE", 2)
     for i in range(4):
-        path = tmp_path / f"{i}.so"
-        path.touch()
-        os.utime(path, (i, i))
-    build._prune(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2.so", "3.so"]
+        for stem in ("linear", "linear_fp8"):
+            path = tmp_path / f"{stem}-{i:024x}.so"
+            path.touch()
+            os.utime(path, (i, i))
+    build._prune(tmp_path, "linear")
+    kept = sorted(p.name for p in tmp_path.glob("linear-*"))
+    assert kept == [f"linear-{i:024x}.so" for i in (2, 3)]
+    assert len(list(tmp_path.glob("linear_fp8-*"))) == 4  # another source's
 
 
 # --- what ops promise beyond their values
