@@ -10,7 +10,6 @@ medians over requests. Times count from sending the request. Per request:
                                an extrapolation where fewer were produced; `extrapolated` counts those requests
 """
 
-import asyncio
 import contextlib
 import random
 import secrets
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from perilune.client.endpoint import Chunk, Endpoint, EndpointError
+from perilune.client.endpoint import Chunk, Endpoint, EndpointError, gather, thinking_switch
 from perilune.core.errors import ConfigError
 from perilune.text.stream import Reasoning
 
@@ -249,24 +248,6 @@ def describe(figures: dict[str, Any]) -> str:
     if figures["extrapolated"]:
         text += f" (extrapolated from {figures['answer_tokens']:g} answer tokens)"
     return text
-
-
-def thinking_switch(thinking: bool) -> dict[str, Any]:
-    """Body fields that turn thinking on or off: Kimi's own, and the one of servers that pass template arguments on."""
-    return {
-        "thinking": {"type": "enabled" if thinking else "disabled"},
-        "chat_template_kwargs": {"thinking": thinking},
-    }
-
-
-async def gather(work: Sequence[Any]) -> list[Any]:
-    """All results; the first failure cancels the rest and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(w) for w in work]
-    except BaseExceptionGroup as e:
-        raise e.exceptions[0] from None
-    return [t.result() for t in tasks]
 
 
 async def _request(endpoint: Endpoint, body: dict[str, Any]) -> Sample:

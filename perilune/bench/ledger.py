@@ -5,9 +5,11 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perilune.client.endpoint import is_url
 from perilune.core.errors import ConfigError
 
 DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherever the caller is
@@ -28,6 +30,15 @@ def circumstances() -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
+
+
+def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
+    """The circumstances of a run on `model`; of a server elsewhere no more than the date and our commit."""
+    here = circumstances()
+    if is_url(model):
+        return dict.fromkeys(here) | {"commit": here["commit"], "date": here["date"], "server": "endpoint"}
+    threads = [a.partition("=")[2] for a in assignments if a.startswith("threads=")]
+    return here | ({"threads": int(threads[-1])} if threads else {}) | {"server": "private"}
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:

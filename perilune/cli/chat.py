@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import click
 
-from perilune.bench.aa import thinking_switch
 from perilune.cli.shared import options, targets
-from perilune.client.endpoint import Endpoint, is_url
+from perilune.client.endpoint import Endpoint, is_url, thinking_switch
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
 from perilune.core.jsonfile import write_object

@@ -1,5 +1,6 @@
 """An OpenAI-compatible server as its clients see it: chat answers, whole or streamed, with the time of every chunk."""
 
+import asyncio
 import contextlib
 import ipaddress
 import json
@@ -376,3 +377,21 @@ def _loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def thinking_switch(thinking: bool) -> dict[str, Any]:
+    """Body fields that turn thinking on or off: Kimi's own, and the one of servers that pass template arguments on."""
+    return {
+        "thinking": {"type": "enabled" if thinking else "disabled"},
+        "chat_template_kwargs": {"thinking": thinking},
+    }
+
+
+async def gather(work: Sequence[Any]) -> list[Any]:
+    """All results; the first failure cancels the rest and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return [t.result() for t in tasks]

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from perilune.bench import ledger
 from perilune.client.endpoint import READ_SECONDS, Endpoint, EndpointError, is_url
 from perilune.core.errors import ConfigError, EngineError
 
@@ -105,15 +104,6 @@ def _words(last: Sequence[str]) -> str:
     """What a server's log says of its end."""
     errors = (line.removeprefix("error: ") for line in reversed(last) if line.startswith("error: "))
     return next(errors, last[-1] if last else "no message")
-
-
-def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """The ledger's circumstances of a run on `model`; of a server elsewhere no more than the date and our commit."""
-    here = ledger.circumstances()
-    if is_url(model):
-        return dict.fromkeys(here) | {"commit": here["commit"], "date": here["date"], "server": "endpoint"}
-    threads = [a.partition("=")[2] for a in assignments if a.startswith("threads=")]
-    return here | ({"threads": int(threads[-1])} if threads else {}) | {"server": "private"}
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from rich.table import Table
 
-from perilune.bench.aa import gather, thinking_switch
-from perilune.client.endpoint import Endpoint, EndpointError, Reply
+from perilune.client.endpoint import Endpoint, EndpointError, Reply, gather, thinking_switch
 from perilune.core.errors import ConfigError
 from perilune.tasks.families import FAMILIES, check, constant_baseline, copy_baseline, family, problems
 from perilune.tasks.problem import Answer, Problem, answer_of

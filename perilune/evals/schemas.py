@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 from rich.table import Table
 
-from perilune.bench.aa import gather, thinking_switch
-from perilune.client.endpoint import Endpoint, EndpointError, Reply
+from perilune.client.endpoint import Endpoint, EndpointError, Reply, gather, thinking_switch
 from perilune.core.errors import ConfigError
 from perilune.evals.evaluate import FATAL
 from perilune.evals.schema_maker import Drawn

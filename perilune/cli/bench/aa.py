@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from perilune.bench import aa
+from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
-from perilune.client.target import open_target, origin, run
+from perilune.client.target import open_target, run
 from perilune.core.config import EngineConfig
 
 POSITIVE = click.IntRange(min=1)

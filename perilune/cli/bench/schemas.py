@@ -10,9 +10,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target, origin, run
+from perilune.client.target import open_target, run
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object

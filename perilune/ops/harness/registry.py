@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,8 +190,7 @@ def _key(parameters: Sequence[str], decides: Sequence[int], also: Sequence[str])
 
 def all_ops() -> dict[str, Op]:
     """Every op of this package by name; an op exists when its file does."""
-    package = importlib.import_module("perilune.ops")
-    for module in pkgutil.walk_packages(package.__path__, "perilune.ops."):
+    for module in pkgutil.walk_packages([str(Path(__file__).parents[1])], "perilune.ops."):
         importlib.import_module(module.name)
     return dict(sorted(_ops.items()))
 
