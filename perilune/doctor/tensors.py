@@ -115,8 +115,13 @@ def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
         "expert scales": _types(tensors, ".weight_scale", ".weight_scale_inv"),
     }
     times = [name for name in tensors if name.endswith("pos_emb.time_weight")]
-    tower = any(name.startswith(VISION_PREFIXES) for name in tensors)
+    tower = [t.nbytes for name, t in tensors.items() if name.startswith(VISION_PREFIXES)]
+    told["vision"] = (
+        f"{len(tower):,} tensors ({sum(tower) / 1e9:.2f} GB) known, not served: text only" if tower else "none"
+    )
     told["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
+    angles = [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]
+    told["inv_freq"] = few(angles, "tensor", limit=2) + ", computed instead" if angles else "none"
     scales = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
     told["KV cache scales"] = few(scales, "tensor", limit=2) + ", not read" if scales else "none"
     if not published.is_full_size(config):

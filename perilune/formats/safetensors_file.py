@@ -8,7 +8,6 @@ and no memory map keeps it alive.
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from perilune.core.files import open_regular
 from perilune.core.jsonfile import MAX_HEADER
 
 LFS_POINTER = b"version https://git-lfs"
+_TOO_MANY = 1 << 128
 MAX_DIMENSIONS = 64  # the most that torch computes with
 
 DTYPES = {
@@ -124,24 +124,25 @@ class SafetensorsFile:
         return tensors
 
     def _entry(self, name: str, entry: Any, data: int) -> TensorInfo:
-        where = f"{self.path}: damaged header: tensor {quoted(name)}"
-        if not isinstance(entry, Mapping):
-            raise CheckpointError(f"{where} has no description")
+        if not isinstance(entry, dict):
+            raise self._damaged(name, "has no description")
         code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(code, str) or code not in DTYPES:
-            raise CheckpointError(f"{where} has unknown dtype {quoted(code)}")
+            raise self._damaged(name, f"has unknown dtype {quoted(code)}")
         if not isinstance(shape, list) or not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-            raise CheckpointError(f"{where} has shape {shown(shape)}")
+            raise self._damaged(name, f"has shape {shown(shape)}")
         if not isinstance(span, list) or not _naturals(span) or len(span) != 2 or span[0] > span[1]:
-            raise CheckpointError(f"{where} has data_offsets {shown(span)}")
+            raise self._damaged(name, f"has data_offsets {shown(span)}")
         dtype, nbytes = DTYPES[code], span[1] - span[0]
         if nbytes != (need := math.prod(shape) * dtype.itemsize):
-            raise CheckpointError(
-                f"{where} of {code} {shown(shape)} needs {shown(need)} bytes, its data_offsets give {nbytes}"
-            )
+            text = f"of {code} {shown(shape)} needs {shown(need)} bytes, its data_offsets give {nbytes}"
+            raise self._damaged(name, text)
         return TensorInfo(name, dtype, tuple(shape), self.path, data + span[0], nbytes)
+
+    def _damaged(self, name: str, fault: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: damaged header: tensor {quoted(name)} {fault}")
 
 
 def _naturals(values: list[Any]) -> bool:
     """Whether all are sizes, small enough that a product of MAX_DIMENSIONS of them can be computed and printed."""
-    return all(type(v) is int and 0 <= v < 1 << 128 for v in values)
+    return all(type(v) is int and 0 <= v < _TOO_MANY for v in values)

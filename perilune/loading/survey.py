@@ -1,6 +1,7 @@
 """What a checkpoint holds against what its configuration asks for: names, shapes, types; and rows of a linear layer."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -102,22 +103,24 @@ def compare(
     unknown = {name.rpartition(".")[0] for name in unread}
     nested = any(name.startswith(NESTED_PREFIX) for name in (*stored, *unread))
     prefix = NESTED_PREFIX if nested else ""
+    looks: dict[str, str | None] = {}
     formats: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     wanted: dict[str, Part] = {}
     unsuited: list[str] = []
     for name, shape in expected(config).items():
-        if not is_linear(name):
+        if is_linear(name):
+            linear = name.removesuffix(".weight")
+            looks[linear], shapes[linear] = format_of(tensors, prefix + linear), shape
+        else:
             wanted[prefix + name] = Part(shape, FLOATS)
-            continue
-        linear = name.removesuffix(".weight")
-        form = format_of(tensors, prefix + linear) or scheme.DENSE
+    choice = _FormatChoice(tensors, prefix, looks)
+    for linear, shape in shapes.items():
         try:
-            parts = SERVED[form].parts(shape)
+            formats[linear], parts = choice.of(linear, shape)
         except CheckpointError as e:
-            unsuited.append(f"tensor {prefix + name}: {e}")
+            unsuited.append(f"tensor {prefix}{linear}.weight: {e}")
             continue
-        formats[linear], shapes[linear] = form, shape
         wanted |= {prefix + linear + suffix: part for suffix, part in parts.items()}
 
     faults += _first(unsuited)
@@ -147,6 +150,69 @@ def compare(
         vision_bytes=sum(t.nbytes for t in vision),
     )
     return found, faults
+
+
+class _FormatChoice:
+    """Decides against which format a linear layer is to be checked.
+
+    `format_of` goes by one or two tensors of a layer. Where just these are missing or damaged, what it says would make
+    every other tensor of the layer look wrong: then the format counts that leaves the fewest faults.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], prefix: str, looks: Mapping[str, str | None]) -> None:
+        self._tensors, self._prefix, self._looks = tensors, prefix, looks
+        self._known: dict[tuple[str, tuple[int, ...]], Mapping[str, Part]] = {}  # 69,000 layers have about 12 shapes
+        self._usual: dict[str, str] | None = None  # counted when first needed: a sound checkpoint needs none
+
+    def of(self, linear: str, shape: tuple[int, ...]) -> tuple[str, Mapping[str, Part]]:
+        """The format and its parts. CheckpointError if the format by which the layer looks does not allow the shape."""
+        own = self._looks[linear] or scheme.DENSE
+        parts = self._parts(own, shape)
+        if self._faults(linear, parts, companions=own == scheme.DENSE) == 0:
+            return own, parts
+        usual = self._usual_format(linear)
+        if not any(self._prefix + linear + suffix in self._tensors for suffix in _SUFFIXES):
+            return usual, self._parts(usual, shape)
+        best, least = own, self._faults(linear, parts, companions=True)
+        for form in SERVED:
+            try:
+                faults = self._faults(linear, self._parts(form, shape), companions=True)
+            except CheckpointError:
+                continue
+            # As likely: then like the same layer of other experts, unless these are plain.
+            if faults < least or (faults == least and form == usual != scheme.DENSE):
+                best, least = form, faults
+        return best, self._parts(best, shape)
+
+    def _parts(self, form: str, shape: tuple[int, ...]) -> Mapping[str, Part]:
+        if (parts := self._known.get((form, shape))) is None:
+            parts = self._known[form, shape] = SERVED[form].parts(shape)
+        return parts
+
+    def _faults(self, linear: str, parts: Mapping[str, Part], *, companions: bool = False) -> int:
+        """Parts that are missing or do not fit; with `companions`, also parts of other formats that are there."""
+        count = 0
+        for suffix, part in parts.items():
+            info = self._tensors.get(self._prefix + linear + suffix)
+            if not part.unread and (info is None or not part.fits(info.shape) or info.dtype not in part.dtypes):
+                count += 1
+        if companions:
+            count += sum(s not in parts and self._prefix + linear + s in self._tensors for s in _SUFFIXES)
+        return count
+
+    def _usual_format(self, linear: str) -> str:
+        """Of most layers of the same name in other layers of the model, and other experts; plain if there is none."""
+        if self._usual is None:
+            counts: dict[str, Counter[str]] = {}
+            for name, form in self._looks.items():
+                if form is not None:
+                    counts.setdefault(_NUMBER.sub("*", name), Counter())[form] += 1
+            self._usual = {name: count.most_common(1)[0][0] for name, count in counts.items()}
+        return self._usual.get(_NUMBER.sub("*", linear), scheme.DENSE)
+
+
+_NUMBER = re.compile(r"\d+")
+_SUFFIXES = sorted({suffix for form in SERVED.values() for suffix in form.parts((128, 128))})
 
 
 def _misfits(tensors: Mapping[str, TensorInfo], read: Mapping[str, Part]) -> list[str]:
