@@ -203,7 +203,17 @@ _RESPONSE_FORMAT: Mapping[str, tuple[str, ...]] = {
     "response_format": ("type", "json_schema"),
     "response_format.json_schema": ("name", "description", "schema", "strict"),
 }
-_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "partial")
+_MESSAGE = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+    "partial",
+    "prefix",
+)
 _FUNCTION = ("name", "description", "parameters", "strict")
 
 
