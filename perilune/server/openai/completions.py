@@ -267,14 +267,14 @@ async def _chunks(
 
         def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None, **more: Any) -> bytes:
             nonlocal sent
-            told = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
+            made = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
             if body.return_token_ids:
                 if sent is None:
-                    sent, told["prompt_token_ids"] = 0, choice.generation.prompt
-                told["token_ids"], sent = choice.ids[sent:], len(choice.ids)
+                    sent, made["prompt_token_ids"] = 0, choice.generation.prompt
+                made["token_ids"], sent = choice.ids[sent:], len(choice.ids)
             if body.continuous_usage:
-                return event(start + encoder.encode(told) + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
-            return event(start + encoder.encode(told) + end)
+                return event(start + encoder.encode(made) + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
+            return event(start + encoder.encode(made) + end)
 
         async with contextlib.aclosing(choice.pieces()) as pieces:
             async for text, rows in pieces:

@@ -36,9 +36,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def message(path: str, reply: Reply) -> str:
-    told: str = reply.json["error"]["message"]
-    return told
+def message(reply: Reply) -> str:
+    said: str = reply.json["error"]["message"]
+    return said
 
 
 # ---- unknown names
@@ -95,12 +95,12 @@ def test_a_misspelt_name_is_refused_with_the_right_one(
     async def test(s: Served) -> None:
         reply = await s.client.post(path, {**BODIES[path], **change})
         assert reply.status == 400, reply.text
-        told = message(path, reply)
-        assert told.startswith(f"unknown field '{unknown}': ") and "\n" not in told
+        said = message(reply)
+        assert said.startswith(f"unknown field '{unknown}': ") and "\n" not in said
         if meant is None:
-            assert told.endswith("leave it out (serve --lenient-fields ignores such)")
+            assert said.endswith("leave it out (serve --lenient-fields ignores such)")
         else:
-            assert "did you mean '" in told and meant in told.split("did you mean")[1]
+            assert "did you mean '" in said and meant in said.split("did you mean")[1]
         if path not in (MESSAGES, COUNT):
             assert (reply.error["param"], reply.error["code"]) == (unknown, "unknown_parameter")
         assert s.engine.seen == []
@@ -359,8 +359,8 @@ def test_what_is_not_supported_is_refused_with_what_to_use(path: str, field: str
     async def test(s: Served) -> None:
         reply = await s.client.post(path, {**BODIES[path], field: value})
         assert reply.status == 400, reply.text
-        told = message(path, reply)
-        assert told.startswith(f"{field} is not supported: ") and use in told and "\n" not in told
+        said = message(reply)
+        assert said.startswith(f"{field} is not supported: ") and use in said and "\n" not in said
         if path != MESSAGES:
             assert (reply.error["param"], reply.error["code"]) == (field, "unsupported_parameter")
         assert s.engine.seen == []
@@ -603,6 +603,6 @@ def test_messages_take_the_older_place_of_the_format() -> None:
         assert (await s.client.post(MESSAGES, body)).status == 200
         assert s.engine.constraints[-1] is not None and s.engine.constraints[-1].answer
         both = await s.client.post(MESSAGES, {**body, "output_config": {"format": form}})
-        assert both.status == 400 and "output_format" in message(MESSAGES, both)
+        assert both.status == 400 and "output_format" in message(both)
 
     serve(test)
