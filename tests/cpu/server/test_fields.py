@@ -17,11 +17,11 @@ import openai.types.shared_params
 import pytest
 
 from perilune.server import fields
-from perilune.server.anthropic import protocol
+from perilune.server.anthropic import protocol as anthropic_protocol
 from perilune.server.fields import Refused
 from perilune.server.openai import protocol
 from perilune.server.openai.protocol import Body
-from perilune.server.responses import protocol
+from perilune.server.responses import protocol as responses_protocol
 from tests.serving import BYTES, CHAT, HELLO, TEXT, WEATHER, Reply, Served, serve
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -171,25 +171,25 @@ def test_lenient_servers_ignore_unknown_names_with_one_warning_each(caplog: pyte
 SDKS = [
     (protocol.ChatBody, openai.resources.chat.completions.Completions.create),
     (protocol.CompletionBody, openai.resources.Completions.create),
-    (protocol.ResponsesBody, openai.resources.responses.Responses.create),
-    (protocol.ResponsesBody, openai.resources.responses.Responses.stream),
-    (protocol.MessagesBody, anthropic.resources.Messages.create),
-    (protocol.MessagesBody, anthropic.resources.beta.messages.Messages.create),
-    (protocol.CountBody, anthropic.resources.Messages.count_tokens),
-    (protocol.CountBody, anthropic.resources.beta.messages.Messages.count_tokens),
+    (responses_protocol.ResponsesBody, openai.resources.responses.Responses.create),
+    (responses_protocol.ResponsesBody, openai.resources.responses.Responses.stream),
+    (anthropic_protocol.MessagesBody, anthropic.resources.Messages.create),
+    (anthropic_protocol.MessagesBody, anthropic.resources.beta.messages.Messages.create),
+    (anthropic_protocol.CountBody, anthropic.resources.Messages.count_tokens),
+    (anthropic_protocol.CountBody, anthropic.resources.beta.messages.Messages.count_tokens),
 ]
 TYPES = [
     (protocol.StreamOptions, openai.types.chat.ChatCompletionStreamOptionsParam),
-    (protocol.Reasoning, openai.types.shared_params.Reasoning),
-    (protocol.Text, openai.types.responses.ResponseTextConfigParam),
-    (protocol.StreamOptions, openai.types.responses.response_create_params.StreamOptions),
-    (protocol.Thinking, anthropic.types.ThinkingConfigEnabledParam),
-    (protocol.Thinking, anthropic.types.beta.BetaThinkingConfigEnabledParam),
-    (protocol.Thinking, anthropic.types.beta.BetaThinkingConfigAdaptiveParam),
-    (protocol.OutputConfig, anthropic.types.OutputConfigParam),
-    (protocol.OutputConfig, anthropic.types.beta.BetaOutputConfigParam),
-    (protocol.ToolChoice, anthropic.types.ToolChoiceToolParam),
-    (protocol.ToolChoice, anthropic.types.ToolChoiceAnyParam),
+    (responses_protocol.Reasoning, openai.types.shared_params.Reasoning),
+    (responses_protocol.Text, openai.types.responses.ResponseTextConfigParam),
+    (responses_protocol.StreamOptions, openai.types.responses.response_create_params.StreamOptions),
+    (anthropic_protocol.Thinking, anthropic.types.ThinkingConfigEnabledParam),
+    (anthropic_protocol.Thinking, anthropic.types.beta.BetaThinkingConfigEnabledParam),
+    (anthropic_protocol.Thinking, anthropic.types.beta.BetaThinkingConfigAdaptiveParam),
+    (anthropic_protocol.OutputConfig, anthropic.types.OutputConfigParam),
+    (anthropic_protocol.OutputConfig, anthropic.types.beta.BetaOutputConfigParam),
+    (anthropic_protocol.ToolChoice, anthropic.types.ToolChoiceToolParam),
+    (anthropic_protocol.ToolChoice, anthropic.types.ToolChoiceAnyParam),
 ]
 # Arguments of the SDK's method that are no part of the body.
 NOT_SENT = {
@@ -226,12 +226,12 @@ def test_every_name_is_in_one_place() -> None:
         (protocol.CompletionBody, fields.COMPLETION),
         (protocol.StreamOptions, fields.STREAM_OPTIONS),
         (protocol.TokenizeBody, fields.TOKENIZE),
-        (protocol.ResponsesBody, fields.RESPONSES),
-        (protocol.Reasoning, fields.REASONING),
-        (protocol.Text, fields.TEXT),
-        (protocol.MessagesBody, fields.MESSAGES),
-        (protocol.Thinking, fields.THINKING),
-        (protocol.OutputConfig, fields.OUTPUT_CONFIG),
+        (responses_protocol.ResponsesBody, fields.RESPONSES),
+        (responses_protocol.Reasoning, fields.REASONING),
+        (responses_protocol.Text, fields.TEXT),
+        (anthropic_protocol.MessagesBody, fields.MESSAGES),
+        (anthropic_protocol.Thinking, fields.THINKING),
+        (anthropic_protocol.OutputConfig, fields.OUTPUT_CONFIG),
     ):
         assert not set(body.model_fields) & set(table), body
         assert all(entry if isinstance(entry, str) else entry.use for entry in table.values())
