@@ -17,7 +17,7 @@ NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 # Imported by Python itself before the script runs: makes operations fail that do not fail here.
 SABOTAGE = """
 import dataclasses
-from perilune.ops import check, compile
+from perilune.ops.harness import check, compile
 real = check.check
 check.check = lambda *a: [dataclasses.replace(v, failed="sabotaged") for v in real(*a)]
 compile.sources = lambda: ["x.cpp"]
