@@ -58,7 +58,7 @@ class Report:
     "--checksums/--no-checksums",
     default=True,
     show_default=True,
-    help="Read every byte of the files whose SHA-256s conversion.json keeps.",
+    help="Read all bytes of the files and compare the SHA-256s in conversion.json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a page.")
 def command(model: str, revision: str | None, checksums: bool, as_json: bool) -> None:
@@ -147,7 +147,7 @@ def _checksums(report: Report, path: Path, compare: bool, show: bool) -> str:
     if weights:
         report.findings.append(Finding("wrong", sums.described(weights), "copy it again, or convert again"))
     if others := {name: fault for name, fault in faults.items() if name not in weights}:
-        remedy = "if nobody edited it since, copy it again, or convert again"
+        remedy = "if the file was not edited on purpose, copy it again, or convert again"
         report.findings.append(Finding("warning", sums.described(others), remedy))
     return f"; SHA-256 of all {len(kept)} files ({size / GB:.2f} GB) as kept"
 

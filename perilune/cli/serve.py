@@ -50,6 +50,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @options.field_option(ServerConfig, "max_waiting")
 @options.field_option(ServerConfig, "chat_template")
 @options.field_option(ServerConfig, "vendor_strict")
+@options.field_option(ServerConfig, "lenient_fields")
 @options.field_option(ServerConfig, "cors_origins")
 @click.option(
     "--api-key-file",
@@ -78,6 +79,7 @@ def command(
     max_waiting: int | None,
     chat_template: str | None,
     vendor_strict: bool | None,
+    lenient_fields: bool | None,
     cors_origins: tuple[str, ...],
     api_key_file: Path | None,
     assignments: tuple[str, ...],
@@ -97,6 +99,7 @@ def command(
         "max_waiting": max_waiting,
         "chat_template": chat_template,
         "vendor_strict": vendor_strict,
+        "lenient_fields": lenient_fields,
         "cors_origins": cors_origins or None,
         "api_key": read_key(api_key_file) if api_key_file is not None else None,
     }

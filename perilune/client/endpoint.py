@@ -49,7 +49,7 @@ class Chunk:
     events: tuple[Event, ...] = ()
     finish_reason: str | None = None
     usage: Usage | None = None
-    closed_by_grammar: bool = False  # as `perilune serve` says it of an answer whose form max_tokens hurried
+    closed_by_grammar: bool = False  # by `perilune serve`: the grammar completed the answer because max_tokens ran out
 
 
 @dataclass(frozen=True, slots=True)

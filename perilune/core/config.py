@@ -127,6 +127,9 @@ class ServerConfig:
         "verifier expects",
         False,
     )
+    lenient_fields: bool = _doc(
+        "ignore request fields that no API has, with one warning per name, instead of refusing them", False
+    )
     cors_origins: tuple[str, ...] = _doc(
         "origins of web pages with scripts that may call the server, e.g. https://chat.example.org; * allows all", ()
     )

@@ -1,5 +1,5 @@
-"""Opening the files of a model directory. Anyone may have made the directory: what has a file's name may be a FIFO,
-whose open waits for a writer without end, or a device, whose open may act and whose bytes never end."""
+"""Opening the files of a model directory. Anyone may have made the directory: a name in it may be that of a FIFO, where
+open() waits for a writer without end, or of a device, where open() may act and reading may never end."""
 
 import errno
 import io

@@ -12,10 +12,10 @@ from perilune.core.errors import RequestError
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
 MAX_BIASED = 1024  # tokens in a logit_bias
-MAX_ALLOWED = 1 << 18  # tokens in allowed_token_ids: more than any vocabulary of the family has
-MAX_BAD_WORDS = 1024  # texts in bad_words
-MAX_BAD_CHARS = 1024  # characters of one of them
-MAX_BAD_TOKENS = 64  # tokens of one sequence of bad_word_ids
+MAX_ALLOWED = 1 << 20  # what ids in allowed_token_ids are below: more than any vocabulary of the family has
+MAX_BAD_WORDS = 512  # texts in bad_words
+MAX_BAD_CHARS = 256  # characters of one of them
+MAX_BAD_TOKENS = 64  # tokens of one sequence of bad_word_ids, of which there may be 4 for each text
 MAX_CANDIDATES = 128  # completions of one prompt in one request
 
 _MASK = (1 << 64) - 1
@@ -34,7 +34,8 @@ class SamplingParams:
     repetition_penalty  divides the positive logits of the tokens of prompt and output, multiplies the negative ones;
                         0.01 to 10, 1 changes nothing
     logit_bias      (id, bias) pairs, or a mapping: added to these tokens' logits, -100 to 100
-    allowed_token_ids   the only tokens that can be chosen, end tokens included; None: all
+    allowed_token_ids   the only tokens that can be chosen, end tokens included; None: all. Given as ids, kept as a
+                    bitmap: bit i of byte b (0 the lowest) allows token 8 b + i
     bad_words       texts that the output must not hold; `text.bad_words` turns them into bad_word_ids, for which a
                     tokenizer is needed
     bad_word_ids    token sequences of which the output must not hold any: the last token of one cannot be chosen after
@@ -62,7 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Sequence[int] | bytes | None = None
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
@@ -104,7 +105,7 @@ class SamplingParams:
             raise RequestError(f"stop must be up to {MAX_STOPS} non-empty strings", param="stop")
         if not all(_is_id(t) for t in self.stop_token_ids):
             raise RequestError("stop_token_ids must be token ids", param="stop_token_ids")
-        if self.min_tokens and self.allowed_token_ids and {*self.allowed_token_ids} <= {*self.stop_token_ids}:
+        if self.min_tokens and self.allowed_token_ids and _within(self.allowed_token_ids, self.stop_token_ids):
             raise RequestError(
                 f"allowed_token_ids names end tokens only, and min_tokens, which is {self.min_tokens}, forbids them",
                 param="allowed_token_ids",
@@ -120,7 +121,7 @@ class SamplingParams:
         """Raises RequestError if a field names a token that a vocabulary of `vocab_size` does not have."""
         for name, ids in (
             ("logit_bias", (token for token, _ in self.logit_bias)),
-            ("allowed_token_ids", iter(self.allowed_token_ids or ())),
+            ("allowed_token_ids", _highest(self.allowed_token_ids)),
             ("bad_word_ids", itertools.chain.from_iterable(self.bad_word_ids)),
         ):
             if (beyond := max(ids, default=0)) >= vocab_size:
@@ -201,14 +202,33 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple((token, float(value)) for token, value in pairs)
 
 
-def _allowed(given: Any) -> tuple[int, ...] | None:
-    """In order and without repeats."""
-    if given is None:
-        return None
+def _allowed(given: Any) -> bytes | None:
+    """The bitmap: a list of a hundred thousand ids would be checked and sent again for every answer."""
+    if given is None or isinstance(given, bytes):
+        return given
     ids = _sequence(given, "allowed_token_ids")
-    if not 0 < len(ids) <= MAX_ALLOWED or not all(map(_is_id, ids)):
-        raise RequestError(f"allowed_token_ids must be 1 to {MAX_ALLOWED} token ids", param="allowed_token_ids")
-    return tuple(sorted({*ids}))
+    if not ids or {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= MAX_ALLOWED:
+        raise RequestError(
+            "allowed_token_ids must be token ids, one at least, or left out: with none nothing could be said",
+            param="allowed_token_ids",
+        )
+    bits = bytearray((max(ids) >> 3) + 1)
+    for token in ids:
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
+
+
+def _within(bitmap: Any, ids: Iterable[int]) -> bool:
+    """Whether the bitmap allows no tokens but `ids`."""
+    bits = bytearray(bitmap)
+    for token in ids:
+        if token >> 3 < len(bits):
+            bits[token >> 3] &= ~(1 << (token & 7))
+    return not any(bits)
+
+
+def _highest(bitmap: Any) -> tuple[int, ...]:
+    return (8 * len(bitmap) - 9 + bitmap[-1].bit_length(),) if bitmap else ()
 
 
 def _bad_words(given: Any) -> tuple[str, ...]:
@@ -223,6 +243,8 @@ def _bad_words(given: Any) -> tuple[str, ...]:
 
 def _bad_word_ids(given: Any) -> tuple[tuple[int, ...], ...]:
     sequences = [_sequence(ids, "bad_word_ids") for ids in _sequence(given or (), "bad_word_ids")]
+    if len(sequences) > 4 * MAX_BAD_WORDS:
+        raise RequestError(f"bad_word_ids must be up to {4 * MAX_BAD_WORDS} sequences", param="bad_word_ids")
     for ids in sequences:
         if not 0 < len(ids) <= MAX_BAD_TOKENS or not all(map(_is_id, ids)):
             raise RequestError(

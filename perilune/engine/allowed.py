@@ -23,9 +23,8 @@ class TokenRules:
     def __init__(self, params: SamplingParams, words: int) -> None:
         self._fixed: Words = np.full(words, 0xFFFFFFFF, np.uint32)
         if params.allowed_token_ids is not None:
-            bits = np.zeros(32 * words, np.uint8)
-            bits[[t for t in params.allowed_token_ids if t < len(bits)]] = 1
-            self._fixed = np.packbits(bits, bitorder="little").view(np.uint32)
+            assert isinstance(params.allowed_token_ids, bytes)
+            self._fixed = np.frombuffer(params.allowed_token_ids.ljust(4 * words, b"\0")[: 4 * words], np.uint32).copy()
         self._last: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # by the tokens before
         for *before, last in params.bad_word_ids:
             if before:

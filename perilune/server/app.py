@@ -124,7 +124,7 @@ async def metrics_page(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(TokenizeBody, raw)
+    body = parse(TokenizeBody, raw, lenient=service.config.lenient_fields)
     service.check_model(body.model)
     if (text := body.prompt) is not None and body.messages is None:
         tokens = await service.offload(len(raw), lambda: service.tokenizer.encode(text, allow_special=True))
@@ -149,7 +149,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(DetokenizeBody, raw)
+    body = parse(DetokenizeBody, raw, lenient=service.config.lenient_fields)
     service.check_model(body.model)
     vocabulary = service.tokenizer.vocab_size
     if any(not 0 <= t < vocabulary for t in body.tokens):

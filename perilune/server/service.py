@@ -20,6 +20,7 @@ from perilune.engine.client import check_prompt
 from perilune.server.errors import GenerationError
 from perilune.server.metrics import Metrics
 from perilune.server.openai.protocol import Predictions
+from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate
 from perilune.text.tokenizer import Tokenizer
 
@@ -106,6 +107,13 @@ class Service:
     def _occupy(self, count: int) -> None:
         self.in_flight += count
         self.metrics.in_flight.inc(count)
+
+    async def prepared(self, params: SamplingParams) -> SamplingParams:
+        """As the engine takes them: bad words as token ids. RequestError for ids that the model does not have."""
+        size = sum(map(len, params.bad_words))
+        params = await self.offload(size, lambda: bad_words.resolved(params, self.tokenizer))
+        params.check_ids(self.engine.info.vocab_size)
+        return params
 
     def fit(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> int:
         """How many tokens may follow the prompt: what was asked for, clamped to what the context still holds."""

@@ -28,6 +28,7 @@ class Turn:
         self.generation = generation
         self.stream = stream
         self.reasoning_tokens = 0
+        self.ids: list[int] = []  # of the tokens so far, the end token included
         self.prompt_logprobs: list[TokenLogprob] = []
         self._ends = ends
         self._echo = list(echo)
@@ -39,6 +40,7 @@ class Turn:
         async with contextlib.aclosing(self.generation.deltas()) as deltas:
             async for delta in deltas:
                 self.prompt_logprobs += delta.prompt_logprobs
+                self.ids += delta.tokens
                 before = self.stream.reasoning_tokens
                 events = self.stream.feed(delta.tokens)
                 kept = self.stream.kept
@@ -116,13 +118,14 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
                 param="add_generation_prompt",
             )
         wanted = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
+        prompt = body.truncated(prompt, wanted, service.engine.info.max_model_len)
         params = body.sampling(
             defaults,
             max_tokens=service.fit(prompt, wanted, "messages"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        params.check_ids(service.engine.info.vocab_size)
+        params = await service.prepared(params)
         first_index = next_tool_index(body.messages)
         constraint = await enforced(
             service.tokenizer,
@@ -141,8 +144,9 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
         ends = frozenset({m.think_end, *((m.section_begin, m.call_begin) if tools else ())} - {None})
         echo = _echoed(begun) if body.echo else ()
         turns = []
+        unscored = dataclasses.replace(params, prompt_logprobs=None)
         for i in range(count):
-            own = sibling(params if i == 0 else dataclasses.replace(params, prompt_logprobs=None), i)
+            own = sibling(unscored if i else params, i)
             stream = ChatStream(
                 service.tokenizer,
                 thinking=begun.opened,
@@ -151,6 +155,7 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
                 first_tool_index=first_index,
                 end_ids=params.stop_token_ids,
                 begun=bool(begun.content),
+                **body.stream_style,
             )
             turns.append(Turn(Generation(service, prompt, own, constraint), stream, ends=ends, echo=echo))
         return Turns(turns, held.pop_all().close)

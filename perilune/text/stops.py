@@ -6,11 +6,14 @@ from collections.abc import Sequence
 class StopMatcher:
     """Passes text on until a stop string is complete; what may still become one is held back.
 
+    With `keep` the text goes through the stop string's end instead.
+
     The stop string that is complete first wins (of several complete at the same character, the longest), so the
     result does not depend on how the text was cut. Time per character does not depend on the strings' lengths.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        self._keep = keep
         self._stops = tuple(stops)
         self._tables = [_fallbacks(s) for s in self._stops]
         self._depths = [0] * len(self._stops)
@@ -19,7 +22,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certainly wanted. After a match: what precedes it, and nothing for later pieces."""
+        """The text that is certainly wanted. After a match: what precedes it (with `keep`, and the match), and nothing
+        for later pieces."""
         if self.matched is not None:
             return ""
         if not self.pending and self._firsts.isdisjoint(text):
@@ -29,7 +33,7 @@ class StopMatcher:
             if self._advance(known[at]):
                 matched = max((s for s, d in zip(self._stops, self._depths) if d == len(s)), key=len)
                 self.pending, self.matched = "", matched
-                return known[: at + 1 - len(matched)]
+                return known[: at + 1 - (0 if self._keep else len(matched))]
         cut = len(known) - max(self._depths, default=0)
         self.pending = known[cut:]
         return known[:cut]

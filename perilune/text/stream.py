@@ -53,15 +53,27 @@ Event = Reasoning | Content | ToolStart | ToolArguments
 class TextStream:
     """Plain completions: ids to text, ended by stop strings. Tokens flagged special and end tokens give no text.
 
+    `keep_stop`: what the request named to end the text, a stop string or `end_ids`, is part of it. `show_special`:
+    tokens flagged special are, but for the tokenizer's end tokens.
+
     After each `feed`, `kept` holds the offsets of the fed ids that belong to the answer: not end tokens, and nothing
     after a stop string. `stopped` is true once a stop string was complete; whoever feeds should cancel the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        end_ids: Collection[int] = (),
+        keep_stop: bool = False,
+        show_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._ends = tokenizer.stop_ids | frozenset(end_ids)
+        self._show_special = show_special
+        self._ends = _ends(tokenizer, end_ids, keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, keep=keep_stop)
         self.kept: tuple[int, ...] = ()
 
     @property
@@ -77,7 +89,7 @@ class TextStream:
             if id in self._ends:
                 continue
             kept.append(offset)
-            if not self._tokenizer.is_hidden(id):
+            if self._show_special or not self._tokenizer.is_hidden(id):
                 text += self._stops.push(self._detokenizer.push(id))
         self.kept = tuple(kept)
         return text
@@ -87,6 +99,11 @@ class TextStream:
         if self.stopped:
             return ""
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+
+def _ends(tokenizer: Tokenizer, end_ids: Collection[int], keep_stop: bool) -> frozenset[int]:
+    """Ids that end an answer and are no part of it."""
+    return tokenizer.stop_ids if keep_stop else tokenizer.stop_ids | frozenset(end_ids)
 
 
 class _Mark(enum.Enum):
@@ -119,7 +136,8 @@ class ChatStream:
     thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers are
     ordinary text. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the
     conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun:
-    the prompt holds the beginning of the content.
+    the prompt holds the beginning of the content. keep_stop, show_special: as in TextStream; markers with a meaning
+    here are never text.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
@@ -142,13 +160,16 @@ class ChatStream:
         first_tool_index: int = 0,
         end_ids: Collection[int] = (),
         begun: bool = False,
+        keep_stop: bool = False,
+        show_special: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._ends = tokenizer.stop_ids | frozenset(end_ids)
+        self._show_special = show_special
+        self._ends = _ends(tokenizer, end_ids, keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
         self._tools = {tool.name: tool for tool in parse_tools(tools)}
         self._marks, self._plain = _read_marks(tokenizer, bool(self._tools))
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, keep=keep_stop)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
         self._content_begun = begun
@@ -205,7 +226,7 @@ class ChatStream:
     def _take(self, id: int) -> None:
         mark = self._marks.get(id)
         if mark is None:
-            if id in self._plain or not self._tokenizer.is_special(id):
+            if self._show_special or id in self._plain or not self._tokenizer.is_special(id):
                 self._text(self._detokenizer.push(id))
         elif mark in (_Mark.THINK_BEGIN, _Mark.THINK_END) and self._state is _State.ARGUMENTS:
             self._text(self._detokenizer.push(id))  # arguments are the model's text as it is

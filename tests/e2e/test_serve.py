@@ -236,7 +236,20 @@ def test_a_schema_is_kept_streamed_or_whole(server: Server) -> None:
         answer = server.openai.completions.create(
             model="kimi-nano", prompt="Where?", temperature=1.5, max_tokens=40, extra_body=extra
         )
-        assert re.fullmatch(fits, answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
+        (said,) = answer.choices
+        closed = (said.model_extra or {}).get("closed_by_grammar", False)
+        assert re.fullmatch(fits, said.text) and said.finish_reason == ("length" if closed else "stop")
+    letter = httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).json()["tokens"][0]
+    (said,) = server.openai.completions.create(
+        model="kimi-nano",
+        prompt="Where?",
+        max_tokens=9,
+        logit_bias={str(letter): 100},
+        extra_body={"guided_regex": "a+b"},
+    ).choices
+    assert re.fullmatch("a{6,}b", said.text)
+    assert (said.finish_reason, said.model_extra) == ("length", {"closed_by_grammar": True})
+    assert "perilune_answers_closed_by_grammar_total 0.0" not in httpx.get(f"{server.url}/metrics").text
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         server.openai.chat.completions.create(**{**ask, "max_tokens": 5})
 
@@ -273,7 +286,7 @@ def test_penalties_and_bias_change_what_is_said(server: Server) -> None:
             prompt="a a a a a a",
             temperature=0,
             max_tokens=24,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, **fields.pop("extra", {})},
             **fields,
         )
         return list(httpx.post(f"{server.url}/tokenize", json={"prompt": answer.choices[0].text}).json()["tokens"])
@@ -282,6 +295,14 @@ def test_penalties_and_bias_change_what_is_said(server: Server) -> None:
     assert len(set(penalised)) / len(penalised) > len(set(plain)) / len(plain)
     only = httpx.post(f"{server.url}/tokenize", json={"prompt": "z"}).json()["tokens"][0]
     assert ask(logit_bias={str(only): 100}) == [only] * 24
+    assert ask(extra={"allowed_token_ids": [only]}) == [only] * 24
+    word = httpx.post(f"{server.url}/detokenize", json={"tokens": plain[:1]}).json()["prompt"]
+    assert plain[0] not in ask(extra={"bad_words": [word]})
+
+
+def test_a_misspelt_field_is_refused(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
+        server.openai.completions.create(model="kimi-nano", prompt="a", extra_body={"temprature": 0})
 
 
 def test_prompt_logprobs_add_up_to_echo(server: Server) -> None:

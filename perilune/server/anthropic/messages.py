@@ -181,7 +181,7 @@ class Answer:
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(MessagesBody, raw)
+    body = parse(MessagesBody, raw, lenient=service.config.lenient_fields)
     body.check_supported()
     service.check_model(body.model)
     chat = body.chat(thinks_unasked=_thinks_unasked(service))
@@ -202,7 +202,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(CountBody, raw)
+    body = parse(CountBody, raw, lenient=service.config.lenient_fields)
     body.check_supported()
     service.check_model(body.model)
     chat = body.chat(thinks_unasked=_thinks_unasked(service))

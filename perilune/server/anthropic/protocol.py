@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
 from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.fields import COUNT, MESSAGES, OUTPUT_CONFIG, THINKING, of_chat
 from perilune.server.openai.protocol import Body, ChatBody
 from perilune.text.tools import check_depth, parse_tools, show
 
@@ -25,11 +26,13 @@ _TEXT = {"text": "text"}
 class Thinking(Body):
     """`adaptive` leaves the amount to the model. Signatures of earlier thoughts are neither made nor checked."""
 
+    FIELDS: ClassVar = THINKING
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputConfig(Body):
+    FIELDS: ClassVar = OUTPUT_CONFIG
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: dict[str, Any] | None = None
 
@@ -43,6 +46,7 @@ class ToolChoice(Body):
 class CountBody(Body):
     """What makes up the prompt."""
 
+    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES, **COUNT}
     messages: list[dict[str, Any]]
     model: str | None = None
     system: Any = None  # a text or a list of text blocks
@@ -50,17 +54,10 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Hints: the prefix cache needs no marks.
-    cache_control: dict[str, Any] | None = None
-    # Known, not acted on.
-    container: Any = None
-    mcp_servers: list[Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older place of output_config.format
 
     def check_supported(self) -> None:
         """RequestError for what would otherwise be silently ignored."""
-        for name in ("container", "mcp_servers"):
-            if getattr(self, name):
-                raise wrong(name, "is not supported: only tools that the client runs are", code="unsupported_parameter")
         if not self.messages:
             raise wrong("messages", "must hold at least one message")
         if (thinking := self.thinking) is not None:
@@ -95,8 +92,11 @@ class CountBody(Body):
             **self._thinking(thinks_unasked),
             **self.sampling_fields(),
         }
-        if self.output_config is not None and self.output_config.format is not None:
-            fields["response_format"] = _format(self.output_config.format)
+        form = None if self.output_config is None else self.output_config.format
+        if form is not None and self.output_format is not None:
+            raise wrong("output_format", "and output_config.format are the same field: send the latter")
+        if (form := form or self.output_format) is not None:
+            fields["response_format"] = _format(form)
         return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -135,14 +135,13 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
+    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES}
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None  # who the client's user is: kept nowhere
-    service_tier: str | None = None
 
     def check_supported(self) -> None:
         super().check_supported()

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -21,32 +20,33 @@ from perilune.text.stream import Content, Event, Reasoning, ToolStart
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(ChatBody, raw)
+    body = parse(ChatBody, raw, lenient=service.config.lenient_fields)
     service.check_model(body.model)
     with contextlib.ExitStack() as held:
         turns = await begin(service, len(raw), body)
         held.callback(turns.release)
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
-        logprobs = bool(body.logprobs)
+        head = {"id": body.response_id("chatcmpl"), "created": int(time.time()), "model": service.model}
         if body.stream:
-            chunks = _chunks(service, turns, head, logprobs, body.include_usage)
+            chunks = _chunks(service, turns, head, body)
             return EventStream(chunks, service.stopping, held.pop_all().close)
         try:
             choices = await race(
-                gathered([_whole(service, i, t, logprobs) for i, t in enumerate(turns.turns)]),
+                gathered([_whole(service, i, t, body) for i, t in enumerate(turns.turns)]),
                 request.receive,
                 service.stopping,
             )
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         answer = {**head, "object": "chat.completion", "choices": choices, "usage": turns.usage()}
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = turns.turns[0].generation.prompt
         if (likeliest := body.prompt_logprobs) is not None:
             entries = turns.turns[0].prompt_logprobs
             answer["prompt_logprobs"] = prompt_logprob_table(service.tokenizer, entries, likeliest)
         return json_response(answer)
 
 
-async def _whole(service: Service, index: int, turn: Turn, logprobs: bool) -> dict[str, Any]:
+async def _whole(service: Service, number: int, turn: Turn, body: ChatBody) -> dict[str, Any]:
     reasoning: list[str] = []
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
@@ -56,7 +56,8 @@ async def _whole(service: Service, index: int, turn: Turn, logprobs: bool) -> di
             entries += new
             for e in events:
                 if isinstance(e, Reasoning):
-                    reasoning.append(e.text)
+                    if body.include_reasoning is not False:
+                        reasoning.append(e.text)
                 elif isinstance(e, Content):
                     content.append(e.text)
                 elif isinstance(e, ToolStart):
@@ -70,37 +71,56 @@ async def _whole(service: Service, index: int, turn: Turn, logprobs: bool) -> di
         message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = [calls[i] for i in sorted(calls)]
-    return {
-        "index": index,
+    choice = {
+        "index": number,
         "message": message,
-        "logprobs": {"content": [chat_logprob(service.tokenizer, e) for e in entries]} if logprobs else None,
+        "logprobs": _logprobs(service, entries, body) if body.logprobs else None,
         "finish_reason": turn.finish_reason,
         **turn.generation.marks,
     }
+    return choice | {"token_ids": turn.ids} if body.return_token_ids else choice
+
+
+def _logprobs(service: Service, entries: Sequence[TokenLogprob], body: ChatBody) -> dict[str, Any]:
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return {"content": [chat_logprob(service.tokenizer, e, as_ids=as_ids) for e in entries]}
 
 
 async def _chunks(
-    service: Service, turns: Turns, head: Mapping[str, Any], logprobs: bool, include_usage: bool
+    service: Service, turns: Turns, head: Mapping[str, Any], body: ChatBody
 ) -> AsyncGenerator[bytes, None]:
     # Everything but the choice is the same in every chunk of a stream: spelled once, ahead of the loop.
-    start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1] + b',"choices":['
-    end = b'],"usage":null}' if include_usage else b"]}"
+    start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1]
+    end = b'],"usage":null}' if body.include_usage else b"]}"
     encoder = msgspec.json.Encoder()
+    prompt = b""  # in the first chunk
+    if body.return_token_ids:
+        prompt = b',"prompt_token_ids":' + encoder.encode(turns.turns[0].generation.prompt)
 
     async def frames(index: int, turn: Turn) -> AsyncGenerator[bytes, None]:
+        sent = 0  # of the turn's ids
+
         def chunk(
             delta: Mapping[str, Any], entries: Sequence[TokenLogprob], finish_reason: str | None, **more: Any
         ) -> bytes:
+            nonlocal prompt, sent
             choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason, **more}
             if entries:
-                choice["logprobs"] = {"content": [chat_logprob(service.tokenizer, e) for e in entries]}
-            return event(start + encoder.encode(choice) + end)
+                choice["logprobs"] = _logprobs(service, entries, body)
+            if body.return_token_ids:
+                choice["token_ids"], sent = turn.ids[sent:], len(turn.ids)
+            first, prompt = start + prompt + b',"choices":[', b""
+            if body.continuous_usage:
+                return event(first + encoder.encode(choice) + b'],"usage":' + encoder.encode(turns.usage()) + b"}")
+            return event(first + encoder.encode(choice) + end)
 
         yield chunk({"role": "assistant", "content": ""}, (), None)
         async with contextlib.aclosing(turn.events()) as stream:
             async for events, entries in stream:
-                shown: Sequence[TokenLogprob] = entries if logprobs else ()
+                shown: Sequence[TokenLogprob] = entries if body.logprobs else ()
                 for e in events:
+                    if isinstance(e, Reasoning) and body.include_reasoning is False:
+                        continue
                     yield chunk(_delta(e), shown, None)
                     shown = ()
                 if shown:  # tokens whose text is held back (part of a character, a marker or a stop string)
@@ -110,8 +130,8 @@ async def _chunks(
     async with contextlib.aclosing(merged([frames(i, t) for i, t in enumerate(turns.turns)])) as all_frames:
         async for frame in all_frames:
             yield frame
-    if include_usage:
-        yield event(start + b'],"usage":' + encoder.encode(turns.usage()) + b"}")
+    if body.include_usage:
+        yield event(start + b',"choices":[],"usage":' + encoder.encode(turns.usage()) + b"}")
 
 
 def _delta(e: Event) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import dataclasses
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from perilune.server.openai.protocol import (
     Predictions,
     finite,
     json_response,
+    named,
     parse,
     prompt_logprob_table,
     usage,
@@ -38,8 +38,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 class LogprobTable:
     """Log-probabilities in the form of this endpoint: parallel lists, with each token's offset in the text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """`as_ids`: tokens are spelled as protocol.named does."""
         self.tokenizer = tokenizer
+        self.as_ids = as_ids
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.offset = 0
         self.rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
@@ -53,6 +55,8 @@ class LogprobTable:
 
     def spell(self, token: int) -> str:
         """The token's text; bytes that are no text of their own are spelled out, so that tokens stay distinct."""
+        if self.as_ids:
+            return named(token)
         raw = self.tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -85,12 +89,14 @@ class Choice:
         self.echo = bool(body.echo)
         self.silent = body.silent
         self.generation = Generation(service, prompt, params, constraint)
-        self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids)
+        self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids, **body.stream_style)
         self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
         self.prompt_logprobs: list[TokenLogprob] = []
         self.logprobs: list[float] = []
         self.ids: list[int] = []
-        self.table = LogprobTable(service.tokenizer) if body.logprobs is not None else None
+        self.table = None
+        if body.logprobs is not None:
+            self.table = LogprobTable(service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
     async def pieces(self) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
         """(new text, log-probabilities of the tokens it came from or None), the echoed prompt first."""
@@ -134,7 +140,8 @@ class Choice:
             return None
         for i in self.stream.kept:
             token = delta.tokens[i]
-            self.table.add(token, delta.logprobs[i], shown=not self.table.tokenizer.is_hidden(token))
+            shown = self.body.skip_special_tokens is False or not self.table.tokenizer.is_hidden(token)
+            self.table.add(token, delta.logprobs[i], shown=shown)
         return self.table.take()
 
     def _prompt_rows(self) -> dict[str, Any] | None:
@@ -149,7 +156,7 @@ class Choice:
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     raw = await request.body()
-    body = parse(CompletionBody, raw)
+    body = parse(CompletionBody, raw, lenient=service.config.lenient_fields)
     body.check_supported()
     service.check_model(body.model)
     prompts = split_prompts(body.prompt)
@@ -164,15 +171,13 @@ async def completions(request: Request) -> Response:
         groups = [await _group(service, body, p, ids, count) for p, ids in zip(prompts, encoded)]
         choices = [choice for group in groups for choice in group]
         head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": body.response_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model,
         }
         if body.stream:
-            return EventStream(
-                _chunks(groups, head, body.include_usage), service.stopping, held.pop_all().close
-            )  # fmt: skip
+            return EventStream(_chunks(groups, head, body), service.stopping, held.pop_all().close)
         try:
             answers = await race(gathered([_whole(c) for c in choices]), request.receive, service.stopping)
         except ClientGone:
@@ -188,17 +193,19 @@ async def _group(
 ) -> list[Choice]:
     """The continuations of one prompt: `given` as it was sent, `prompt` its ids."""
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    wanted = 1 if body.silent else asked
+    kept = body.truncated(prompt, wanted, service.engine.info.max_model_len)
     params = body.sampling(
         service.defaults(),
-        max_tokens=service.fit(prompt, 1 if body.silent else asked, "prompt"),
+        max_tokens=service.fit(kept, wanted, "prompt"),
         logprobs=0 if body.logprobs is None and count > body.wanted else body.logprobs,
         prompt_logprobs=body.scored_prompt,
     )
-    params.check_ids(service.engine.info.vocab_size)
+    params = await service.prepared(params)
     answer = None if body.silent else body.answer_format()
     constraint = None if answer is None else await enforced(service.tokenizer, params, answer=answer)
-    text = given if isinstance(given, str) else None
-    return [Choice(service, body, text, prompt, sibling(params, i), constraint) for i in range(count)]
+    text = given if isinstance(given, str) and len(kept) == len(prompt) else None
+    return [Choice(service, body, text, kept, sibling(params, i), constraint) for i in range(count)]
 
 
 def _best(groups: Sequence[Sequence[Choice]], answers: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
@@ -249,16 +256,25 @@ async def _whole(choice: Choice) -> dict[str, Any]:
 
 
 async def _chunks(
-    groups: Sequence[Sequence[Choice]], head: Mapping[str, Any], include_usage: bool
+    groups: Sequence[Sequence[Choice]], head: Mapping[str, Any], body: CompletionBody
 ) -> AsyncGenerator[bytes, None]:
     start = msgspec.json.encode(head)[:-1] + b',"choices":['
-    end = b'],"usage":null}' if include_usage else b"]}"
+    end = b'],"usage":null}' if body.include_usage else b"]}"
     encoder = msgspec.json.Encoder()
 
     async def frames(index: int, choice: Choice) -> AsyncGenerator[bytes, None]:
+        sent: int | None = None  # of the choice's ids
+
         def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None, **more: Any) -> bytes:
-            body = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
-            return event(start + encoder.encode(body) + end)
+            nonlocal sent
+            made = {"index": index, "text": text, "logprobs": rows, "finish_reason": finish_reason, **more}
+            if body.return_token_ids:
+                if sent is None:
+                    sent, made["prompt_token_ids"] = 0, choice.generation.prompt
+                made["token_ids"], sent = choice.ids[sent:], len(choice.ids)
+            if body.continuous_usage:
+                return event(start + encoder.encode(made) + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
+            return event(start + encoder.encode(made) + end)
 
         async with contextlib.aclosing(choice.pieces()) as pieces:
             async for text, rows in pieces:
@@ -269,7 +285,7 @@ async def _chunks(
     async with contextlib.aclosing(merged([frames(i, c) for i, c in enumerate(choices)])) as all_frames:
         async for frame in all_frames:
             yield frame
-    if include_usage:
+    if body.include_usage:
         yield event(start + b'],"usage":' + encoder.encode(_usage(groups)) + b"}")
 
 

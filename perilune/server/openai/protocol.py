@@ -1,13 +1,13 @@
 """The request bodies of the OpenAI-compatible endpoints, and the pieces all answers share.
 
-Types are strict ("1" is not a number). A field nobody knows is ignored with one warning per name; a known OpenAI field
-that Perilune does not act on is refused by name, never silently dropped.
+Types are strict ("1" is not a number). What becomes of fields that a body does not declare is in server/fields.py.
 """
 
-import logging
+import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -18,14 +18,13 @@ from perilune.core.messages import Delta
 from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
+from perilune.server import fields
 from perilune.server.answer_format import answer_format, thinking_budget
 from perilune.server.errors import from_validation
+from perilune.server.fields import Fields
 from perilune.text.chat import PromptOptions
 from perilune.text.tokenizer import Tokenizer
 
-log = logging.getLogger("perilune.server")
-
-MAX_WARNED = 256
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
 SAMPLING_FIELDS = (
     "temperature",
@@ -38,17 +37,27 @@ SAMPLING_FIELDS = (
     "logit_bias",
     "min_tokens",
 )
-_warned: set[str] = set()
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class Body(BaseModel):
+    """`FIELDS`: what becomes of fields that are not declared."""
+
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    FIELDS: ClassVar[Fields] = {}
+
+    def check_nested(self, *, lenient: bool) -> None:
+        """RequestError for an unknown field of an object that is no Body."""
 
 
 class StreamOptions(Body):
+    """`continuous_usage_stats`: every chunk has the usage so far."""
+
+    FIELDS: ClassVar = fields.STREAM_OPTIONS
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Thinking(Body):
@@ -65,7 +74,11 @@ class TemplateKwargs(Body):
 
 
 class SamplingBody(Body):
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common.
+
+    `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
+    context holds beside max_tokens. `request_id` becomes part of the response's id.
+    """
 
     model: str | None = None
     max_tokens: int | None = None
@@ -80,13 +93,21 @@ class SamplingBody(Body):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Strings | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -100,6 +121,41 @@ class SamplingBody(Body):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
+        if (kept := self.truncate_prompt_tokens) is not None and kept != -1 and kept < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {kept}",
+                param="truncate_prompt_tokens",
+            )
+        if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
+            raise RequestError(
+                "request_id must be 1 to 128 printable ASCII characters without spaces", param="request_id"
+            )
+
+    def check_nested(self, *, lenient: bool) -> None:
+        fields.check_response_format(self.response_format, lenient=lenient)
+
+    def truncated(self, prompt: list[int], answer: int | None, context: int) -> list[int]:
+        """The part of the prompt that `truncate_prompt_tokens` keeps; `answer`: tokens that may follow, if bounded.
+
+        `context`: tokens of prompt and answer together, at most.
+        """
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept == -1:
+            kept = max(context - max(answer or 1, 1), 1)
+        return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
+
+    def response_id(self, prefix: str) -> str:
+        return f"{prefix}-{self.request_id or uuid.uuid4().hex}"
+
+    @property
+    def stream_style(self) -> dict[str, bool]:
+        """How text.stream turns tokens to text."""
+        return {
+            "keep_stop": bool(self.include_stop_str_in_output),
+            "show_special": self.skip_special_tokens is False,
+        }
 
     def answer_format(self) -> AnswerFormat | None:
         guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
@@ -108,6 +164,10 @@ class SamplingBody(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
         self,
@@ -130,6 +190,8 @@ class SamplingBody(Body):
             max_tokens=max_tokens,
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -157,8 +219,12 @@ class ContinuedBody(Body):
 
 
 class ChatBody(SamplingBody, ContinuedBody):
-    """`echo`: an answer that continues the last message begins with that message's text."""
+    """`echo`: an answer that continues the last message begins with that message's text.
 
+    `thinking_token_budget` is vLLM's name of max_thinking_tokens; -1 is no bound.
+    """
+
+    FIELDS: ClassVar = fields.CHAT
     messages: list[dict[str, Any]]
     echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -171,6 +237,8 @@ class ChatBody(SamplingBody, ContinuedBody):
     top_logprobs: int | None = None
     thinking: Thinking | None = None
     max_thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
@@ -190,7 +258,15 @@ class ChatBody(SamplingBody, ContinuedBody):
                 )
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+        if self.truncate_prompt_tokens is not None and self.truncation_side == "right":
+            raise RequestError(
+                "truncation_side 'right' would cut off the assistant's turn: use 'left'", param="truncation_side"
+            )
         self.thinking_budget()
+
+    def check_nested(self, *, lenient: bool) -> None:
+        super().check_nested(lenient=lenient)
+        fields.check_open(self.messages, self.tools or (), lenient=lenient)
 
     @property
     def declared_tools(self) -> list[dict[str, Any]] | None:
@@ -226,6 +302,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         """How many tokens the thought may take; None: no bound."""
         limits = {
             "max_thinking_tokens": self.max_thinking_tokens,
+            "thinking_token_budget": None if self.thinking_token_budget == -1 else self.thinking_token_budget,
             "thinking.budget_tokens": None if self.thinking is None else self.thinking.budget_tokens,
         }
         budget = thinking_budget(limits, self.reasoning_effort)
@@ -236,19 +313,15 @@ class ChatBody(SamplingBody, ContinuedBody):
 
 
 class CompletionBody(SamplingBody):
-    """The answer always goes on from the prompt: vLLM's continue_final_message has nothing to change here."""
-
+    FIELDS: ClassVar = fields.COMPLETION
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    return_token_ids: bool | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
-        if self.stream and self.return_token_ids:
-            raise RequestError("return_token_ids cannot be streamed: send stream: false", param="return_token_ids")
         if self.stream and self.best_of is not None and self.best_of > self.wanted:
             raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
         if self.suffix:
@@ -280,6 +353,7 @@ class TokenizeBody(ContinuedBody):
     `add_special_tokens` changes nothing: no prompt of this family begins with a token of its own.
     """
 
+    FIELDS: ClassVar = fields.TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -298,26 +372,26 @@ class DetokenizeBody(Body):
 B = TypeVar("B", bound=Body)
 
 
-def parse(kind: type[B], body: bytes) -> B:
-    """The validated body; RequestError names the field that is wrong."""
+def parse(kind: type[B], body: bytes, *, lenient: bool = False) -> B:
+    """The validated body; RequestError names the field that is wrong. `lenient`: unknown fields are ignored."""
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as e:
+        if e.errors(include_url=False)[0]["type"] == "missing":  # perhaps it is there, misspelt
+            given = msgspec.json.decode(body)
+            unknown = {name: value for name, value in given.items() if name not in kind.model_fields}
+            fields.check(unknown, kind.model_fields, kind.FIELDS, "", lenient=lenient)
         raise from_validation(e) from e
-    _warn_unknown(parsed, "")
+    _check_fields(parsed, "", lenient)
     return parsed
 
 
-def _warn_unknown(body: Body, prefix: str) -> None:
-    for name in body.model_extra or ():
-        # Bounded, because names come from clients.
-        spelled = (prefix + name)[:64]
-        if spelled not in _warned and len(_warned) < MAX_WARNED:
-            _warned.add(spelled)
-            log.warning("request field %r is unknown and ignored (said once)", spelled)
+def _check_fields(body: Body, where: str, lenient: bool) -> None:
+    fields.check(body.model_extra or {}, type(body).model_fields, type(body).FIELDS, where, lenient=lenient)
+    body.check_nested(lenient=lenient)
     for name in type(body).model_fields:
         if isinstance(inner := getattr(body, name), Body):
-            _warn_unknown(inner, f"{prefix}{name}.")
+            _check_fields(inner, f"{where}{name}.", lenient)
 
 
 def _agreed(votes: Mapping[str, bool | None]) -> bool | None:
@@ -374,16 +448,22 @@ def usage(prompt: int, completion: int, cached: int, reasoning: int, predictions
     }
 
 
+def named(token: int) -> str:
+    """A token by its id, for `return_tokens_as_token_ids`."""
+    return f"token_id:{token}"
+
+
 def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    """One element of logprobs.content."""
+def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob, *, as_ids: bool = False) -> dict[str, Any]:
+    """One element of logprobs.content; `as_ids`: tokens are spelled as `named` does."""
 
     def spell(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
+        text = named(token) if as_ids else raw.decode(errors="replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     top: Sequence[tuple[int, float]] = entry.top
     return {**spell(entry.token, entry.logprob), "top_logprobs": [spell(t, p) for t, p in top]}

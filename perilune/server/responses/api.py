@@ -239,7 +239,7 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     raw = await request.body()
-    body = parse(ResponsesBody, raw)
+    body = parse(ResponsesBody, raw, lenient=service.config.lenient_fields)
     body.check_supported()
     service.check_model(body.model)
     before, size = store.conversation(body.previous_response_id) if body.previous_response_id is not None else ([], 0)

@@ -1,10 +1,11 @@
 """The body of POST /v1/responses, and what it says in the terms of a chat completion."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
 from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
 from perilune.server.openai.protocol import Body, ChatBody, unsupported
 from perilune.text.tools import parse_tools, show
 
@@ -26,11 +27,13 @@ _INCLUDABLE = ("reasoning.encrypted_content",)
 class Reasoning(Body):
     """`summary` is accepted: the whole reasoning is returned, which needs no summary."""
 
+    FIELDS: ClassVar = REASONING
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class Text(Body):
+    FIELDS: ClassVar = TEXT
     format: dict[str, Any] | None = None
 
 
@@ -41,6 +44,7 @@ class StreamOptions(Body):
 
 
 class ResponsesBody(Body):
+    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
     input: Any  # a text or a list of items
     model: str | None = None
     instructions: str | None = None
@@ -60,11 +64,6 @@ class ResponsesBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    # Hints to a hosted service's billing, abuse control and cache; they change no answer.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
     # Known, not acted on.
     background: bool | None = None

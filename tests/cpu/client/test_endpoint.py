@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
+from perilune.bench.ledger import origin
 from perilune.client import endpoint as module
 from perilune.client.endpoint import Chunk, Endpoint, EndpointError, Usage
-from perilune.client.target import open_target, origin, serving
+from perilune.client.target import open_target, serving
 from perilune.core.errors import ConfigError, EngineError
 from perilune.text.stream import Content, Reasoning, ToolArguments, ToolStart
 from tests import fake_endpoint

@@ -155,7 +155,7 @@ def test_a_model_that_opens_its_own_thought_is_told_so() -> None:
 
 
 class TestClosedByTheGrammar:
-    """Every API tells an answer that its grammar completed because max_tokens ran out from one that is whole."""
+    """In every API an answer that its grammar completed because max_tokens ran out is marked."""
 
     FORM: ClassVar = {"response_format": {"type": "json_object"}, "max_tokens": 50}
 
