@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 MODEL ?= kimi-nano
 PORT ?= 8000
 XDIST := --numprocesses auto --maxprocesses 8 --dist worksteal
-# Scheduler, KV cache, text and grammar: tests that never import torch.
-FAST := tests/cpu/core tests/cpu/kv tests/cpu/engine/test_scheduler.py tests/cpu/speculation/test_suffix.py tests/cpu/text \
-  tests/cpu/grammar
+# Tests that never import torch: scheduler, KV cache, text, grammar, n-gram lookups.
+FAST := tests/cpu/kv tests/cpu/text tests/cpu/grammar tests/cpu/engine/test_scheduler.py tests/cpu/speculation/test_suffix.py
+# What the tree must look like; the other tests of that folder run the bundled model and its trainer.
+HOUSE := tests/cpu/house/test_imports.py tests/cpu/house/test_rules.py tests/cpu/house/test_docs.py \
+  tests/cpu/house/test_packaging.py
 
 .PHONY: install serve test fast check bench format clean
 
@@ -25,7 +27,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/cpu/house/test_imports.py
+	$(BIN)/python -m pytest $(HOUSE)
 	$(BIN)/python -m runs.readme --check
 
 bench: install
@@ -34,6 +36,7 @@ bench: install
 format: $(VENV)/.check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m tests.cpu.house.test_rules
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("perilune needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'

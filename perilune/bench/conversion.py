@@ -82,7 +82,7 @@ def _model(model: Path, tokens: int, report: Callable[[str], None]) -> dict[str,
             f"{name}_top1_agreement": round(agreement, 5),
             f"{name}_layers_db": [round(min(decibels(s, e), 999.0), 4) for s, e in seen.layers],
         }
-        pieces = seen.divergence.split([len(ids) for ids in texts.sequences])
+        pieces = torch.split(seen.divergence, [len(ids) for ids in texts.sequences])
         divergences[name] = torch.stack([piece.sum() for piece in pieces])
     for key, name in (("kl_ratio", "optimal"), ("kl_ratio_calibrated", "calibrated")):
         low, high = interval(divergences[name], divergences["max"])

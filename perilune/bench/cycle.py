@@ -183,7 +183,7 @@ def _verified(engine: Engine) -> int:
     """How many tokens, all of them others, the cycle that ran last verified."""
     assert engine.runner.graphs is not None
     torch.cuda.synchronize()
-    return len(engine.runner.graphs.latest().step.tokens.unique())
+    return len(set(engine.runner.graphs.latest().step.tokens.tolist()))
 
 
 def _drafter(bench: Bench, engine: Engine, *, fp8: bool) -> Eagle3Drafter:

@@ -192,6 +192,7 @@ class Bench:
                     distinct = distinct_experts(engine)
                     engine.step()  # back on the graph
                 engine.runner.call(_scatter, engine)
+                assert engine.runner.graphs is not None
                 graphs[layers] = engine.runner.graphs.latest()
             # In turns: where the GPU is at its power limit, what ran before decides the clock.
             times = engine.runner.call(replays_ms, list(graphs.values()), engine.info.vocab_size)
@@ -313,7 +314,9 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     engine.step()
     if scattered:
         engine.runner.call(_scatter, engine)
-    engine.runner.graphs.broken = "counting experts"
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    graphs.broken = "counting experts"
     for name, real in choosing.items():
         setattr(kimi_k2, name, recording(real))
     try:
@@ -322,8 +325,8 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     finally:
         for name, real in choosing.items():
             setattr(kimi_k2, name, real)
-        engine.runner.graphs.broken = None
-    return statistics.mean(len(ids.unique()) for ids in seen)
+        graphs.broken = None
+    return statistics.mean(len(set(ids.flatten().tolist())) for ids in seen)
 
 
 def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
@@ -341,11 +344,12 @@ def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
         events = []
         for graph in graphs:
             graph.replay()
-            events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            events[-1][0].record()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # of torch
+            events.append((begin, end))
+            begin.record()
             for _ in range(REPLAYS):
                 graph.replay()
-            events[-1][1].record()
+            end.record()
         torch.cuda.synchronize(device)
         for own, (begin, end) in zip(times, events):
             own.append(begin.elapsed_time(end) / REPLAYS)
@@ -363,7 +367,8 @@ def breakdown(graph: Replayable, reads: list[tuple[str, float]]) -> list[str]:
         for _ in range(TRACED):
             graph.replay()
         torch.cuda.synchronize()
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
+    events = [e for e in profile.events() if e.device_type == cuda]
     spans = sorted((e.time_range.end, e.name) for e in events)
     count, rest = divmod(len(spans), TRACED)
     names = [name for _, name in spans[:count]]

@@ -158,7 +158,8 @@ def _kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _seconds(engine, prompt)
         engine.runner.call(torch.cuda.synchronize)
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
+    events = [e for e in profile.events() if e.device_type == cuda]
     spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
     marks = [i for i, (*_, name) in enumerate(spans) if MARK in name]
     if len(marks) < 2:

@@ -8,6 +8,8 @@ python rival_llama.py serve FILE.gguf THREADS       reads one JSON line {"prompt
 import json
 import sys
 import time
+from types import ModuleType
+from typing import Any
 
 
 def quantize(source: str, out: str) -> None:
@@ -39,7 +41,7 @@ def serve(path: str, threads: int) -> None:
         print(json.dumps({"tokens_per_s": (len(tokens) - 1) / seconds, "tokens": tokens}), flush=True)
 
 
-def _likeliest(llama_cpp, np, model) -> int:  # type: ignore[no-untyped-def]
+def _likeliest(llama_cpp: ModuleType, np: ModuleType, model: Any) -> int:
     logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
     return int(np.ctypeslib.as_array(logits, shape=(model.n_vocab(),)).argmax())
 

@@ -250,9 +250,10 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     from transformers import DeepseekV3ForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return DeepseekV3ForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers has no types here
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
+    model = DeepseekV3ForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.eval()  # type: ignore[no-untyped-call]  # transformers has no types here
 
 
 def _plain_config(c: KimiConfig) -> dict[str, Any]:

@@ -327,11 +327,7 @@ class Chat:
 @click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
 @click.option("--seed", type=int, help="Makes answers reproducible.")
 @targets.target_options
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "dtype")
-@options.field_option(EngineConfig, "max_model_len")
-@options.draft_options
-@options.set_option
+@options.engine_options(*options.COMMON)
 def command(
     model: str,
     system: str | None,

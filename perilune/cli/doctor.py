@@ -104,8 +104,8 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
         raw = read_object(path / "config.json")
         if (draft := _draft(raw)) is not None:
             report.title, report.answers = f"{model}: an EAGLE-3 draft", draft
-            text = f"{model} is a draft model, which speeds up another one and cannot be served by itself"
-            report.findings.append(Finding("wrong", text, "check and serve the model that it was trained for"))
+            what = f"{model} is a draft model, which speeds up another one and cannot be served by itself"
+            report.findings.append(Finding("wrong", what, "check and serve the model that it was trained for"))
             return report
         config = KimiConfig.from_directory(path)
         require_served(config.quantization, "config.json")

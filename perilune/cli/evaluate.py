@@ -13,7 +13,6 @@ from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import keep, ledger_option
 from perilune.client.target import open_target, run
-from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
@@ -47,11 +46,7 @@ WIDTH = 120  # of the table where there is no terminal
     "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
 )
 @targets.target_options
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "dtype")
-@options.field_option(EngineConfig, "max_model_len")
-@options.draft_options
-@options.set_option
+@options.engine_options(*options.COMMON)
 @ledger_option("evaluate")
 def command(
     model: str,

@@ -63,11 +63,7 @@ class Speed:
 @click.option("--min-tokens", type=int, help="Tokens before which the answer cannot end.")
 @click.option("--seed", type=int, help="Makes the answer reproducible.")
 @click.option("--stop", multiple=True, help="End before this text; repeatable.")
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "dtype")
-@options.field_option(EngineConfig, "max_model_len")
-@options.draft_options
-@options.set_option
+@options.engine_options(*options.COMMON)
 def command(
     model: str,
     prompt: str | None,

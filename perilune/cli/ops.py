@@ -95,7 +95,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def _list(ops: dict[str, Op], device: torch.device, as_json: bool) -> None:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, op in ops.items():
         chosen: dict[str, int] = {}
         refused: dict[str, dict[str, None]] = {}

@@ -44,27 +44,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@options.field_option(ServerConfig, "host")
-@options.field_option(ServerConfig, "port")
-@options.field_option(ServerConfig, "served_model_name")
-@options.field_option(ServerConfig, "max_waiting")
-@options.field_option(ServerConfig, "chat_template")
-@options.field_option(ServerConfig, "vendor_strict")
-@options.field_option(ServerConfig, "lenient_fields")
-@options.field_option(ServerConfig, "cors_origins")
+@options.field_options(
+    ServerConfig,
+    "host",
+    "port",
+    "served_model_name",
+    "max_waiting",
+    "chat_template",
+    "vendor_strict",
+    "lenient_fields",
+    "cors_origins",
+)
 @click.option(
     "--api-key-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="File whose only line is the key that requests must carry as a bearer token.",
 )
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "dtype")
-@options.field_option(EngineConfig, "max_model_len")
-@options.draft_options
-@options.field_option(EngineConfig, "log_rejected")
-@options.field_option(EngineConfig, "max_num_seqs")
-@options.field_option(EngineConfig, "memory_fraction")
-@options.set_option
+@options.engine_options(*options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction")
 @click.option(
     "--config",
     "config_file",

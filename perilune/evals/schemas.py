@@ -281,8 +281,8 @@ def _failure(case: Case, drawn: Sequence[Drawn], why: str, reply: Reply | None) 
 def judge(case: Case, drawn: Sequence[Drawn], reply: Reply) -> Iterator[str]:
     """Everything that is wrong with an answer."""
     expected = "length" if reply.closed_by_grammar else "tool_calls" if reply.tool_calls else "stop"
-    text = case.kind == "auto" and not reply.tool_calls
-    if reply.finish_reason != expected and not (text and reply.finish_reason == "length"):
+    answered = case.kind == "auto" and not reply.tool_calls
+    if reply.finish_reason != expected and not (answered and reply.finish_reason == "length"):
         yield f"finish_reason is {reply.finish_reason!r}, not {expected!r}"
     for what, text in (("content", reply.content), ("reasoning", reply.reasoning)):
         if found := MARKER.search(text):

@@ -7,8 +7,8 @@ a completion; that there is no shorter one is likely, not certain.
 import functools
 import heapq
 import re
-import re._constants as sre  # type: ignore[import-not-found]
-import re._parser as parser  # type: ignore[import-not-found]
+import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
+import re._parser as parser  # type: ignore[import-not-found]  # as above
 from collections.abc import Iterator, Sequence
 from typing import Any
 

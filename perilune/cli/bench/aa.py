@@ -10,7 +10,6 @@ from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.client.target import open_target, run
-from perilune.core.config import EngineConfig
 
 POSITIVE = click.IntRange(min=1)
 
@@ -38,11 +37,7 @@ POSITIVE = click.IntRange(min=1)
 )
 @click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the server's]")
 @targets.target_options
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "dtype")
-@options.field_option(EngineConfig, "max_model_len")
-@options.draft_options
-@options.set_option
+@options.engine_options(*options.COMMON)
 @ledger_option("aa")
 def command(
     model: str,

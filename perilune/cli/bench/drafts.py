@@ -14,10 +14,7 @@ from perilune.formats.hub import resolve_model
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@options.draft_options
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "threads")
-@options.field_option(EngineConfig, "max_model_len")
+@options.field_options(EngineConfig, *options.DRAFT, "device", "threads", "max_model_len")
 @click.option("--requests", default=48, show_default=True, help="Requests of the trace.")
 @click.option("--users", default="1,4,16", show_default=True, help="Requests at a time, separated by commas.")
 @click.option("--rounds", default=3, show_default=True, help="Times that every setting plays the trace.")

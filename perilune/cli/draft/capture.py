@@ -50,8 +50,7 @@ CAPTURED = 65536  # tokens in a step, and roughly in a file
     show_default=True,
     help="Tokens for which --by-layer reads MODEL once: more take more memory of the host (57 kB each in Kimi K2).",
 )
-@options.field_option(EngineConfig, "device")
-@options.set_option
+@options.engine_options("device")
 def command(
     model: str,
     corpora: tuple[Path, ...],

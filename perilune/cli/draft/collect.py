@@ -64,10 +64,7 @@ ASKED = 64  # of a server at once
 )
 @click.option("--url", help="A running server of MODEL that is to answer: perilune serve, or vLLM.  [default: here]")
 @targets.target_options
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "max_num_seqs")
-@options.field_option(EngineConfig, "max_model_len")
-@options.set_option
+@options.engine_options("device", "max_num_seqs", "max_model_len")
 def command(
     model: str,
     out: Path,

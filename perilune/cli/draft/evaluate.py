@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from perilune.cli.shared import options
-from perilune.core.config import EngineConfig
 from perilune.core.jsonfile import write_object
 from perilune.draft import plot, report, speed
 from perilune.engine.llm import LLM
@@ -47,9 +46,7 @@ WIDTH = 200  # of the table where there is no terminal
 @click.option("--users", default="1,8", show_default=True, help="How many at once, then.")
 @click.option("--plot", "drawing", type=click.Path(path_type=Path, dir_okay=False), help="Also draw an SVG picture.")
 @click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the records here.")
-@options.field_option(EngineConfig, "device")
-@options.field_option(EngineConfig, "max_num_seqs")
-@options.set_option
+@options.engine_options("device", "max_num_seqs")
 def command(
     draft: Path,
     model: str,

@@ -14,6 +14,8 @@ from perilune.core.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
+DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
+COMMON = ("device", "dtype", "max_model_len", *DRAFT)  # of verbs that run one model for one purpose
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
@@ -33,23 +35,28 @@ def field_option(kind: Config, name: str) -> Callable[[F], F]:
     return click.option(f"--{flag}", type=_type(hint), help=text)
 
 
-def draft_options(function: F) -> F:
-    """`--draft`, `--draft-tokens`, `--drafter`, `--draft-dtype`; a command takes them as other engine options."""
-    for name in ("draft_dtype", "drafter", "draft_tokens", "draft"):
-        function = field_option(EngineConfig, name)(function)
-    return function
+def field_options(kind: Config, *names: str) -> Callable[[F], F]:
+    """The options of several fields, in this order on the help page."""
+
+    def add(function: F) -> F:
+        for name in reversed(names):
+            function = field_option(kind, name)(function)
+        return function
+
+    return add
 
 
-def set_option(function: F) -> F:
-    """`--set KEY=VALUE`, for the engine keys that have no option of their own."""
+def engine_options(*names: str) -> Callable[[F], F]:
+    """Options of these engine keys, then `--set KEY=VALUE` for keys without an option, taken as `assignments`."""
     keys = ", ".join(f.name for f in dataclasses.fields(EngineConfig))
-    return click.option(
+    assign = click.option(
         "--set",
         "assignments",
         multiple=True,
         metavar="KEY=VALUE",
         help=f"Set an engine key; repeatable; ops.NAME=IMPL for one operation. Keys: {keys}.",
-    )(function)
+    )
+    return lambda function: field_options(EngineConfig, *names)(assign(function))
 
 
 def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,3 +65,8 @@ def test_the_image_is_made_of_files_that_exist_and_starts_a_server() -> None:
     parts = [ast.literal_eval(line.split(" ", 1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD"))]
     assert parts[0] == ["perilune"] and parts[1][0] == "serve"
     assert serve.command.make_context("serve", parts[1][1:]).params["host"] == "0.0.0.0"
+
+
+def test_the_makefile_names_tests_that_exist() -> None:
+    named = re.findall(r"tests/\S+", (ROOT.parent / "Makefile").read_text())
+    assert len(named) > 8 and [name for name in named if not (ROOT.parent / name).exists()] == []
