@@ -79,8 +79,8 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
         raise
     finally:
         if reader.done():
-            # The server has closed its log and is ending by itself. terminate() would poll it first, and so take its exit
-            # code away from asyncio's own waiter, which then warns of an unknown child process.
+            # The server has closed its log and is ending by itself. terminate() would poll it first and so take its
+            # exit code away from asyncio's own waiter, which then warns of an unknown child process.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), DEATH_SECONDS)
         if process.returncode is None:

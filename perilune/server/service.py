@@ -40,7 +40,11 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
     ) -> AsyncGenerator[Delta, None]: ...
 
 
@@ -137,12 +141,18 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        service: Service,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        cache_keys: tuple[str, ...],
     ) -> None:
         self.service = service
         self.prompt = prompt
         self.params = params
         self.constraint = constraint
+        self.cache_keys = cache_keys
         self.finish_reason: str | None = None
         self._closed = False
         self.cached_tokens = 0
@@ -159,7 +169,7 @@ class Generation:
         last = 0.0
         outcome = "error"
         try:
-            generate = self.service.engine.generate(self.prompt, self.params, self.constraint)
+            generate = self.service.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     now = time.perf_counter()

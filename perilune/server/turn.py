@@ -157,7 +157,8 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
                 begun=bool(begun.content),
                 **body.stream_style,
             )
-            turns.append(Turn(Generation(service, prompt, own, constraint), stream, ends=ends, echo=echo))
+            generation = Generation(service, prompt, own, constraint, body.cache_keys)
+            turns.append(Turn(generation, stream, ends=ends, echo=echo))
         return Turns(turns, held.pop_all().close)
 
 

@@ -142,6 +142,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -160,6 +161,7 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
 
 

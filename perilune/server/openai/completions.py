@@ -88,7 +88,7 @@ class Choice:
         self.body = body
         self.echo = bool(body.echo)
         self.silent = body.silent
-        self.generation = Generation(service, prompt, params, constraint)
+        self.generation = Generation(service, prompt, params, constraint, body.cache_keys)
         self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids, **body.stream_style)
         self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
         self.prompt_logprobs: list[TokenLogprob] = []
