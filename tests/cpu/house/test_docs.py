@@ -94,3 +94,11 @@ def test_a_page_that_looks_different_asks_for_a_new_picture(tmp_path: Path, monk
     changed.write_text(screenshot.PAGE.read_text().replace("max-width: 48rem", "max-width: 40rem"))
     monkeypatch.setattr(screenshot, "PAGE", changed)
     assert len(list(screenshot.problems())) == 1
+
+
+def test_the_logs_index_has_every_heading() -> None:
+    text = (references.ROOT / references.LOG).read_text()
+    headings = re.findall(r"^## (.+)$", text, re.M)
+    index = re.findall(r"^- \[(.+)\]\(#(.+)\)$", text, re.M)
+    assert [title for title, _ in index] == headings[2:] and headings[:2] == ["State of play", "Index"]
+    assert {anchor for _, anchor in index} <= references.anchors(text)
