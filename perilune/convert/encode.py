@@ -183,7 +183,7 @@ class Encoder:
 
     def _input_scale(self, name: str) -> Tensor:
         """As ModelOpt means it, [] float32: measured, else the source's, else INPUT_SCALE."""
-        _, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        _, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
         known = self.inputs.scales.get((layer, "down" if kind == "down" else "gate_up"))
         if known is not None:
             return torch.tensor(known)
@@ -199,7 +199,7 @@ class Encoder:
         return scale.reshape(()) if form == scheme.NVFP4 else scale.reshape(()).reciprocal()
 
     def _often(self, name: str) -> Tensor | None:
-        stem, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        stem, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
         known = self.inputs.often.get(stem[:-1] if kind == "down" else layer)
         if known is None:
             return None
@@ -209,7 +209,7 @@ class Encoder:
 
     def _pair(self, name: str) -> tuple[str, ...]:
         """The matrices that share a scale with `name`: engines put gate and up together, and keep one for both."""
-        stem, _, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        stem, _, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
         return (name,) if kind == "down" else names.mlp(stem)["gate_up"]
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:

@@ -373,8 +373,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) and all(isinstance(p, int) or hasattr(p, "__index__") for p in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+        return [list(prompts)]  # type: ignore[arg-type]  # one prompt of token ids: each was looked at
+    return list(prompts)  # type: ignore[arg-type]  # several prompts: none of them is an id
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

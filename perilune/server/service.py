@@ -240,7 +240,7 @@ def read_generation_config(directory: Path) -> dict[str, float]:
             raise CheckpointError(f"{path}: {name} must be a number, not {quoted(value)}")
         found[name] = value
     try:
-        SamplingParams(**found)  # type: ignore[arg-type]
+        SamplingParams(**found)  # type: ignore[arg-type]  # numbers; it refuses a top_k with a fraction
     except RequestError as e:
         raise CheckpointError(f"{path}: {e}") from e
     return found

@@ -37,7 +37,7 @@ SAMPLING_FIELDS = (
     "logit_bias",
     "min_tokens",
 )
-MAX_SALT = 256  # characters
+MAX_SALT_CHARS = 256
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -129,8 +129,8 @@ class SamplingBody(Body):
                 f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {kept}",
                 param="truncate_prompt_tokens",
             )
-        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT:
-            raise RequestError(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARS:
+            raise RequestError(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 "request_id must be 1 to 128 printable ASCII characters without spaces", param="request_id"
