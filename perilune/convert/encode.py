@@ -24,6 +24,7 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.served import SERVED
 from perilune.loading.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
+from perilune.ops.harness.workspace import Workspaces
 
 EXPERT = re.compile(r"((.*\.mlp\.experts)\.\d+\.)(gate|up|down)_proj")
 SCALE_NAMES = ".weight_scale"
@@ -68,6 +69,7 @@ class Encoder:
         self._checkpoint, self._found, self._target = checkpoint, found, target
         self._devices, self._threads, self._own = devices, itertools.count(), threading.local()
         self._scales = scales
+        self._workspaces = Workspaces()
         self.inputs = Inputs()
         self._factors: dict[tuple[str, ...], Tensor] = {}
         self._lock = threading.Lock()
@@ -142,7 +144,8 @@ class Encoder:
             else:
                 exponent, often = math.frexp(factor.item())[1] - 1, self._often(name)
                 if form in GRID:
-                    done = search.from_int4(*self._grid(name, rows), exponent, often)
+                    with self._workspaces.use():
+                        done = search.from_int4(*self._grid(name, rows), exponent, often)
                 else:
                     done = search.from_weights(self._weights(name, rows), exponent, often)
             return Piece(done.values, (done.scale,), done.signal, done.error)

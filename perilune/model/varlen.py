@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perilune.model.kimi_k2 import KimiK2, Step, apply
-from perilune.model.weights import Attention, Layer
+from perilune.model.weights import Attention, Layer, Mlp, Moe
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.harness.workspace import Workspaces
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -50,6 +51,7 @@ class WholeTexts(KimiK2):
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
         self.grids: list[Grid] = []
+        self._workspaces = Workspaces()
 
     def entering(self, step: Step) -> Tensor:
         """[T, D], the residual stream as it enters the first layer."""
@@ -66,6 +68,10 @@ class WholeTexts(KimiK2):
         x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
         # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
         add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
+
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+        with self._workspaces.use():
+            return super()._ffn(w, x)
 
     def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         (heads, n, latent), r, v = w.w_uk.shape, 2 * cos.shape[1], w.w_uv.shape[2]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import mla_decode
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
@@ -114,12 +114,6 @@ def _kernel() -> Any:
     return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "p")
 
 
-@functools.cache
-def _board(device: torch.device, stream: int, heads: int) -> Tensor:
-    """What processors tell each other (mla_decode_output_t1.cu)."""
-    return torch.zeros(heads * K2.value + 2, dtype=torch.int32, device=device)
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, H, _), D = a.q_full.shape, a.w.shape[0]
     found = build.on_hopper(
@@ -209,8 +203,8 @@ def cuda(
     w_scale: Tensor | None,
 ) -> Tensor:
     y = torch.empty(1, w.shape[0], dtype=q_full.dtype, device=q_full.device)
-    stream = torch.cuda.current_stream(q_full.device).cuda_stream
-    board = _board(q_full.device, stream, q_full.shape[1])
+    H = q_full.shape[1]
+    board = workspace.current(q_full.device).zeros(("mla_decode_output", H), H * K2.value + 2)
     launch(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, board, y)
     return y
 

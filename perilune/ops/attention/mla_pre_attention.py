@@ -25,7 +25,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows, mla_project_query
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
@@ -142,12 +142,6 @@ op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=(0, 12
 
 
 @functools.cache
-def board(device: torch.device, stream: int, tokens: int) -> Tensor:
-    """Where the CTAs of launches of so many tokens tell each other their results: mla_pre_attention_t1.cu."""
-    return torch.zeros(BOARD_BYTES, dtype=torch.uint8, device=device)
-
-
-@functools.cache
 def _kernel(few: bool) -> Any:
     name = "mla_pre_attention_mma" if few else "mla_pre_attention"
     return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
@@ -196,7 +190,7 @@ def cuda(
     assert w_a.is_contiguous() and w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_a.stride()=} {w_q.stride()=}"
     x, T, H = x.contiguous(), x.shape[0], w_uk.shape[0]
     out = torch.empty(T, H, K2.latent + K2.rope, dtype=BFLOAT16, device=residual.device)
-    stream = torch.cuda.current_stream(residual.device).cuda_stream
+    memory = workspace.current(residual.device)
     failed = _kernel(T > 1)(
         residual.data_ptr(),
         x.data_ptr(),
@@ -213,10 +207,10 @@ def cuda(
         inner_eps,
         w_uk.data_ptr(),
         out.data_ptr(),
-        board(residual.device, stream, T).data_ptr(),
+        memory.zeros(("mla_pre_attention", T), BOARD_BYTES, torch.uint8).data_ptr(),
         *((T,) if T > 1 else ()),
         H,
-        stream,
+        memory.stream,
     )
     assert not failed, f"mla_pre_attention does not start: CUDA error {failed}"
     return out

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import mla_decode, mla_decode_output
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.moe import router
@@ -154,23 +154,6 @@ def _choose() -> Any:
     return build.function("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
 
 
-@dataclass(frozen=True)
-class _Boards:
-    """What processors tell each other (mla_decode_output_t1.cu, mla_decode_router_t1.cu), for launches of always as
-    many of them."""
-
-    values: Tensor
-    fresh: Tensor
-    launches: Tensor
-    scores: Tensor
-
-
-@functools.cache
-def _boards(device: torch.device, stream: int, heads: int, D: int, experts: int) -> _Boards:
-    sizes = (heads * K2.value + 2, D, 2, router.MOST_EXPERTS)
-    return _Boards(*(torch.zeros(n, dtype=torch.int32, device=device) for n in sizes))
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
     found = mla_decode_output.op.impls["cuda"].when(
         a, device
@@ -222,21 +205,26 @@ def cuda(
     (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
     rows = _rows(E, device)
     assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
-    stream = torch.cuda.current_stream(device).cuda_stream
-    boards = _boards(device, stream, H, D, E)
+    memory = workspace.current(device)
+    # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
+    # launches of other sizes have others.
+    values, fresh, launches, scores = (
+        memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
+        for name, n in (("values", H * K2.value + 2), ("fresh", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
+    )
     # Before the launches: the second one of `launch` has not ended when these are written.
     x = torch.empty_like(residual)
     ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
     shares = torch.empty(1, top_k, device=device)
-    number = router.announce(x, ids, stream, router.Source(boards.fresh, norm, eps))
+    number = router.announce(x, ids, memory.stream, router.Source(fresh, norm, eps))
     mla_decode_output.launch(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, boards.values, None,
-        residual, boards.fresh,
+        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, values, None,
+        residual, fresh,
     )  # fmt: skip
     failed = _choose()(
-        boards.fresh.data_ptr(), boards.launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
-        x.data_ptr(), boards.scores.data_ptr(), router.board(device, stream).data_ptr(), ids.data_ptr(),
-        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, stream,
+        fresh.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
+        x.data_ptr(), scores.data_ptr(), router.mailbox(memory).data_ptr(), ids.data_ptr(),
+        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
     return x, ids, shares
