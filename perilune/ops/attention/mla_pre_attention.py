@@ -138,7 +138,7 @@ def reference(
     return mla_project_query.reference(q_a, q_norm, w_q, q_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, inner_eps)
 
 
-op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=(0, 12))
+op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=("residual", "cache"))
 
 
 @functools.cache

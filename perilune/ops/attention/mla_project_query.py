@@ -105,7 +105,7 @@ def reference(
     return mla_absorb_query.reference(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
 
 
-op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=("q_a", "cache"))
 
 
 @functools.cache

@@ -22,13 +22,13 @@ class Verdict:
     failed: str | None = None
 
 
-def cases(op: Op, device: torch.device, pattern: str | None = None) -> list[Any]:
+def cases(op: Op[..., Any], device: torch.device, pattern: str | None = None) -> list[Any]:
     """The cases to run there: all on a GPU, the ones not marked big on CPU; `pattern` is a part of their text."""
     return [c for c in op.cases if (device.type != "cpu" or not c.big) and (pattern is None or pattern in repr(c))]
 
 
 def check(
-    op: Op, case: Any, dtype: torch.dtype, device: torch.device, names: Iterable[str] | None = None
+    op: Op[..., Any], case: Any, dtype: torch.dtype, device: torch.device, names: Iterable[str] | None = None
 ) -> Iterator[Verdict]:
     """A verdict for each implementation (of `names`, if given) but the reference.
 
@@ -49,7 +49,7 @@ def check(
         yield Verdict(impl.name, failed=_compare(op, impl, args, dtype, want))
 
 
-def outputs(op: Op, impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
+def outputs(op: Op[..., Any], impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
     """Results by the names in the op's tolerances; those that are parameters are the arguments written in place."""
     result = impl.run(*args.values())
     returned = [result] if isinstance(result, Tensor) else list(result or ())
@@ -58,7 +58,9 @@ def outputs(op: Op, impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
     return {**dict(zip(names, returned)), **{name: args[name] for name in op.tol if name in args}}
 
 
-def _compare(op: Op, impl: Impl, args: dict[str, Any], dtype: torch.dtype, want: dict[str, Tensor]) -> str | None:
+def _compare(
+    op: Op[..., Any], impl: Impl, args: dict[str, Any], dtype: torch.dtype, want: dict[str, Tensor]
+) -> str | None:
     used = clone(args)
     got = outputs(op, impl, used)
     for name, expected in want.items():

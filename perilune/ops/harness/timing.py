@@ -54,7 +54,7 @@ def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
 
 
 def measure(
-    op: Op, case: Any, dtype: torch.dtype, device: torch.device, names: Sequence[str], roof: Roof
+    op: Op[..., Any], case: Any, dtype: torch.dtype, device: torch.device, names: Sequence[str], roof: Roof
 ) -> list[Timing]:
     """Median times of implementations `names`, interleaved; names that refuse are left out."""
     args = op.inputs(case, Make(dtype, device, SEED))
