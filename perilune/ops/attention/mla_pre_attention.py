@@ -149,8 +149,9 @@ def board(device: torch.device, stream: int, tokens: int) -> Tensor:
 
 @functools.cache
 def _kernel(few: bool) -> Any:
-    name = "mla_pre_attention_mma" if few else "mla_pre_attention"
-    return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
+    source, name = ("mma", "mla_pre_attention_mma") if few else ("t1", "mla_pre_attention")
+    signature = "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp"
+    return build.function(f"mla_pre_attention_{source}.cu", name, signature)
 
 
 def _processors(device: torch.device) -> int:

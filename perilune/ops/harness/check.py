@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.ops.harness.case import Make, Tol, clone
+from perilune.ops.harness.case import Make, Tol, clone, tensors
 from perilune.ops.harness.registry import Impl, Op
 
 SEED = 1
@@ -50,12 +50,12 @@ def check(
 
 
 def outputs(op: Op[..., Any], impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
-    """Results by the names in the op's tolerances; those that are parameters are the arguments written in place."""
-    result = impl.run(*args.values())
+    """Results by the names in the op's tolerances; names of arguments are those written in place."""
+    result, given = impl.run(*args.values()), tensors(args)
     returned = [result] if isinstance(result, Tensor) else list(result or ())
-    names = [name for name in op.tol if name not in args]
+    names = [name for name in op.tol if name not in given]
     assert len(names) == len(returned), f"{op.name}/{impl.name}: {len(returned)} results for {names}"
-    return {**dict(zip(names, returned)), **{name: args[name] for name in op.tol if name in args}}
+    return {**dict(zip(names, returned)), **{name: given[name] for name in op.tol if name in given}}
 
 
 def _compare(
@@ -66,8 +66,9 @@ def _compare(
     for name, expected in want.items():
         if why := difference(got[name], expected, op.tol[name][dtype]):
             return f"{name}: {why}"
-    for name, before in args.items():
-        if isinstance(before, Tensor) and name not in op.tol and not same_bits(used[name], before):
+    after = tensors(used)
+    for name, before in tensors(args).items():
+        if name not in op.tol and not same_bits(after[name], before):
             return f"the input {name} was written to"
     again = outputs(op, impl, clone(args))
     for name in want:

@@ -270,7 +270,7 @@ def test_deciding_arguments_are_named_and_seen_by_their_kinds() -> None:
     ]
     assert len({op._key(a) for a in same}) == 1
     assert len({op._key(a) for a in (args, *others)}) == 1 + len(others)
-    with pytest.raises(ValueError, match="tuple.index"):
+    with pytest.raises(ValueError, match=r"tuple\.index"):
         registry.Op("wrong", [], {}, lambda c, g: {}, lambda c, d: None, reference, decides=("x", "weight"))
 
 
