@@ -99,7 +99,7 @@ def reference(
     return torch.cat([latent, cache_rows.rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
 
 
-op = Op("mla_absorb_query", CASES, TOL, inputs, cost, reference, decides=(0, 6), also=("w_uk.shape",))
+op = Op("mla_absorb_query", CASES, TOL, inputs, cost, reference, decides=("q", "cache", "w_uk"))
 
 
 @functools.cache

@@ -157,7 +157,7 @@ def reference(
     return out
 
 
-op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w_uv.shape",))
+op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=("q_full", "cache", "w_uv"))
 
 
 @functools.cache

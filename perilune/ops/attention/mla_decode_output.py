@@ -106,7 +106,7 @@ def reference(
     return linear_fp8.reference(o, None, w, w_scale, 0.0, wide=False)
 
 
-op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w.shape",))
+op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_full", "cache", "w"))
 
 
 @functools.cache

@@ -138,13 +138,14 @@ def reference(
     return mla_project_query.reference(q_a, q_norm, w_q, q_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, inner_eps)
 
 
-op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=(0, 12))
+op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=("residual", "cache"))
 
 
 @functools.cache
 def _kernel(few: bool) -> Any:
-    name = "mla_pre_attention_mma" if few else "mla_pre_attention"
-    return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
+    source, name = ("mma", "mla_pre_attention_mma") if few else ("t1", "mla_pre_attention")
+    signature = "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp"
+    return build.function(f"mla_pre_attention_{source}.cu", name, signature)
 
 
 def _processors(device: torch.device) -> int:

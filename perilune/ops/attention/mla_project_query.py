@@ -23,8 +23,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, 
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts import latent_cache
-from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.linear.linear_fp8 import reference as fp8_reference
+from perilune.ops.linear import linear_fp8
 from perilune.ops.linear.rmsnorm_linear import reference as dense_reference
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 
@@ -59,7 +58,7 @@ TOL = {"q_full": sums(), "cache": rounded()}
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     w, scale = g.randn(c.H * (c.n + c.r), c.i, scale=c.i**-0.5), None
     if c.fp8:
-        w, scale = quantize_rows(w)
+        w, scale = linear_fp8.quantize_rows(w)
     a, rows = g.randn(c.T, c.i + c.R + c.r, scale=3.0), cache_rows.inputs(g, c.T, c.R, c.r, padding=c.padding)
     return {
         "q_a": a[:, : c.i],
@@ -99,13 +98,13 @@ def reference(
     if w_scale is None:
         q = dense_reference(q_a, q_norm, w_q, eps)
     else:
-        q = fp8_reference(q_a, q_norm, w_q, w_scale, eps, False)
+        q = linear_fp8.reference(q_a, q_norm, w_q, w_scale, eps, False)
     heads = w_uk.shape[0]
     q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
     return mla_absorb_query.reference(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
 
 
-op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=("q_a", "cache"))
 
 
 @functools.cache
@@ -182,7 +181,7 @@ def composed(
     if w_scale is None:
         q = rmsnorm_linear(q_a, q_norm, w_q, eps)
     else:
-        q = linear_fp8(q_a, q_norm, w_q, w_scale, eps)
+        q = linear_fp8.linear_fp8(q_a, q_norm, w_q, w_scale, eps)
     heads = w_uk.shape[0]
     q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
     return mla_absorb_query.mla_absorb_query(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)

@@ -92,7 +92,7 @@ def reference(
     q[..., -r:] = rotated(q[..., -r:], cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=(0, 5))
+op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=("q", "cache"))
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def reference(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
     cache.view(-1, cache.shape[2])[slots] = latent_cache.pack(c, k_pe, cache.dtype)
 
 
-op = Op("write_cache", CASES, TOL, inputs, cost, reference, decides=(1, 0))
+op = Op("write_cache", CASES, TOL, inputs, cost, reference, decides=("c", "cache"))
 
 
 @functools.cache

@@ -145,8 +145,15 @@ def reference(
     return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
 
-_ALSO = ("gate.shape", "gate.dtype", "top_k", "n_group", "topk_group")
-op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=_ALSO)
+op = Op(
+    "mla_decode_router",
+    CASES,
+    TOL,
+    inputs,
+    cost,
+    reference,
+    decides=("q_full", "cache", "gate", "top_k", "n_group", "topk_group"),
+)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build, check, registry, timing
 from perilune.ops.harness.case import FLOAT32, NANO, Make, Sized, Tol, exact
 from perilune.ops.layouts.int4 import dequantize
+from perilune.ops.layouts.operands import Latents, Matrix
 from perilune.ops.linear.linear import linear
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_int4 import experts_int4
@@ -93,7 +94,7 @@ class Doubling(Sized):
 
 
 @pytest.fixture
-def doubling() -> Iterator[registry.Op]:
+def doubling() -> Iterator[registry.Op[..., Any]]:
     """An op y = 2 x made for one test."""
 
     def reference(x: Tensor) -> Tensor:
@@ -112,11 +113,11 @@ def doubling() -> Iterator[registry.Op]:
     del registry._ops["doubling"]
 
 
-def verdicts(op: registry.Op) -> dict[str, check.Verdict]:
+def verdicts(op: registry.Op[..., Any]) -> dict[str, check.Verdict]:
     return {v.impl: v for case in op.cases for v in check.check(op, case, FLOAT32, CPU)}
 
 
-def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doubling: registry.Op) -> None:
+def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doubling: registry.Op[..., Any]) -> None:
     calls = 0
 
     @doubling.impl("right")
@@ -154,7 +155,9 @@ def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doub
 # --- the registry
 
 
-def test_first_runnable_is_chosen_once_and_logged(doubling: registry.Op, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_runnable_is_chosen_once_and_logged(
+    doubling: registry.Op[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     asked = 0
 
     def never(a: Any, device: torch.device) -> bool | str:
@@ -182,7 +185,7 @@ def test_first_runnable_is_chosen_once_and_logged(doubling: registry.Op, caplog:
     ]
 
 
-def test_override_holds_inside_its_context_and_thread(doubling: registry.Op) -> None:
+def test_override_holds_inside_its_context_and_thread(doubling: registry.Op[..., Any]) -> None:
     @doubling.impl("fast")
     def fast(x: Tensor) -> Tensor:
         return 2 * x + 100
@@ -229,7 +232,7 @@ def test_an_override_that_cannot_run_says_why() -> None:
         rmsnorm(torch.ones(2, 7), torch.ones(7), 1e-6)
 
 
-def test_nothing_runnable_lists_every_reason(doubling: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runnable_lists_every_reason(doubling: registry.Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     @doubling.impl("one", when=lambda a, device: "no such chip")
     def one(x: Tensor) -> Tensor:
         return x
@@ -242,7 +245,36 @@ def test_nothing_runnable_lists_every_reason(doubling: registry.Op, monkeypatch:
         doubling(torch.ones(2))
 
 
-def test_decisions_are_bounded(doubling: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deciding_arguments_are_named_and_seen_by_their_kinds() -> None:
+    """A tensor by shape and dtype, a record by its `kind`, a number by itself; other arguments are not looked at."""
+
+    def reference(x: Tensor, w: Matrix, norm: Tensor | None, k: int, other: Tensor, latents: Latents | None) -> Tensor:
+        return x
+
+    decides = ("x", "w", "norm", "k", "latents")
+    op = registry.Op("deciding", [], {"y": exact()}, lambda c, g: {}, lambda c, d: None, reference, decides=decides)
+    del registry._ops["deciding"]
+    x, w, latents = torch.ones(2, 3), Matrix(torch.ones(4, 3)), Latents(torch.ones(2, 4, 8), torch.zeros(2))
+    args: tuple[Any, ...] = (x, w, None, 3, torch.ones(1), latents)
+    same = [
+        args,
+        (torch.zeros(2, 3), Matrix(torch.zeros(4, 3)), None, 3, torch.ones(7), Latents(latents.pages, torch.zeros(9))),
+    ]
+    others = [
+        (torch.ones(3, 3), *args[1:]),
+        (x.double(), *args[1:]),
+        (x, Matrix(torch.ones(4, 3), torch.ones(4)), *args[2:]),
+        (*args[:2], torch.ones(3), *args[3:]),
+        (*args[:3], 4, *args[4:]),
+        (*args[:5], None),
+    ]
+    assert len({op._key(a) for a in same}) == 1
+    assert len({op._key(a) for a in (args, *others)}) == 1 + len(others)
+    with pytest.raises(ValueError, match=r"tuple\.index"):
+        registry.Op("wrong", [], {}, lambda c, g: {}, lambda c, d: None, reference, decides=("x", "weight"))
+
+
+def test_decisions_are_bounded(doubling: registry.Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_DECISIONS", 4)
     for n in range(20):
         assert doubling(torch.ones(n)).shape == (n,)
@@ -504,7 +536,7 @@ def test_costs_count_what_a_case_needs() -> None:
     assert costs.Cost(100, 10).seconds(10, 10) == 10 and costs.Cost(1, 50).seconds(10, 10) == 5
 
 
-def test_command_lists_checks_and_times(monkeypatch: pytest.MonkeyPatch, doubling: registry.Op) -> None:
+def test_command_lists_checks_and_times(monkeypatch: pytest.MonkeyPatch, doubling: registry.Op[..., Any]) -> None:
     monkeypatch.setattr(timing, "measure_roof", lambda device, dtype: timing.Roof(1e10, 1e11))
     monkeypatch.setattr(timing, "ROUND_SECONDS", 1e-5)
 
