@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.harness import build, registry
+from perilune.ops.harness import build, registry, workspace
 from perilune.ops.harness.case import BFLOAT16, Make, tensors
 from perilune.ops.linear import linear_fp8
 
@@ -79,8 +79,8 @@ class Recorder:
         def launch(*args: Any) -> int:
             assert kinds == _declared(source, name), f"{name}: {kinds} is not what {source} declares"
             assert len(args) == len(kinds), f"{name}: {len(args)} arguments for {kinds}"
-            words = [self._word(kind, arg) for kind, arg in zip(kinds, args)]
-            assert words[-1] == "stream", f"{name}: {words}"
+            assert args[-1] in (STREAM, 0), args  # 0 is the stream of a workspace on the CPU
+            words = [*(self._word(kind, arg) for kind, arg in zip(kinds, args[:-1])), "stream"]
             self.launches.append(" ".join([f"{source}:{name}", *words]))
             return 0
 
@@ -96,8 +96,6 @@ class Recorder:
         assert arg is None or type(arg) is int, arg
         if arg is None:
             return "none"
-        if arg == STREAM:
-            return "stream"
         for name, t in (self.known | self.zeros).items():
             if t.numel() and 0 <= (offset := arg - t.untyped_storage().data_ptr()) < t.untyped_storage().nbytes():
                 offset -= t.storage_offset() * t.itemsize
@@ -142,6 +140,7 @@ def as_on_hopper() -> Iterator[Recorder]:
             (linear_fp8, "quantize_exactly", _exactly),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(workspace.owned())
         _forget()
         yield recorder
         _forget()
