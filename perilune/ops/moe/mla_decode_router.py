@@ -24,6 +24,7 @@ from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Attention, Span
 from perilune.ops.moe import router
 from perilune.ops.pointwise import add_rmsnorm
 
@@ -88,6 +89,7 @@ TOL = {
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Rows of the gate are multiples of one direction in which the residual is long, so that no error changes ids."""
     args = mla_decode_output.inputs(c, g)
+    args = {"attention" if name == "weights" else name: value for name, value in args.items()}
     along = g.randn(c.D, dtype=FLOAT32)
     multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
     residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
@@ -117,16 +119,10 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -138,9 +134,7 @@ def reference(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = mla_decode_output.reference(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
+    y = mla_decode_output.reference(q_full, pages, span, attention, scale)
     x = add_rmsnorm.reference(residual, y, norm, eps)
     return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
@@ -152,7 +146,7 @@ op = Op(
     inputs,
     cost,
     reference,
-    decides=("q_full", "cache", "gate", "top_k", "n_group", "topk_group"),
+    decides=("q_full", "pages", "gate", "top_k", "n_group", "topk_group"),
 )
 
 
@@ -162,9 +156,7 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.op.impls["cuda"].when(
-        a, device
-    )  # of w it looks at the rows: as many as the gate has columns
+    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.shape[1], device)  # o has as many rows
     if found is not True:
         return found
     E, D = a.gate.shape
@@ -188,16 +180,10 @@ def _rows(experts: int, device: torch.device) -> int:
 @op.impl("cuda", when=_fits, alone=True)
 def cuda(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -225,8 +211,8 @@ def cuda(
     shares = torch.empty(1, top_k, device=device)
     number = router.announce(x, ids, memory.stream, router.Source(fresh, norm, eps))
     mla_decode_output.launch(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, values, None,
-        residual, fresh,
+        q_full, pages, span, attention, scale, values, None,
+        (residual, fresh),
     )  # fmt: skip
     failed = _choose()(
         fresh.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
@@ -240,16 +226,10 @@ def cuda(
 @op.impl("composed")
 def composed(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -261,25 +241,17 @@ def composed(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = mla_decode_output.mla_decode_output(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
+    y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
     x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
     return x, *router.router(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
 
 def mla_decode_router(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -291,12 +263,14 @@ def mla_decode_router(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mla_decode_output.check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
-    assert residual.shape == (len(q_full), len(w)) and residual.dtype == q_full.dtype, f"{residual.shape=}"
+    mla_decode_output.check(q_full, pages, span, attention)
+    assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
+        f"{residual.shape=}"
+    )
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert norm.shape == w.shape[:1] and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
+    assert len(norm) == len(attention.o.weight) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
     router.check(residual, gate, bias, top_k, n_group, topk_group)
     return op(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm, eps,
+        q_full, pages, span, attention, scale, residual, norm, eps,
         gate, bias, top_k, n_group, topk_group, factor, normalise,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build, check, registry, timing
 from perilune.ops.harness.case import FLOAT32, NANO, Make, Sized, Tol, exact
 from perilune.ops.layouts.int4 import dequantize
-from perilune.ops.layouts.operands import Latents, Matrix
+from perilune.ops.layouts.operands import Latents, Matrix, Span
 from perilune.ops.linear.linear import linear
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_int4 import experts_int4
@@ -381,10 +381,9 @@ def test_attention_does_not_depend_on_the_batch() -> None:
     whole = mla_absorbed(*args.values())
     for b in (0, 9, 15):
         rows = slice(b, b + 1)
-        alone = mla_absorbed(
-            args["q_lat"][rows], args["q_pe"][rows], args["cache"], args["tables"][rows],
-            torch.tensor([0, 1], dtype=torch.int32), args["context"][rows], args["scale"],
-        )  # fmt: skip
+        span, start = args["span"], torch.tensor([0, 1], dtype=torch.int32)
+        own = Span(span.tables[rows], start, span.context[rows])
+        alone = mla_absorbed(args["q_lat"][rows], args["q_pe"][rows], args["pages"], own, args["scale"])
         assert torch.equal(alone, whole[rows])
 
 
@@ -398,13 +397,13 @@ def test_wrong_indices_are_refused_before_memory_is_touched() -> None:
     cache = torch.zeros(2, 4, 16)
     for bad in (-1, 8):
         with pytest.raises(AssertionError, match="outside the cache"):
-            write_cache(cache, torch.ones(2, 8), torch.ones(2, 8), torch.tensor([0, bad]))
+            write_cache(Latents(cache, torch.tensor([0, bad])), torch.ones(2, 8), torch.ones(2, 8))
     assert not cache.any()
     q, start = torch.ones(1, 2, 8), torch.tensor([0, 1], dtype=torch.int32)
     for block, context, message in ((2, 3, "outside the cache"), (0, 5, "disagree"), (0, 0, "disagree")):
-        tables = torch.tensor([[block]], dtype=torch.int32)
+        span = Span(torch.tensor([[block]], dtype=torch.int32), start, torch.tensor([context], dtype=torch.int32))
         with pytest.raises(AssertionError, match=message):
-            mla_absorbed(q, q, cache, tables, start, torch.tensor([context], dtype=torch.int32), 1.0)
+            mla_absorbed(q, q, cache, span, 1.0)
 
 
 def test_nan_stays_in_its_row() -> None:
