@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.harness import build, registry
+from perilune.ops.harness import build, registry, workspace
 from perilune.ops.harness.case import BFLOAT16, Make, tensors
 from perilune.ops.linear import linear_fp8
 
@@ -138,10 +138,12 @@ def as_on_hopper() -> Iterator[Recorder]:
             (torch.cuda, "get_device_properties", lambda device: properties),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM)),
+            (workspace, "_stream", lambda device: STREAM),
             (linear_fp8, "quantize_rows", _quantized),
             (linear_fp8, "quantize_exactly", _exactly),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(workspace.owned())
         _forget()
         yield recorder
         _forget()
