@@ -79,8 +79,8 @@ class Recorder:
         def launch(*args: Any) -> int:
             assert kinds == _declared(source, name), f"{name}: {kinds} is not what {source} declares"
             assert len(args) == len(kinds), f"{name}: {len(args)} arguments for {kinds}"
-            words = [self._word(kind, arg) for kind, arg in zip(kinds, args)]
-            assert words[-1] == "stream", f"{name}: {words}"
+            assert args[-1] in (STREAM, 0), args  # 0 is the stream of a workspace on the CPU
+            words = [*(self._word(kind, arg) for kind, arg in zip(kinds, args[:-1])), "stream"]
             self.launches.append(" ".join([f"{source}:{name}", *words]))
             return 0
 
@@ -96,8 +96,6 @@ class Recorder:
         assert arg is None or type(arg) is int, arg
         if arg is None:
             return "none"
-        if arg == STREAM:
-            return "stream"
         for name, t in (self.known | self.zeros).items():
             if t.numel() and 0 <= (offset := arg - t.untyped_storage().data_ptr()) < t.untyped_storage().nbytes():
                 offset -= t.storage_offset() * t.itemsize
