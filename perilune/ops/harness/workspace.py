@@ -72,7 +72,7 @@ class Workspaces:
 
     def of(self, device: torch.device) -> Workspace:
         """Of the device's current stream."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = _stream(device)
         found = self._made.get((device, stream))
         return self._made.setdefault((device, stream), Workspace(device, stream)) if found is None else found
 
@@ -81,6 +81,10 @@ class Workspaces:
         for workspace in self._made.values():
             workspace.close()
         self._made.clear()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 _owner: ContextVar[Workspaces | None] = ContextVar("perilune_workspaces", default=None)

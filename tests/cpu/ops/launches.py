@@ -37,6 +37,7 @@ class Recorder:
 
     def know(self, name: str, value: Any) -> None:
         for leaf, t in leaves(name, value):
+            self._alive.append(t)
             self._known.insert(0, (leaf, t.data_ptr(), t.data_ptr() + max(1, t.nbytes)))
 
     def made(self, t: Tensor) -> Tensor:
