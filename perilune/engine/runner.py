@@ -20,7 +20,7 @@ from perilune.engine.penalties import Adjuster
 from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
-from perilune.ops.harness import registry
+from perilune.ops.harness import registry, workspace
 from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.harness.threads import torch_alone
 from perilune.speculation.acceptance import Accepted, accept, rows_kept
@@ -53,6 +53,7 @@ class Runner:
         self.pages = pages
         self.absorb_limit = absorb_limit
         self.overrides = {**exclusive_kernels.claim(pages.data.device, self), **overrides}
+        self.workspaces = workspace.Workspaces()
         # One row more than there are slots, for what nobody reads.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=pages.data.device)
         self.adjuster = Adjuster(max_num_seqs)
@@ -94,6 +95,7 @@ class Runner:
         if self.graphs is not None:
             self.call(self.graphs.close)
         self._worker.shutdown()
+        self.workspaces.close()  # after the graphs, which hold addresses of its memory
         exclusive_kernels.release(self)
         if self.pages.data.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 8 MB and more for every stream and thread that multiplied
@@ -108,7 +110,7 @@ class Runner:
     def run(self, plan: StepPlan) -> "Readout":
         """Queues the step on the device; nothing here waits for it."""
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
-        with registry.using(self.overrides), torch_alone() if few else nullcontext():
+        with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
             if self.graphs is not None and self.graphs.takes(plan) and (readout := self._replay(plan)) is not None:
                 return readout
             if any(w.behind for w in plan.work):
