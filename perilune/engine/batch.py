@@ -131,7 +131,7 @@ def followed(batch: Batch, features: Tensor, drawn: Tensor, lengths: Tensor | No
     """What a drafter has to know of a step that drew `drawn` [R], of which each request keeps `lengths` [S], or one."""
     device = drawn.device
     following = batch.step.tokens.roll(-1)
-    inside = [(start + w.count - 1, w.ahead) for w, start in zip(batch.work, batch.starts) if not w.sample]
+    inside = [(start + w.count - 1, w.next_token) for w, start in zip(batch.work, batch.starts) if not w.sample]
     if inside:
         rows, tokens = on_device(np.array(inside, np.int64).T.copy(), device)
         following[rows] = tokens

@@ -27,7 +27,7 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
         most_tokens=config.max_step_tokens,
         longest=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
         chains=runner.drafter is not None,
-        trails=runner.trails,
+        trails=runner.can_chain,
     )
     log.info("costs measured in %.1f s: %s", time.perf_counter() - begin, table)
     return table
@@ -59,7 +59,7 @@ class _Timer:
                 tokens=tuple(self._random.randrange(vocabulary) for _ in range(count)),
                 blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
                 sample=True,
-                draw=0,
+                output_index=0,
                 params=SamplingParams(temperature=0.0),
                 seed=0,
                 left=count,
@@ -72,10 +72,10 @@ class _Timer:
         for _ in range(ahead):  # as the engine does: a step is queued, then the one before it is read
             queued = self._runner.run(StepPlan(0, work, chain))
             if before is not None:
-                before.result()
+                before.wait().result()
             before = queued
         assert before is not None
-        before.result()
+        before.wait().result()
         return (time.perf_counter() - begin) / ahead
 
     def _clear(self, blocks: int) -> None:

@@ -72,7 +72,7 @@ def run(engine: Engine, requests: list[Submit]) -> dict[int, tuple[tuple[int, ..
             tokens[delta.rid] += delta.tokens
             if delta.finish_reason is not None:
                 ends[delta.rid] = (delta.finish_reason, delta.error)
-    assert not engine._grammars._sessions and not engine._compiling
+    assert not engine._grammars._sessions and not engine._grammars.compiling
     engine.scheduler.check_integrity()
     return {rid: (tuple(tokens[rid]), *ends[rid]) for rid in tokens}
 

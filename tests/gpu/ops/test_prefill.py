@@ -76,7 +76,7 @@ def states(weights: Weights, parts: list[int], impls: dict[str, str]) -> tuple[t
             counts = torch.tensor([0, count], dtype=torch.int32), torch.tensor([first + count], dtype=torch.int32)
             step = Step(tokens[where], where, slots, None, Span(slice(0, count), table, *counts))
             chosen.append([])
-            found.append(model.hidden(step, cache).float())
+            found.append(model.hidden_with_aux(step, cache, ())[0].float())
             first += count
     return torch.cat(found), torch.cat([torch.stack(layers, 1) for layers in chosen])
 
