@@ -35,8 +35,8 @@ class Admission:
             self._grammars.open(request.rid, session)
 
     def schedule_compiled(self, *, idle: bool) -> list[Delta]:
-        """Schedules the requests whose grammars are compiled; those whose grammars failed get their last Delta. `idle`:
-        there is nothing else to do, so waits a moment if none is compiled."""
+        """Schedules the requests with compiled grammars; a request with a grammar that failed gets its last Delta.
+        `idle`: there is nothing else to do, so it waits up to COMPILE_WAIT for a grammar."""
         deltas: list[Delta] = []
         if not self._grammars.compiling:
             return deltas

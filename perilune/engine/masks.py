@@ -158,8 +158,8 @@ class Grammars:
     def mask(self, logits: Tensor, work: tuple[Work, ...]) -> tuple[Tensor, dict[int, int]]:
         """The logits [R, V] float32 with -inf for tokens that row i's request may not choose; `logits` stays as it is.
 
-        Also, by index, the works of whose drafts the constraint allows only the first so many. Waits for masks that the
-        grammar thread is preparing, not for the device. A request with no token left to choose is not masked;
+        Also, by index in `work`, how many of its first drafts the constraint allows, if not all. Waits for masks that
+        the grammar thread is preparing, not for the device. A request with no token left to choose is not masked;
         `refusals` names it.
         """
         held, cut = self._held(work), dict[int, int]()

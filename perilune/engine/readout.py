@@ -27,7 +27,7 @@ class Sampled:
 
     tokens   [R] int64: one token for each sample of `work`
     checked  [R] int64: the same, FAILED where the logits were not finite
-    cut      by index in `work`: works whose first drafts only, so many, may be accepted, because of their grammar
+    cut      by index in `work`: how many of its first drafts the grammar allows, if not all
     records, refused   as in Readout
     """
 

@@ -247,7 +247,7 @@ class TestFailures:
         request = batch(path, nano, person(nano), 1)[0]
         never: Future[Any] = Future()
         with monkeypatch.context() as m:
-            m.setattr(engine._grammars, "compile", lambda *_: never)
+            m.setattr(engine._grammars._compiler, "submit", lambda *_: never)
             engine.submit(request)
             assert engine.busy and engine.step() == []
             engine.cancel(request.rid)
