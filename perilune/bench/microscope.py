@@ -289,7 +289,7 @@ def _scatter(engine: Engine) -> None:
     same, and so do drafts of a random draft model."""
     assert engine.runner.graphs is not None
     with torch.inference_mode():
-        for tokens in (engine.runner.last_tokens, engine.runner.graphs.ahead):
+        for tokens in (engine.runner.last_tokens, engine.runner.graphs.draft_buffer):
             tokens.random_(0, engine.info.vocab_size)
 
 

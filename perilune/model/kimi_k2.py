@@ -94,10 +94,6 @@ class KimiK2:
         self.cos = (angles.cos() * magnitude).to(device, torch.float32)
         self.sin = (angles.sin() * magnitude).to(device, torch.float32)
 
-    def hidden(self, step: Step, cache: Tensor) -> Tensor:
-        """[T, D] after the final norm."""
-        return self.hidden_with_aux(step, cache, ())[0]
-
     def hidden_with_aux(self, step: Step, cache: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[T, D] after the final norm, and [T, len(layers) D]: the residual stream as it enters the layers with these
         numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).

@@ -15,7 +15,7 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
-from perilune.engine.graphs import NARROWEST, rounded_up, table_width
+from perilune.engine.graphs.decode import MIN_TABLE_BLOCKS, rounded_up, table_width
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.synthetic import random_draft, random_weights
@@ -127,7 +127,7 @@ def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
     where = torch.arange(count)
     step = Step(torch.tensor(tokens), where, where, Span(table, starts, context, slice(0, count)), None)
     with torch.inference_mode():
-        return model.logits(model.hidden(step, cache))
+        return model.logits(model.hidden_with_aux(step, cache, ())[0])
 
 
 def test_fp8_is_what_its_dequantised_weights_compute() -> None:
@@ -207,7 +207,7 @@ def test_graph_sizes() -> None:
         1, 2, 3, 4, 6, 6, 8, 12, 16, 32, 96, 128, 256,
     ]  # fmt: skip
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
-    assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [24, 24, 96, 1536]
+    assert [table_width(n, 10_000) for n in (1, MIN_TABLE_BLOCKS, MIN_TABLE_BLOCKS + 1, 500)] == [24, 24, 96, 1536]
     assert table_width(5, 20) == 20 and table_width(600, 700) == 700
 
 

@@ -221,8 +221,8 @@ class Plain:
 def work(rid: int, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Work:
     params = SamplingParams(temperature=0.0)
     return Work(
-        rid=rid, slot=rid, start=start, tokens=tuple(tokens), blocks=tuple(blocks), sample=True, draw=0, params=params,
-        seed=0,
+        rid=rid, slot=rid, start=start, tokens=tuple(tokens), blocks=tuple(blocks), sample=True, output_index=0,
+        params=params, seed=0,
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_aux_states_are_what_enters_the_layers(target: tuple[KimiConfig, Weights
     pages = torch.zeros(LAYERS, 2, 16, 24)
     step = build(StepPlan(0, (work(0, range(9), 0, (0,)),)), torch.zeros(1, dtype=torch.int64), 16, 16).step
     with torch.inference_mode():
-        plain = model.hidden(step, pages)
+        plain, _ = model.hidden_with_aux(step, pages, ())
         hidden, aux = model.hidden_with_aux(step, pages, (0, 2, LAYERS))
         assert torch.equal(plain, hidden) and aux.shape == (9, 3 * D)
         assert torch.equal(aux[:, :D], weights.embed[:9])

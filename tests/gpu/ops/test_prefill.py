@@ -77,7 +77,7 @@ def states(weights: Weights, parts: list[int], impls: dict[str, str]) -> tuple[t
             counts = torch.tensor([0, count], dtype=torch.int32), torch.tensor([first + count], dtype=torch.int32)
             step = Step(tokens[where], where, slots, None, Span(table, *counts, slice(0, count)))
             chosen.append([])
-            found.append(model.hidden(step, cache).float())
+            found.append(model.hidden_with_aux(step, cache, ())[0].float())
             first += count
     return torch.cat(found), torch.cat([torch.stack(layers, 1) for layers in chosen])
 
