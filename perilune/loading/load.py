@@ -109,8 +109,8 @@ def load(
 def layers(
     path: Path, *, dtype: torch.dtype, device: torch.device | str, threads: int | None = None
 ) -> Iterator[Layer]:
-    """The layers of the checkpoint in `path`, in order, each loaded when it is asked for: whoever keeps none needs no
-    device that holds the model. Raises as `load`."""
+    """The layers of the checkpoint in `path`, in order, each loaded when it is asked for: a caller that keeps no layer
+    needs memory for one layer. Raises as `load`."""
     config = KimiConfig.from_directory(path)
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
