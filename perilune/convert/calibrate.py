@@ -69,7 +69,7 @@ def calibrated(
 ) -> Inputs:
     """What is kept in `directory` if it was measured by the same call, else a new run, which is kept there.
 
-    key  tells the source
+    key  identifies the source
     """
     about = _about(texts, key)
     text, arrays = (directory / name for name in CALIBRATION)

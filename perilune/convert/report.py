@@ -85,7 +85,7 @@ def measure(
 
     texts     what logits and outputs are compared on
     problems  of each task family; 0 leaves the answers out
-    say       is told what is being done
+    say       called with a line for each stage
     """
     say("comparing weights")
     weights = compare_weights(source, result)

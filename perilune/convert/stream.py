@@ -437,7 +437,7 @@ def _write_job(
 ) -> tuple[float, float]:
     waiting: list[tuple[torch.Tensor, ...]] = []
     signal = error = 0.0
-    written = told = 0
+    written = reported = 0
     for number in range(len(job.pieces)):
         piece = next(pieces)
         write(piece.rows)
@@ -445,8 +445,8 @@ def _write_job(
         waiting.append(piece.waiting)
         signal, error = signal + piece.signal, error + piece.error
         share = job.reads * (number + 1) // len(job.pieces)
-        advance(share - told)
-        told = share
+        advance(share - reported)
+        reported = share
     for column in (*(torch.cat(parts) for parts in zip(*waiting)), *job.tail()):
         write(column)
         written += column.nbytes

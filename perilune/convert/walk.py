@@ -168,7 +168,7 @@ class Walk:
 
 
 def run(walk: Walk, seen: Callable[[int, int, Tensor, Tensor], None] | None = None) -> None:
-    """All layers; `seen` is an Observer that is told the layer first."""
+    """All layers; `seen` is an Observer with the layer as its first argument."""
     for i in walk.layers:
         walk.attend(i)
         walk.add(i, walk.ffn(i, walk.x, None if seen is None else partial(seen, i)))

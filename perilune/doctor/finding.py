@@ -11,7 +11,7 @@ class Finding:
     """One defect, in one line each: what is the case, and what to do about it.
 
     wrong    the model cannot be served, or would answer wrongly
-    warning  it works, but somebody should know
+    warning  it works, with a difference that users should know
     """
 
     severity: Severity

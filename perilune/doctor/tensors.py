@@ -110,32 +110,32 @@ def _values(values: torch.Tensor) -> str | None:
 def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
     """What the family's documentation leaves open and the tensors of a checkpoint tell, by topic."""
     tensors = shards.tensors
-    told = {
+    topics = {
         "router bias": _types(tensors, names.ROUTER_BIAS),
         "weight_shape": _types(tensors, ".weight_shape"),
         "expert scales": _types(tensors, ".weight_scale", ".weight_scale_inv"),
     }
     times = [name for name in tensors if name.endswith(names.TIME_WEIGHT)]
     tower = [t.nbytes for name, t in tensors.items() if name.startswith(names.VISION)]
-    told["vision"] = (
+    topics["vision"] = (
         f"{len(tower):,} tensors ({sum(tower) / 1e9:.2f} GB) known, not served: text only" if tower else "none"
     )
-    told["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
+    topics["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
     angles = [name for name in tensors if name.endswith(names.INV_FREQ)]
-    told["inv_freq"] = few(angles, "tensor", limit=2) + ", computed instead" if angles else "none"
+    topics["inv_freq"] = few(angles, "tensor", limit=2) + ", computed instead" if angles else "none"
     scales = [name for name in tensors if name.endswith(names.KV_SCALES)]
-    told["KV cache scales"] = few(scales, "tensor", limit=2) + ", not read" if scales else "none"
+    topics["KV cache scales"] = few(scales, "tensor", limit=2) + ", not read" if scales else "none"
     if not published.is_full_size(config):
-        told["config.json"] = "not of a published size, not compared"
+        topics["config.json"] = "not of a published size, not compared"
     elif odd := published.differences(config):
-        told["config.json"] = f"differs from the published ones: {'; '.join(odd)}"
+        topics["config.json"] = f"differs from the published ones: {'; '.join(odd)}"
     else:
-        told["config.json"] = "every value is a published one"
-    told["config varies"] = published.varying(config)
-    told["q/kv norm eps"] = (
+        topics["config.json"] = "every value is a published one"
+    topics["config varies"] = published.varying(config)
+    topics["q/kv norm eps"] = (
         f"no file says; rms_norm_eps {config.rms_norm_eps:g} is used (--set qk_norm_eps=1e-6 for transformers' choice)"
     )
-    return told
+    return topics
 
 
 def _types(tensors: Mapping[str, TensorInfo], *suffixes: str) -> str:

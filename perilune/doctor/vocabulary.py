@@ -62,8 +62,8 @@ def examine(path: Path, *, vocab_size: int, ids: Mapping[str, Sequence[int]], vi
         tokenizer = Tokenizer.from_directory(path)
     except CheckpointError as e:
         findings.append(Finding("wrong", str(e), _COPY))
-        told = _answers(path, member, None, findings, {})
-        return Text(tuple(findings), told, member, None)
+        topics = _answers(path, member, None, findings, {})
+        return Text(tuple(findings), topics, member, None)
     if tokenizer.vocab_size != vocab_size:
         text = f"the tokenizer has {tokenizer.vocab_size} tokens, config.json's vocab_size is {vocab_size}"
         findings.append(Finding("wrong", text, f"they are of different models: {_COPY}"))
@@ -76,8 +76,8 @@ def examine(path: Path, *, vocab_size: int, ids: Mapping[str, Sequence[int]], vi
         text = f"{CONFIG_FILE} does not name the control tokens {', '.join(lacking)}"
         findings.append(Finding("wrong", text, _COPY))
     findings += _ids(path, tokenizer, ids)
-    told = _answers(path, member, tokenizer, findings, ids)
-    return Text(tuple(findings), told, member, tokenizer.vocab_size)
+    topics = _answers(path, member, tokenizer, findings, ids)
+    return Text(tuple(findings), topics, member, tokenizer.vocab_size)
 
 
 def _member(path: Path, findings: list[Finding]) -> Member | None:
@@ -122,30 +122,30 @@ def _answers(
     findings: list[Finding],
     ids: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    told: dict[str, str] = {}
+    topics: dict[str, str] = {}
     template, where = _template(path)
     taken = f"taken for {member.name}" if member is not None else "not recognised"
     if template:
         digest = hashlib.sha256(template).hexdigest()
-        told["chat template"] = f"{where}, {len(template):,} bytes, sha256 {digest[:16]}; {taken}"
+        topics["chat template"] = f"{where}, {len(template):,} bytes, sha256 {digest[:16]}; {taken}"
     else:
-        told["chat template"] = f"none brought; {taken}"
+        topics["chat template"] = f"none brought; {taken}"
     if member is not None and member.tools == "typescript":
-        told["tool JSON"] = "not used: tools are declared in TypeScript"
+        topics["tool JSON"] = "not used: tools are declared in TypeScript"
     else:
         written = "', ' and ': '" if member is not None and member.tools == "tojson" else "compact ones"
         known = "the template sets" if b"separators" in template else "the files do not set"
-        told["tool JSON"] = f"{known} separators of JSON; {written} are written"
+        topics["tool JSON"] = f"{known} separators of JSON; {written} are written"
     generation = path / "generation_config.json"
     said = _json(generation, findings)
     said.pop("transformers_version", None)
-    told["generation_config"] = shown(json.dumps(said, sort_keys=True), 400) if exists(generation) else "absent"
-    told["preprocessor_config"] = _preprocessor(path, findings)
+    topics["generation_config"] = shown(json.dumps(said, sort_keys=True), 400) if exists(generation) else "absent"
+    topics["preprocessor_config"] = _preprocessor(path, findings)
     if tokenizer is not None:
         ends = shown(", ".join(str(id) for id in ids.get("eos_token_id", ()))) or "nothing"
         stops = ", ".join(f"{id} {tokenizer.token_text(id)}" for id in sorted(tokenizer.stop_ids))
-        told["stop tokens"] = f"{stops} (config.json: {ends})"
-    return told
+        topics["stop tokens"] = f"{stops} (config.json: {ends})"
+    return topics
 
 
 def _template(path: Path) -> tuple[bytes, str]:

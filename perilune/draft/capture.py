@@ -77,7 +77,7 @@ class Capture:
         return texts[:count]
 
     def step(self, texts: Sequence[Sequence[int]]) -> Step:
-        """Of these texts, which fit; the model is told how they attend."""
+        """Of these texts, which fit; the model gets how they attend."""
         device, size = self._pages.data.device, self._pages.block_size
         counts = np.array([len(t) for t in texts])
         needed = -(-counts // size)

@@ -2,7 +2,7 @@
 
 A text drawn from the target at any temperature is what serving would have drawn whatever was drafted (spec.acceptance),
 so walking along it and comparing drafts with what comes gives the acceptance that serving has. Each cycle drafts from
-the last token that stands, and moves on by the drafts that were right and one.
+the last accepted token, and moves on by the drafts that were right and one.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Tally:
     asked: list[int] = field(default_factory=list)
 
     def add(self, drafts: Sequence[int], truth: Sequence[int]) -> int:
-        """Counts a cycle whose drafts meet `truth`, what comes to the end of the text; returns how many stand."""
+        """Counts a cycle: drafts against `truth`, the rest of the text; returns how many are accepted."""
         right = 0
         while right < min(len(drafts), len(truth)) and drafts[right] == truth[right]:
             right += 1

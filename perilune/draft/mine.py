@@ -23,7 +23,7 @@ LIGHTEST, HEAVIEST = 0.25, 4.0  # a window's weight: more would let few windows 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """An answer and what its chains lost: `lost[c]` tokens by the chain that begins with the token before
-    `row.ids[row.given + c]`; None where nobody drafted. There are len(ids) - given - 1 chains; `domain` is a number."""
+    `row.ids[row.given + c]`; None without a draft. There are len(ids) - given - 1 chains; `domain` is a number."""
 
     row: Row
     lost: tuple[float | None, ...]

@@ -1,4 +1,4 @@
-"""Domains for texts that nobody labelled: groups of texts with like tokens. Pure numbers: no tensors here.
+"""Domains for texts without labels: groups of texts with like tokens. Pure numbers: no tensors here.
 
 A text is the vector of its tokens' counts, dampened by a root, weighed by how few texts have them, folded into FEATURES
 by a hash, of length 1. Groups are those of spherical k-means, begun with texts far from each other, the best of STARTS.

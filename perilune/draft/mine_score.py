@@ -87,12 +87,12 @@ def _lost(trainee: Trainee, capture: Capture, rows: Sequence[Row], length: int) 
     batch = Batch.of(rows, captured.aux.device)
     likeliest = F.linear(captured.hidden[batch.taught], trainee.head).argmax(-1)
     following = batch.tokens.roll(-1)
-    stands = reachable = torch.ones_like(batch.begin, dtype=torch.bool)
+    accepted = reachable = torch.ones_like(batch.begin, dtype=torch.bool)
     lost = torch.zeros_like(batch.begin)
     with torch.autocast(captured.aux.device.type, torch.bfloat16, enabled=captured.aux.is_cuda):
         for step in trainee.unrolled(batch, captured.aux, length):
             truth = following[step.token]
-            stands = stands & (step.valid > 0) & (trainee.guess(step.logits) == truth)
+            accepted = accepted & (step.valid > 0) & (trainee.guess(step.logits) == truth)
             reachable = reachable & (step.valid > 0) & (likeliest[batch.lesson[step.token]] == truth)
-            lost += reachable.long() - stands.long()
+            lost += reachable.long() - accepted.long()
     return lost.clamp_min(0)

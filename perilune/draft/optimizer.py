@@ -105,7 +105,7 @@ def _work(p: Tensor) -> float:
 
 
 class Optimizer:
-    """Of parameters by name. `rate` is what `step` is told, a head's is HEAD_RATE of it."""
+    """Of parameters by name. `rate` is the argument of `step`; a head's is HEAD_RATE of it."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, weight_decay: float) -> None:
         matrices = {name: p for name, p in parameters.items() if p.dim() > 1 and name != DRAFT_HEAD}

@@ -24,7 +24,7 @@ MAX_LINE = 16 << 20
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`family` is an index into the source's `families`. `expected` is the answer that the generator knows, with its
-    end token; empty where nobody knows one."""
+    end token; empty where none is known."""
 
     ids: tuple[int, ...]
     family: int

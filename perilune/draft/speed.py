@@ -71,7 +71,7 @@ def measure(
         different = dict(tokens)
         for number in range(rounds):
             for most in users:
-                # The order changes, so that nobody always comes after the same. What is learnt lasts for all families.
+                # The order changes, so that none always follows the same one. What is learnt lasts for all families.
                 for i in range(len(chosen)):
                     way = chosen[(i + number) % len(chosen)]
                     own.use_drafts(way.source, way.tokens, shared=True)

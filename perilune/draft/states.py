@@ -132,7 +132,7 @@ class _Reader:
 
 
 def about(corpora: Sequence[Corpus], layers: Sequence[int], model: str) -> dict[str, Any]:
-    """What states are identified by. `model` tells the target from others."""
+    """What states are identified by. `model` identifies the target."""
     return {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers), "model": model}
 
 

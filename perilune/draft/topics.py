@@ -1,6 +1,6 @@
 """Prompts for models that know the world: code, science, other languages, tools and reasoning, made from parts.
 
-Nobody knows the answers: the target's own are what a drafter learns. Every prompt is a function of its random numbers;
+The answers are not known: the target's own are what a drafter learns. Every prompt is a function of its random numbers;
 each domain has tens of thousands of them or more, some with a system prompt, an earlier turn, or thinking off.
 """
 

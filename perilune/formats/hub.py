@@ -1,4 +1,4 @@
-"""What MODEL on the command line stands for: a directory, the bundled model, or a Hugging Face repository."""
+"""What MODEL on the command line means: a directory, the bundled model, or a Hugging Face repository."""
 
 import contextlib
 import errno
@@ -90,7 +90,7 @@ def _fetch_headers(name: str, revision: str | None, endpoint: str | None, to: Pa
         url = huggingface_hub.hf_hub_url(name, file, revision=info.sha, endpoint=endpoint)
         start = _range(url, 0, min(size, _FIRST_BYTES))
         length = 8 + int.from_bytes(start[:8], "little")
-        # A length beyond these is damage, which whoever reads the file finds out.
+        # A length beyond these is damage, which the reader of the file reports.
         if len(start) < length <= min(size, 8 + MAX_HEADER):
             start += _range(url, len(start), length)
         with (to / file).open("wb") as out:

@@ -1,4 +1,4 @@
-"""The formats that are read, and how one linear layer's format is told from its tensors.
+"""The formats that are read, and how the format of a linear layer is found from its tensors.
 
 A new format is a file with `parts` and `decode`, an entry in SERVED, and, if weights are to stay in it in memory, its
 record in model/weights.py and loading/load.py.

@@ -31,7 +31,7 @@ class Part:
     reciprocal  a number of which weights records hold the reciprocal
     unread      other programs' business: it may be absent, and is not looked at
 
-    Shape () stands for [1] too: writers differ in how they store a single number.
+    Shape () allows [1] too: writers differ in how they store a single number.
     """
 
     shape: tuple[int, ...]

@@ -6,7 +6,7 @@ _FREE = -1
 class BlockPool:
     """A fixed number of blocks. A block is free, referenced, or idle.
 
-    Idle is unreferenced but not free: whoever let the last reference go decides whether what the block holds is worth
+    Idle is unreferenced but not free: the owner of the last reference decides whether the block's content is worth
     keeping (then it stays idle until referenced again) or gives it back with `free`. Every operation is O(1).
     """
 

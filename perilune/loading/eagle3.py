@@ -25,11 +25,11 @@ _IDS = (torch.int64, torch.int32)
 def load_draft(
     path: Path, target: KimiConfig, shared: Weights, *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Eagle3Config, Eagle3Weights]:
-    """The draft in `path` for the model `target`, whose embedding and head it gets where it has none of its own.
+    """The draft in `path` for the model `target`. A draft without embedding or head uses the target's.
 
     dtype  of its weights; that of `shared`
 
-    Raises CheckpointError naming the key, the tensor, or what does not fit the target.
+    Raises CheckpointError that names the key, the tensor, or what does not fit the target.
     """
     config = Eagle3Config.from_directory(path)
     _check_target(path, config, target)
@@ -159,7 +159,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Ea
         raise CheckpointError(f"{checkpoint.path} holds {few(surplus, 'tensor')} that no draft of this kind has")
     if "d2t" not in stored and config.draft_vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"{checkpoint.path} lacks d2t: {config.draft_vocab_size} of {config.vocab_size} tokens are not told apart"
+            f"{checkpoint.path} lacks d2t: {config.draft_vocab_size} of {config.vocab_size} tokens have no mapping"
         )
     for name, own in stored.items():
         info, shape = checkpoint.info(own), wanted.get(name) or ids[name]

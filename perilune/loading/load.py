@@ -28,7 +28,6 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.formats import scheme
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.fp8_block import BLOCK as FP8_BLOCK
-from perilune.formats.fp8_block import blocks as fp8_blocks
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.served import require_served
 from perilune.formats.stored import Part
@@ -108,8 +107,8 @@ def load(
 def layers(
     path: Path, *, dtype: torch.dtype, device: torch.device | str, threads: int | None = None
 ) -> Iterator[Layer]:
-    """The layers of the checkpoint in `path`, in order, each loaded when it is asked for: whoever keeps none needs no
-    device that holds the model. Raises as `load`."""
+    """The layers of the checkpoint in `path`, in order, each loaded when it is asked for: a caller that keeps no layer
+    needs memory for one layer. Raises as `load`."""
     config = KimiConfig.from_directory(path)
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
@@ -137,7 +136,16 @@ def row_step(inputs: int) -> int:
 
 
 Advance = Callable[[int], None]
-Triple = tuple[str, ...]
+
+# By format: the record, whose fields are those of gate and up, then those of down, and the stored parts of each.
+EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
+    scheme.DENSE: (DenseExperts, (".weight",)),
+    scheme.INT4: (Int4Experts, (".weight_packed", ".weight_scale")),
+    scheme.INT4_COMPACT: (Int4CompactExperts, (".weight_packed", ".weight_scale", ".weight_scale_row")),
+    scheme.FP8_BLOCK: (Fp8Experts, (".weight", ".weight_scale_inv")),
+    scheme.NVFP4: (NvFp4Experts, (".weight", ".weight_scale", ".weight_scale_2")),
+    scheme.NVFP4_PACKED: (NvFp4Experts, (".weight_packed", ".weight_scale", ".weight_global_scale")),
+}
 
 
 def _ignore(_: int) -> None: ...
@@ -231,108 +239,39 @@ class _Plan:
         return torch.bfloat16 if narrow else torch.float32
 
     def _experts(self, layer: int) -> Experts:
-        c = self._config
-        d, i = c.hidden_size, c.moe_intermediate_size
-        every = [names.expert(layer, e) for e in range(c.n_routed_experts)]
+        every = [names.expert(layer, e) for e in range(self._config.n_routed_experts)]
         triples = [(*at["gate_up"], *at["down"]) for at in every]
-        first, last = (c.n_routed_experts * n // self._ranks for n in (self._rank, self._rank + 1))
+        first, last = (len(every) * n // self._ranks for n in (self._rank, self._rank + 1))
         self.left_out += sum(self._bytes(*triple) for triple in triples[:first] + triples[last:])
-        triples, e = triples[first:last], last - first
+        triples, count = triples[first:last], last - first
         kinds = {self._found.formats[name] for triple in triples for name in triple}
+        where = f"{self._checkpoint.path}: {self._found.prefix}{names.experts(layer)}"
         if len(kinds) > 1:
             raise CheckpointError(
-                f"{self._checkpoint.path}: {self._found.prefix}{names.experts(layer)}: the routed experts of a layer "
-                f"must share one format, found {' and '.join(sorted(kinds))}"
+                f"{where}: the routed experts of a layer must share one format, found {' and '.join(sorted(kinds))}"
             )
         (kind,) = kinds
-        if kind == scheme.DENSE:
-            return self._dense_experts(triples, e, d, i)
-        if kind == scheme.INT4:
-            return self._int4_experts(triples, e, d, i)
-        if kind == scheme.INT4_COMPACT:
-            return self._int4_compact_experts(triples, e, d, i)
-        if kind == scheme.FP8_BLOCK:
-            return self._fp8_experts(triples, e, d, i)
-        suffixes = {
-            scheme.NVFP4: (".weight", ".weight_scale", ".weight_scale_2"),
-            scheme.NVFP4_PACKED: (".weight_packed", ".weight_scale", ".weight_global_scale"),
-        }
-        return self._nvfp4_experts(triples, e, d, i, suffixes[kind])
-
-    # What follows takes (gate, up, down) names of each expert; e experts of d inputs and width i.
-
-    def _dense_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> DenseExperts:
-        dense = DenseExperts(gate_up=self._empty(e, 2 * i, d), down=self._empty(e, d, i))
-        for (gate, up, down), both, one in zip(triples, dense.gate_up, dense.down):
-            self._fill(gate, {".weight": both[:i]})
-            self._fill(up, {".weight": both[i:]})
-            self._fill(down, {".weight": one})
-        return dense
-
-    def _int4_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Int4Experts:
-        scales = self._scale_dtype([name for triple in triples for name in triple])
-        x = Int4Experts(
-            gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
-            gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=scales),
-            down_packed=self._empty(e, d, i // 8, dtype=torch.int32),
-            down_scale=self._empty(e, d, i // scheme.INT4_GROUP, dtype=scales),
-        )
-        for k, (gate, up, down) in enumerate(triples):
-            for name, half in ((gate, slice(0, i)), (up, slice(i, None))):
-                packed, scale = x.gate_up_packed[k, half], x.gate_up_scale[k, half]
-                self._fill(name, {".weight_packed": packed, ".weight_scale": scale})
-            self._fill(down, {".weight_packed": x.down_packed[k], ".weight_scale": x.down_scale[k]})
-        return x
-
-    def _int4_compact_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Int4CompactExperts:
-        x = Int4CompactExperts(
-            gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
-            gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=torch.uint8),
-            gate_up_row=self._empty(e, 2 * i, dtype=torch.bfloat16),
-            down_packed=self._empty(e, d, i // 8, dtype=torch.int32),
-            down_scale=self._empty(e, d, i // scheme.INT4_GROUP, dtype=torch.uint8),
-            down_row=self._empty(e, d, dtype=torch.bfloat16),
-        )
-        suffixes = (".weight_packed", ".weight_scale", ".weight_scale_row")
-        gate_up, down = (x.gate_up_packed, x.gate_up_scale, x.gate_up_row), (x.down_packed, x.down_scale, x.down_row)
+        if kind not in EXPERTS:
+            raise CheckpointError(f"{where}: routed experts in {kind} are not served; served: {', '.join(EXPERTS)}")
+        record, suffixes = EXPERTS[kind]
+        gate_ups, downs, halves = [], [], []  # of each suffix; halves [count, 2, ...] are views of the former
+        for suffix in suffixes:
+            gate, down = (self._found.parts(name)[suffix] for name in triples[0][1:])
+            if kind == scheme.DENSE:
+                dtype = self._dtype
+            elif len(gate.dtypes) > 1:
+                dtype = self._scale_dtype([name for triple in triples for name in triple])
+            else:
+                (dtype,) = gate.dtypes
+            both = (2 * gate.shape[0], *gate.shape[1:]) if gate.covers == 1 else (2, *gate.shape)
+            gate_ups.append(self._empty(count, *both, dtype=dtype))
+            downs.append(self._empty(count, *down.shape, dtype=dtype))
+            halves.append(gate_ups[-1].view(count, 2, *gate.shape))
         for k, triple in enumerate(triples):
-            self._fill(triple[0], dict(zip(suffixes, (t[k, :i] for t in gate_up))))
-            self._fill(triple[1], dict(zip(suffixes, (t[k, i:] for t in gate_up))))
-            self._fill(triple[2], dict(zip(suffixes, (t[k] for t in down))))
-        return x
-
-    def _fp8_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Fp8Experts:
-        across, along = fp8_blocks(d), fp8_blocks(i)
-        x = Fp8Experts(
-            gate_up=self._empty(e, 2 * i, d, dtype=torch.float8_e4m3fn),
-            gate_up_scale=self._empty(e, 2, along, across, dtype=torch.float32),
-            down=self._empty(e, d, i, dtype=torch.float8_e4m3fn),
-            down_scale=self._empty(e, across, along, dtype=torch.float32),
-        )
-        for k, (gate, up, down) in enumerate(triples):
-            self._fill(gate, {".weight": x.gate_up[k, :i], ".weight_scale_inv": x.gate_up_scale[k, 0]})
-            self._fill(up, {".weight": x.gate_up[k, i:], ".weight_scale_inv": x.gate_up_scale[k, 1]})
-            self._fill(down, {".weight": x.down[k], ".weight_scale_inv": x.down_scale[k]})
-        return x
-
-    def _nvfp4_experts(
-        self, triples: Sequence[Triple], e: int, d: int, i: int, suffixes: tuple[str, str, str]
-    ) -> NvFp4Experts:
-        """`suffixes` of the packed values, the scales and the global scale."""
-        x = NvFp4Experts(
-            gate_up_packed=self._empty(e, 2 * i, d // 2, dtype=torch.uint8),
-            gate_up_scale=self._empty(e, 2 * i, d // scheme.NVFP4_GROUP, dtype=torch.float8_e4m3fn),
-            gate_up_global=self._empty(e, 2, dtype=torch.float32),
-            down_packed=self._empty(e, d, i // 2, dtype=torch.uint8),
-            down_scale=self._empty(e, d, i // scheme.NVFP4_GROUP, dtype=torch.float8_e4m3fn),
-            down_global=self._empty(e, dtype=torch.float32),
-        )
-        for k, (gate, up, down) in enumerate(triples):
-            for half, name, rows in ((0, gate, slice(0, i)), (1, up, slice(i, None))):
-                outs = x.gate_up_packed[k, rows], x.gate_up_scale[k, rows], x.gate_up_global[k, half]
-                self._fill(name, dict(zip(suffixes, outs)))
-            self._fill(down, dict(zip(suffixes, (x.down_packed[k], x.down_scale[k], x.down_global[k]))))
-        return x
+            outs = [x[k, 0] for x in halves], [x[k, 1] for x in halves], [x[k] for x in downs]
+            for name, parts in zip(triple, outs):
+                self._fill(name, dict(zip(suffixes, parts)))
+        return record(*gate_ups, *downs)
 
     def _linear(self, *linears: str) -> Matrix:
         """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""

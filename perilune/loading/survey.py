@@ -168,7 +168,7 @@ _SUFFIXES = sorted({suffix for form in SERVED.values() for suffix in form.parts(
 
 
 def _misfits(tensors: Mapping[str, TensorInfo], read: Mapping[str, Part]) -> list[str]:
-    """Wrong shapes and wrong types, each told of the first and counted."""
+    """One line for wrong shapes and one for wrong types: the first tensor, and how many more."""
     shapes, dtypes = [], []
     for name, part in read.items():
         info = tensors[name]
@@ -213,7 +213,7 @@ def read_linear(
     """Rows of the linear layer `name` (without prefix and ".weight") in `dtype`, dequantised if need be.
 
     rows     start and stop are multiples of `row_step`, or the matrix's ends
-    advance  is told how many bytes were read; what belongs to all rows counts with the first ones
+    advance  called with the number of bytes read; parts that belong to all rows count with the first rows
 
     CheckpointError if scales or other stored values cannot be right.
     """

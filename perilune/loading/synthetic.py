@@ -1,7 +1,7 @@
 """Random weights of any shape: for measuring speed where no checkpoint is at hand.
 
-Values are zero-mean and of the size real ones have: routing is near uniform, activations stay finite, and a processor
-whose clock depends on the data sees bits as random as in earnest.
+Values are zero-mean and of the size of real ones: routing is near uniform and activations stay finite. Bits are as
+random as those of real weights, because a GPU's clock depends on how many bits change.
 """
 
 import torch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.formats import fp8_block, int4_compact, nvfp4, nvfp4_packed
+from perilune.formats import fp8_block, fp8_scaled, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.loading import load as loading
@@ -175,3 +175,11 @@ def test_device_that_cannot_hold_them(given, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loading._Plan, "_empty", full)
     refused(put(tmp_path, given), "cannot allocate the weights", "float32 on cpu: out of memory", error=ConfigError)
+
+
+def test_experts_in_a_format_that_has_no_record(tmp_path, given):
+    rows = dict(given)
+    for name in names_of(given, ".mlp.experts."):
+        rows |= fp8_scaled.encode(name, rows.pop(f"{name}.weight"), rows=True)
+    says = "model.layers.1.mlp.experts: routed experts in float-quantized by rows are not served; served: dense, int4,"
+    refused(put(tmp_path, rows), says)
