@@ -24,7 +24,9 @@ from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Routing
 from perilune.ops.moe import router
+from perilune.ops.moe.chosen import Chosen, Source, mailbox
 from perilune.ops.pointwise import add_rmsnorm
 
 SEGMENT = 256  # values of x whose squares a warp sums
@@ -98,11 +100,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "eps": 1e-5,
         "gate": gate.to(FLOAT32 if c.wide_gate else BFLOAT16),
         "bias": torch.zeros_like(multiples),
-        "top_k": c.k,
-        "n_group": 1,
-        "topk_group": 1,
-        "factor": 2.827,
-        "normalise": c.normalise,
+        "routing": Routing(c.k, 1, 1, 2.827, c.normalise),
     }
 
 
@@ -132,17 +130,13 @@ def reference(
     eps: float,
     gate: Tensor,
     bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    routing: Routing,
+) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.reference(
         q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
     )
     x = add_rmsnorm.reference(residual, y, norm, eps)
-    return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+    return x, router.reference(x, gate, bias, routing)
 
 
 op = Op(
@@ -152,7 +146,7 @@ op = Op(
     inputs,
     cost,
     reference,
-    decides=("q_full", "cache", "gate", "top_k", "n_group", "topk_group"),
+    decides=("q_full", "cache", "w", "gate", "routing"),
 )
 
 
@@ -173,10 +167,10 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         device,
         (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}"),
         (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
-        (a.n_group == a.topk_group, "one choice among all experts"),
+        (a.routing.n_group == a.routing.topk_group, "one choice among all experts"),
         (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
         (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
-        (a.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
+        (a.routing.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
     )
 
 
@@ -203,38 +197,36 @@ def cuda(
     eps: float,
     gate: Tensor,
     bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    routing: Routing,
+) -> tuple[Tensor, Chosen]:
     (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
     rows = _rows(E, device)
     assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
     memory = workspace.current(device)
+    box = mailbox(memory)
     # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
     # launches of other sizes have others.
-    values, fresh, launches, scores = (
+    values, sums, launches, scores = (
         memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
-        for name, n in (("values", H * K2.value + 2), ("fresh", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
+        for name, n in (("values", H * K2.value + 2), ("sums", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
     )
-    # Before the launches: the second one of `launch` has not ended when these are written.
+    # Made before the launches: the second one of `launch` has not ended when these are written, so they must not lie in
+    # memory that it still reads.
     x = torch.empty_like(residual)
-    ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
-    shares = torch.empty(1, top_k, device=device)
-    number = router.announce(x, ids, memory.stream, router.Source(fresh, norm, eps))
+    ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(1, routing.top_k, device=device)
+    announcement = box.announce(x, Source(sums, norm, eps))
     mla_decode_output.launch(
         q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, values, None,
-        residual, fresh,
+        residual, sums,
     )  # fmt: skip
     failed = _choose()(
-        fresh.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
-        x.data_ptr(), scores.data_ptr(), router.mailbox(memory).data_ptr(), ids.data_ptr(),
-        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, memory.stream,
+        sums.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
+        x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        announcement.number, D, E, routing.top_k, routing.normalise, rows, eps, routing.factor, memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
-    return x, ids, shares
+    return x, Chosen(ids, weights, announcement)
 
 
 @op.impl("composed")
@@ -255,17 +247,13 @@ def composed(
     eps: float,
     gate: Tensor,
     bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    routing: Routing,
+) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.mla_decode_output(
         q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
     )
     x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
-    return x, *router.router(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+    return x, router.router(x, gate, bias, routing)
 
 
 def mla_decode_router(
@@ -285,18 +273,14 @@ def mla_decode_router(
     eps: float,
     gate: Tensor,
     bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    routing: Routing,
+) -> tuple[Tensor, Chosen]:
     mla_decode_output.check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
     assert residual.shape == (len(q_full), len(w)) and residual.dtype == q_full.dtype, f"{residual.shape=}"
     assert residual.is_contiguous(), f"{residual.stride()=}"
     assert norm.shape == w.shape[:1] and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
-    router.check(residual, gate, bias, top_k, n_group, topk_group)
+    router.check(residual, gate, bias, routing)
     return op(
         q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm, eps,
-        gate, bias, top_k, n_group, topk_group, factor, normalise,
+        gate, bias, routing,
     )  # fmt: skip
