@@ -20,8 +20,9 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.served import require_served
 from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
-from perilune.model.kimi_k2 import Span, Step, mla
-from perilune.model.weights import Attention, Dense
+from perilune.model.kimi_k2 import Span, Step, mla, routing
+from perilune.model.weights import Attention, Matrix
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
@@ -83,9 +84,8 @@ class Walk:
         out = torch.empty_like(self.x)
         for piece in self._pieces:
             rows = piece.rows
-            out[rows] = mla(
-                w, self.x[rows], self._cos[rows], self._sin[rows], piece.step, self._pages, self._eps, self._scale
-            )
+            rotary, latents = Rotary(self._cos[rows], self._sin[rows]), Latents(self._pages, piece.step.slots)
+            out[rows] = mla(w, self.x[rows], rotary, piece.step, latents, self._eps, self._scale)
         self.x = add_rmsnorm(self._h, out, self._plain(f"model.layers.{i}.post_attention_layernorm.weight"), self._eps)
 
     def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:
@@ -97,9 +97,8 @@ class Walk:
         if c.n_shared_experts:
             _gated(self._triple(f"{at}.shared_experts"), x, out)
         gate, bias = self._wide(f"{at}.gate.weight"), self._wide(f"{at}.gate.e_score_correction_bias")
-        ids, shares = router(
-            x, gate, bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
-        )
+        chosen = router(x, gate, bias, routing(c))
+        ids, shares = chosen.ids, chosen.weights
         wanted = sorted(set(ids.flatten().tolist()))
         with ThreadPoolExecutor(READERS, thread_name_prefix="walk") as pool:
             triples = in_order(pool, (partial(self._triple, f"{at}.experts.{e}") for e in wanted), READERS + 1)
@@ -141,13 +140,13 @@ class Walk:
         heads, n, latent = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
         kv_b = self._linear(f"{at}.kv_b_proj").view(heads, n + c.v_head_dim, latent)
         return Attention(
-            qkv_a=Dense(torch.cat([self._linear(f"{at}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa")])),
+            qkv_a=Matrix(torch.cat([self._linear(f"{at}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa")])),
             q_a_norm=self._plain(f"{at}.q_a_layernorm.weight"),
-            q_b=Dense(self._linear(f"{at}.q_b_proj")),
+            q_b=Matrix(self._linear(f"{at}.q_b_proj")),
             kv_a_norm=self._plain(f"{at}.kv_a_layernorm.weight"),
             w_uk=kv_b[:, :n].contiguous(),
             w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
-            o=Dense(self._linear(f"{at}.o_proj")),
+            o=Matrix(self._linear(f"{at}.o_proj")),
         )
 
     def _triple(self, at: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,7 +201,7 @@ def _piece(group: Sequence[Sequence[int]], begin: int, device: torch.device) -> 
     positions = torch.cat([torch.arange(n) for n in lengths])
     owner = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(lengths))
     slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
-    span = Span(slice(0, total), tables.to(device), ends.to(torch.int32), torch.tensor(lengths, dtype=torch.int32))
+    span = Span(tables.to(device), ends.to(torch.int32), torch.tensor(lengths, dtype=torch.int32), slice(0, total))
     tokens = torch.tensor([t for ids in group for t in ids])
     step = Step(tokens.to(device), positions.to(device), slots.to(device), None, span)
     return _Piece(slice(begin, begin + total), step, sum(needed))

@@ -28,7 +28,7 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
 from perilune.loading.survey import NESTED_PREFIX
 from perilune.model.config import KimiConfig
-from perilune.model.weights import Dense, Weights
+from perilune.model.weights import Matrix, Weights
 
 ABOUT = "states.json"
 DTYPE = torch.bfloat16
@@ -187,4 +187,4 @@ def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[
             return checkpoint.read(full).to(device, dtype)
 
         embed, norm = read("model.embed_tokens.weight"), read("model.norm.weight")
-        return config, Weights(embed, [], norm, Dense(read("lm_head.weight")))
+        return config, Weights(embed, [], norm, Matrix(read("lm_head.weight")))

@@ -89,8 +89,8 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         tokens=ids,
         positions=at,
         slots=places,
-        absorbed=Span(slice(0, split), *blocks[:3]) if few else None,
-        plain=Span(slice(split, total), blocks[3], *counted) if many else None,
+        absorbed=Span(*blocks[:3], slice(0, split)) if few else None,
+        plain=Span(blocks[3], *counted, slice(split, total)) if many else None,
     )
     return Batch(step, work, tuple(starts.tolist()), tuple(work[i] for i in sampling), rows, first_rows, stores)
 

@@ -447,7 +447,7 @@ class DecodeGraphs:
         fields, (requests, each, _) = inputs.fields, inputs.size
         rows = requests * each
         starts = torch.arange(0, rows + 1, each, dtype=torch.int32, device=fields.ids.device)
-        span = Span(slice(0, rows), fields.tables, starts, fields.context)
+        span = Span(fields.tables, starts, fields.context, slice(0, rows))
         pending = (fields.rows.flatten(), self._last_tokens)
         return Step(fields.ids.flatten(), fields.positions.flatten(), fields.slots.flatten(), span, None, pending)
 

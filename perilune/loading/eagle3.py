@@ -16,7 +16,7 @@ from perilune.loading.survey import spell
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
+from perilune.model.weights import Attention, Matrix, Mlp, Weights
 
 LAYER = "midlayer."
 _OTHER_LAYER = "layers.0."
@@ -89,11 +89,11 @@ def load_draft(
             pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in names]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-        def linear(*names: str) -> Dense:
-            return Dense(read(*names))
+        def linear(*names: str) -> Matrix:
+            return Matrix(read(*names))
 
         if has("lm_head.weight"):
-            lm_head: Linear = linear("lm_head.weight")
+            lm_head: Matrix = linear("lm_head.weight")
         elif config.draft_vocab_size == target.vocab_size and config.hidden_size == target.hidden_size:
             lm_head = shared.lm_head
         else:
@@ -137,10 +137,15 @@ def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
     for holder in (weights, weights.attention, weights.mlp):
         for field in dataclasses.fields(holder):
             old = getattr(holder, field.name)
-            if isinstance(old, Dense) and old is not target.lm_head and old.weight.shape[1] % FP8_WIDTH == 0:
+            if (
+                isinstance(old, Matrix)
+                and old.format == "dense"
+                and old is not target.lm_head
+                and old.weight.shape[1] % FP8_WIDTH == 0
+            ):
                 setattr(holder, field.name, quantize(old.weight)[0])
     a = weights.attention
-    if isinstance(a, Attention) and isinstance(a.o, Fp8):
+    if isinstance(a, Attention) and a.o.format == "fp8":
         a.uv_fp8 = round_values(a.w_uv)[0]
 
 
@@ -154,7 +159,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: checkpoint.read(own) for name, own in stored.items()}
 
 
-def _attention(c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Dense]) -> Attention | HeadAttention:
+def _attention(
+    c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Matrix]
+) -> Attention | HeadAttention:
     at = f"{LAYER}self_attn"
     if c.form == "mha":
         qkv = linear(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight")

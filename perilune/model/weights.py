@@ -1,73 +1,47 @@
-"""The model's weights as the model file consumes them. Data only: which op runs on them is the model's business.
+"""The model's weights as the model file consumes them. Data only: the model chooses the ops that run on them.
 
 Letters: D hidden size, H heads, n and r the query's nope and rope widths, v the value width, R the latent width,
 I an intermediate width, E routed experts, V vocabulary. Linear layers are stored [outputs, inputs]. Tensors are
 contiguous, of the load's dtype unless a comment says otherwise, and belong to one `Weights` alone.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 
 import torch
 
-
-@dataclass(slots=True)
-class Dense:
-    weight: torch.Tensor  # [o, i]
-
-
-@dataclass(slots=True)
-class Int4:
-    """formats/int4.py has the layout."""
-
-    packed: torch.Tensor  # [o, i/8] int32
-    scale: torch.Tensor  # [o, i/32] bfloat16, or the checkpoint's float16 or float32
+from perilune.ops.layouts.operands import Attention as Attention
+from perilune.ops.layouts.operands import Matrix as Matrix
+from perilune.ops.layouts.operands import Mlp as Mlp
 
 
-@dataclass(slots=True)
-class Fp8:
-    """Made at load (loading/fp8_dense.py): the value is weight * scale of its row."""
+class _Experts:
+    """The first half of the fields is about gate_up, the rest about down: weight, scale, row_scale."""
 
-    weight: torch.Tensor  # [o, i] float8_e4m3fn
-    scale: torch.Tensor  # [o] float32
-
-
-Linear = Dense | Int4 | Fp8
+    @functools.cached_property
+    def matrices(self) -> tuple[Matrix, Matrix]:
+        """gate_up and down as ops take them."""
+        parts = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]  # of its subclasses
+        half = len(parts) // 2
+        return Matrix(*parts[:half]), Matrix(*parts[half:])
 
 
 @dataclass(slots=True)
-class Attention:
-    qkv_a: Linear  # [q_lora + R + r, D]: q_a_proj's rows, then kv_a_proj_with_mqa's
-    q_a_norm: torch.Tensor  # [q_lora]
-    q_b: Linear  # [H (n + r), q_lora]
-    kv_a_norm: torch.Tensor  # [R]
-    w_uk: torch.Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
-    w_uv: torch.Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
-    o: Linear  # [D, H v]
-    uv_fp8: Fp8 | None = None  # where o is FP8: the very numbers of w_uv, for one token's kernel; scale [H, v]
-
-
-@dataclass(slots=True)
-class Mlp:
-    gate_up: Linear  # [2I, D]: gate's rows first
-    down: Linear  # [D, I]
-
-
-@dataclass(slots=True)
-class DenseExperts:
+class DenseExperts(_Experts):
     gate_up: torch.Tensor  # [E, 2I, D]: gate's rows first
     down: torch.Tensor  # [E, D, I]
 
 
 @dataclass(slots=True)
-class Int4Experts:
+class Int4Experts(_Experts):
     gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
-    gate_up_scale: torch.Tensor  # [E, 2I, D/32] as Int4.scale
+    gate_up_scale: torch.Tensor  # [E, 2I, D/32] bfloat16, or the checkpoint's float16 or float32
     down_packed: torch.Tensor  # [E, D, I/8] int32
     down_scale: torch.Tensor  # [E, D, I/32]
 
 
 @dataclass(slots=True)
-class Int4CompactExperts:
+class Int4CompactExperts(_Experts):
     """formats/int4_compact.py has the layout."""
 
     gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
@@ -79,7 +53,7 @@ class Int4CompactExperts:
 
 
 @dataclass(slots=True)
-class Fp8Experts:
+class Fp8Experts(_Experts):
     """formats/fp8_block.py has the layout; gate and up keep blocks of their own, cut at their lower edges."""
 
     gate_up: torch.Tensor  # [E, 2I, D] float8_e4m3fn
@@ -89,7 +63,7 @@ class Fp8Experts:
 
 
 @dataclass(slots=True)
-class NvFp4Experts:
+class NvFp4Experts(_Experts):
     """formats/nvfp4.py has the layout, whichever of the two the checkpoint had."""
 
     gate_up_packed: torch.Tensor  # [E, 2I, D/2] uint8
@@ -124,4 +98,4 @@ class Weights:
     embed: torch.Tensor  # [V, D]
     layers: list[Layer]
     norm: torch.Tensor  # [D]
-    lm_head: Linear  # [V, D]
+    lm_head: Matrix  # [V, D]

@@ -87,7 +87,7 @@ class Eagle3Drafter:
         if not followed.sampled:
             return None
         positions, tables = step.positions[at], _owned(followed)
-        span = Span(slice(0, len(at)), tables, self._starts[: len(at) + 1], (positions + 1).to(torch.int32))
+        span = Span(tables, self._starts[: len(at) + 1], (positions + 1).to(torch.int32), slice(0, len(at)))
         states, features = model.hidden(Step(step.tokens[at], positions, step.slots[at], span, None), ends, self._pages)
         return Start(states, features, positions, tables)
 
@@ -127,7 +127,7 @@ class Eagle3Drafter:
         """
         tables, *rows = draft_tables(owned, last, self._pages, self._scratch, self._blocks_ahead, count)
         S = len(last)
-        return [Step(p, p, s, Span(slice(0, S), tables, self._starts[: S + 1], c), None) for p, s, c in zip(*rows)]
+        return [Step(p, p, s, Span(tables, self._starts[: S + 1], c, slice(0, S)), None) for p, s, c in zip(*rows)]
 
 
 def _chains(max_num_seqs: int) -> int:

@@ -1,15 +1,14 @@
-"""Absorbed MLA with its output projection, the residual, its norm, and the router: what stands between a MoE layer's
-queries and its experts.
+"""Absorbed MLA with its output projection, the residual, its norm, and the router: all between a MoE layer's queries
+and its experts.
 
-y = `mla_decode_output`(q_full, .., w_scale); residual [T, D] += y in place; x [T, D] = rmsnorm(residual) times norm
-[D], eps; ids, weights [T, top_k] = `router`(x, gate [E, D], bias [E], top_k, n_group, topk_group, factor, normalise).
--> x, ids, weights. Types, layouts and roundings are those of these ops and of
-`add_rmsnorm`; y is rounded before it is added.
+y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place; x [T, D] = the norm of
+the residual; the experts are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of
+these ops and of `add_rmsnorm`; y is rounded before it is added.
 
-"cuda" is for one token: attention's launch; one that adds each row of y to the residual (mla_decode_output_t1.cu) and
-hands the sums over by a board; and one that takes them from there while the first still runs (mla_decode_router_t1.cu):
-all that it needs lies ready, and no kernel's end stands between. Experts may take x from the same board, see
-`router.announced`. "composed" is the ops one by one.
+"cuda" is for one token: the launch of attention; one that adds each row of y to the residual and writes the sums to a
+mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first still runs
+(mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between. The experts
+may take x from the same mailbox: `Chosen.announcement` names it (chosen.py). "composed" is the ops one by one.
 """
 
 import functools
@@ -24,7 +23,7 @@ from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
-from perilune.ops.layouts.operands import Routing
+from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 from perilune.ops.pointwise import add_rmsnorm
@@ -90,17 +89,19 @@ TOL = {
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Rows of the gate are multiples of one direction in which the residual is long, so that no error changes ids."""
     args = mla_decode_output.inputs(c, g)
+    args = {"attention" if name == "weights" else name: value for name, value in args.items()}
     along = g.randn(c.D, dtype=FLOAT32)
     multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
     residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
-    gate = 4 * multiples.unsqueeze(1) * along / c.D
+    rows = 4 * multiples.unsqueeze(1) * along / c.D
     return args | {
         "residual": residual.to(g.dtype),
-        "norm": g.randn(c.D, scale=0.1) + 1,
-        "eps": 1e-5,
-        "gate": gate.to(FLOAT32 if c.wide_gate else BFLOAT16),
-        "bias": torch.zeros_like(multiples),
-        "routing": Routing(c.k, 1, 1, 2.827, c.normalise),
+        "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5),
+        "gate": Gate(
+            rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
+            torch.zeros_like(multiples),
+            Routing(c.k, 1, 1, 2.827, c.normalise),
+        ),
     }
 
 
@@ -115,39 +116,20 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    routing: Routing,
+    norm: Norm,
+    gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    y = mla_decode_output.reference(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
-    x = add_rmsnorm.reference(residual, y, norm, eps)
-    return x, router.reference(x, gate, bias, routing)
+    y = mla_decode_output.reference(q_full, pages, span, attention, scale)
+    x = add_rmsnorm.reference(residual, y, norm.weight, norm.eps)
+    return x, router.reference(x, gate.weight, gate.bias, gate.routing)
 
 
-op = Op(
-    "mla_decode_router",
-    CASES,
-    TOL,
-    inputs,
-    cost,
-    reference,
-    decides=("q_full", "cache", "w", "gate", "routing"),
-)
+op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "gate"))
 
 
 @functools.cache
@@ -156,21 +138,19 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.op.impls["cuda"].when(
-        a, device
-    )  # of w it looks at the rows: as many as the gate has columns
+    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.weight.shape[1], device)  # o has as many rows
     if found is not True:
         return found
-    E, D = a.gate.shape
+    (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
         "mla_decode_router_t1.cu",
         device,
         (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}"),
-        (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
-        (a.routing.n_group == a.routing.topk_group, "one choice among all experts"),
+        (a.gate.weight.dtype == BFLOAT16, "a bfloat16 gate"),
+        (routing.n_group == routing.topk_group, "one choice among all experts"),
         (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
         (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
-        (a.routing.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
+        (routing.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
     )
 
 
@@ -182,26 +162,16 @@ def _rows(experts: int, device: torch.device) -> int:
 @op.impl("cuda", when=_fits, alone=True)
 def cuda(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    routing: Routing,
+    norm: Norm,
+    gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
-    rows = _rows(E, device)
-    assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
+    (_, H, _), (E, D), device, routing = q_full.shape, gate.weight.shape, q_full.device, gate.routing
+    assert all(t.is_contiguous() for t in (norm.weight, gate.weight, gate.bias)), f"{gate.weight.stride()=}"
     memory = workspace.current(device)
     box = mailbox(memory)
     # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
@@ -215,15 +185,13 @@ def cuda(
     x = torch.empty_like(residual)
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)
-    announcement = box.announce(x, Source(sums, norm, eps))
-    mla_decode_output.launch(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, values, None,
-        residual, sums,
-    )  # fmt: skip
+    announcement = box.announce(x, Source(sums, norm.weight, norm.eps))
+    mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums))
     failed = _choose()(
-        sums.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
+        sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
         x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-        announcement.number, D, E, routing.top_k, routing.normalise, rows, eps, routing.factor, memory.stream,
+        announcement.number, D, E, routing.top_k, routing.normalise, _rows(E, device), norm.eps, routing.factor,
+        memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
     return x, Chosen(ids, weights, announcement)
@@ -232,55 +200,34 @@ def cuda(
 @op.impl("composed")
 def composed(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    routing: Routing,
+    norm: Norm,
+    gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    y = mla_decode_output.mla_decode_output(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
-    x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
-    return x, router.router(x, gate, bias, routing)
+    y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
+    x = add_rmsnorm.add_rmsnorm(residual, y, norm.weight, norm.eps)
+    return x, router.router(x, gate.weight, gate.bias, gate.routing)
 
 
 def mla_decode_router(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    routing: Routing,
+    norm: Norm,
+    gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    mla_decode_output.check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
-    assert residual.shape == (len(q_full), len(w)) and residual.dtype == q_full.dtype, f"{residual.shape=}"
+    mla_decode_output.check(q_full, pages, span, attention)
+    assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
+        f"{residual.shape=}"
+    )
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert norm.shape == w.shape[:1] and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
-    router.check(residual, gate, bias, routing)
-    return op(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm, eps,
-        gate, bias, routing,
-    )  # fmt: skip
+    assert len(norm.weight) == len(attention.o.weight) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
+    router.check(residual, gate.weight, gate.bias, gate.routing)
+    return op(q_full, pages, span, attention, scale, residual, norm, gate)

@@ -39,7 +39,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequant
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
-from perilune.ops.layouts.operands import Matrix
+from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
@@ -63,29 +63,6 @@ class Case(Routed):
     S: int = 0  # width of the shared expert
     shared_fp8: bool = False
     compact: bool = False  # scales of 8 bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedExpert:
-    """gate_up [2 S, D], the gate's rows first, and down [D, S]: as x, or FP8 with a scale [2 S] and [D]."""
-
-    gate_up: Matrix
-    down: Matrix
-
-    def check(self, x: Tensor) -> None:
-        (D, S), gate_up, down = self.down.weight.shape, self.gate_up, self.down
-        assert D == x.shape[1] and gate_up.weight.shape == (2 * S, D) and S % GROUP == 0, (
-            f"{x.shape=} {gate_up.kind=} {down.kind=}"
-        )
-        if gate_up.scale is None or down.scale is None:
-            assert gate_up.scale is None and down.scale is None, "half a shared expert in FP8"
-            assert x.dtype == gate_up.weight.dtype == down.weight.dtype, f"{x.dtype=} {gate_up.kind=} {down.kind=}"
-            return
-        assert gate_up.weight.dtype == down.weight.dtype == torch.float8_e4m3fn and S % 64 == D % 64 == 0, (
-            f"{gate_up.kind=} {down.kind=}"
-        )
-        assert gate_up.scale.shape == (2 * S,) and down.scale.shape == (D,), f"{gate_up.kind=} {down.kind=}"
-        assert gate_up.scale.dtype == down.scale.dtype == FLOAT32, f"{gate_up.kind=} {down.kind=}"
 
 
 CASES = [
@@ -122,7 +99,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     shared = None
     if c.S:
         both, one = g.randn(2 * c.S, c.D, scale=c.D**-0.5), g.randn(c.D, c.S, scale=c.S**-0.5)
-        shared = SharedExpert(*(Matrix(*quantize_rows(w)) if c.shared_fp8 else Matrix(w) for w in (both, one)))
+        shared = Mlp(*(Matrix(*quantize_rows(w)) if c.shared_fp8 else Matrix(w) for w in (both, one)))
     return {"x": x, "chosen": routed, "gate_up": gate_up, "down": down, "shared": shared, "partial": False}
 
 
@@ -138,9 +115,7 @@ def _widened(w: Matrix) -> Tensor:
     return w.weight.float() if w.scale is None else w.weight.float() * w.scale.unsqueeze(-1)
 
 
-def reference(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: SharedExpert | None, partial: bool
-) -> Tensor:
+def reference(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     f = x.float()
     routed = experts_int4.op if gate_up.row_scale is None else experts_int4_compact.op
     y = routed.reference(f, chosen, gate_up, down)
@@ -157,11 +132,11 @@ def _linear(x: Tensor, w: Matrix) -> Tensor:
     return linear(x, w.weight) if w.scale is None else linear_fp8(x, None, w.weight, w.scale)
 
 
-def _shared(x: Tensor, w: SharedExpert) -> Tensor:
+def _shared(x: Tensor, w: Mlp) -> Tensor:
     return _linear(swiglu(_linear(x, w.gate_up)), w.down)
 
 
-def _add_shared(y: Tensor, x: Tensor, w: SharedExpert) -> None:
+def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
     """The same to y [T, D] float32."""
     gate_up, down = w.gate_up, w.down
     if not all(met for m in (gate_up, down) for met, _ in skinny_gemm.needs(x, m.weight)):
@@ -219,9 +194,7 @@ def _streams(width: int, short: int, most: int) -> bool:
 
 
 @op.impl("cuda", when=_fits)
-def cuda(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: SharedExpert | None, partial: bool
-) -> Tensor:
+def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     many = T > MAX_MMA_TMA and gate_up.row_scale is None
@@ -274,9 +247,7 @@ def cuda(
         *moe_int4_grouped.needs(a.x, a.gate_up),
     ),
 )
-def cuda_prefill(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: SharedExpert | None, partial: bool
-) -> Tensor:
+def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     rest = None if shared is None else functools.partial(_shared, w=shared)
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
 
@@ -295,7 +266,7 @@ def _on_cpu() -> Any:
         (a.gate_up.scale.dtype == BFLOAT16, "bfloat16 scales"),
     ),
 )
-def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: SharedExpert | None, partial: bool) -> Tensor:
+def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I = both // 2  # noqa: E741
     weights = (gate_up.weight, gate_up.scale, down.weight, down.scale)
@@ -320,9 +291,7 @@ def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Shared
 
 
 @op.impl("composed")
-def composed(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: SharedExpert | None, partial: bool
-) -> Tensor:
+def composed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     experts = experts_int4.experts_int4 if gate_up.row_scale is None else experts_int4_compact.experts_int4_compact
     y = experts(x, chosen, gate_up, down).float()
     if shared is not None:
@@ -330,12 +299,25 @@ def composed(
     return y.unsqueeze(1)
 
 
+def _check_shared(x: Tensor, w: Mlp) -> None:
+    (D, S), gate_up, down = w.down.weight.shape, w.gate_up, w.down
+    kinds = f"{x.shape=} {x.dtype=} {gate_up.kind=} {down.kind=}"
+    assert D == x.shape[1] and gate_up.weight.shape == (2 * S, D) and S % GROUP == 0, kinds
+    if gate_up.scale is None or down.scale is None:
+        assert gate_up.scale is None and down.scale is None, "half a shared expert in FP8"
+        assert x.dtype == gate_up.weight.dtype == down.weight.dtype, kinds
+    else:
+        assert gate_up.weight.dtype == down.weight.dtype == torch.float8_e4m3fn and S % 64 == D % 64 == 0, kinds
+        assert gate_up.scale.shape == (2 * S,) and down.scale.shape == (D,), kinds
+        assert gate_up.scale.dtype == down.scale.dtype == FLOAT32, kinds
+
+
 def moe_int4(
     x: Tensor,
     chosen: Chosen,
     gate_up: Matrix,
     down: Matrix,
-    shared: SharedExpert | None,
+    shared: Mlp | None,
     partial: bool = True,
 ) -> Tensor:
     (experts_int4 if gate_up.row_scale is None else experts_int4_compact).check(x, chosen, gate_up, down)
@@ -343,5 +325,5 @@ def moe_int4(
     if gate_up.row_scale is None:
         assert gate_up.scale is not None and gate_up.scale.dtype != torch.uint8, f"{gate_up.kind=}"
     if shared is not None:
-        shared.check(x)
+        _check_shared(x, shared)
     return op(x, chosen, gate_up, down, shared, partial)
