@@ -21,7 +21,7 @@ from perilune.formats.served import require_served
 from perilune.loading.survey import read_linear, survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
-from perilune.model.kimi_k2 import Span, Step, mla
+from perilune.model.kimi_k2 import Span, Step, mla, routing
 from perilune.model.weights import Attention, Matrix
 from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
@@ -100,9 +100,8 @@ class Walk:
         if c.n_shared_experts:
             _gated(self._triple(names.shared(i)), x, out)
         gate, bias = self._wide(*at["gate"]), self._wide(*at["bias"])
-        ids, shares = router(
-            x, gate, bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
-        )
+        chosen = router(x, gate, bias, routing(c))
+        ids, shares = chosen.ids, chosen.weights
         wanted = sorted(set(ids.flatten().tolist()))
         with ThreadPoolExecutor(READERS, thread_name_prefix="walk") as pool:
             triples = in_order(pool, (partial(self._triple, names.expert(i, e)) for e in wanted), READERS + 1)

@@ -24,7 +24,6 @@ from perilune.model.weights import (
     Matrix,
     Mlp,
     Moe,
-    NvFp4Experts,
     Weights,
 )
 from perilune.ops.attention.mla_absorb_query import mla_absorb_query
@@ -35,11 +34,12 @@ from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.layouts import operands
-from perilune.ops.layouts.operands import Latents, Rotary
+from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
+from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
@@ -77,6 +77,10 @@ class Step:
     pending: tuple[Tensor, Tensor] | None = None
 
 
+def routing(c: KimiConfig) -> Routing:
+    return Routing(c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob)
+
+
 class KimiK2:
     """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r]."""
 
@@ -87,6 +91,7 @@ class KimiK2:
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
+        self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
         device = weights.norm.device
@@ -137,26 +142,20 @@ class KimiK2:
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
-        w, ffn, span, c = layer.attention, layer.ffn, step.absorbed, self.config
+        w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
         if isinstance(ffn, Mlp) or w.o.format == "int4":
             attended = _attend(w, q_full, span, pages, self.scale)
             return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
-        x, ids, shares = mla_decode_router(
-            q_full, pages, span, w, self.scale, h, layer.post_norm, self.eps, ffn.gate, ffn.bias, c.num_experts_per_tok,
-            c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob,
-        )  # fmt: skip
-        return _mixture(ffn, x, ids, shares)
+        gate = Gate(ffn.gate, ffn.bias, self.routing)
+        x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, Norm(layer.post_norm, self.eps), gate)
+        return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
         if isinstance(w, Mlp):
             return mlp(w, x)
-        c = self.config
-        ids, shares = router(
-            x, w.gate, w.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
-        )
-        return _mixture(w, x, ids, shares)
+        return _mixture(w, x, router(x, w.gate, w.bias, self.routing))
 
 
 def mla(w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents, norm_eps: float, scale: float) -> Tensor:
@@ -209,39 +208,18 @@ def mlp(w: Mlp, x: Tensor) -> Tensor:
     return apply(w.down, swiglu(apply(w.gate_up, x)))
 
 
-def _mixture(w: Moe, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+def _mixture(w: Moe, x: Tensor, chosen: Chosen) -> Tensor:
     """As `KimiK2._ffn`, of experts that are chosen."""
     e, shared = w.experts, w.shared
     if isinstance(e, Int4Experts | Int4CompactExperts):
-        rows = {"gate_up_row": e.gate_up_row, "down_row": e.down_row} if isinstance(e, Int4CompactExperts) else {}
-        held = _held(shared)
-        parts = moe_int4(
-            x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.down_packed, e.down_scale,
-            *(held or (None, None)), **rows,
-        )  # fmt: skip
-        if held is None and shared is not None:
+        fused = shared is None or (shared.gate_up.format == shared.down.format != "int4")
+        parts = moe_int4(x, chosen, *e.matrices, shared if fused else None)
+        if shared is not None and not fused:
             parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
         return parts
-    routed = _experts(e, x, ids, shares)
+    op = experts if isinstance(e, DenseExperts) else experts_fp8 if isinstance(e, Fp8Experts) else experts_nvfp4
+    routed = op(x, chosen, *e.matrices)
     return routed if shared is None else routed + mlp(shared, x)
-
-
-def _held(shared: Mlp | None) -> tuple[Tensor | None, ...] | None:
-    """The shared expert as `moe_int4` takes it: its matrices, and their scales if it is FP8. None if it cannot."""
-    if shared is None or shared.gate_up.format != shared.down.format or shared.down.format == "int4":
-        return None
-    upper, lower = shared.gate_up, shared.down
-    return upper.weight, lower.weight, upper.scale, lower.scale
-
-
-def _experts(e: DenseExperts | Fp8Experts | NvFp4Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    if isinstance(e, DenseExperts):
-        return experts(x, ids, shares, e.gate_up, e.down)
-    if isinstance(e, Fp8Experts):
-        return experts_fp8(x, ids, shares, e.gate_up, e.gate_up_scale, e.down, e.down_scale)
-    return experts_nvfp4(
-        x, ids, shares, e.gate_up_packed, e.gate_up_scale, e.gate_up_global, e.down_packed, e.down_scale, e.down_global
-    )
 
 
 def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:

@@ -5,28 +5,35 @@ I an intermediate width, E routed experts, V vocabulary. Linear layers are store
 contiguous, of the load's dtype unless a comment says otherwise, and belong to one `Weights` alone.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 
 import torch
 
 from perilune.ops.layouts.operands import Attention as Attention
 from perilune.ops.layouts.operands import Matrix as Matrix
+from perilune.ops.layouts.operands import Mlp as Mlp
+
+
+class _Experts:
+    """The first half of the fields is about gate_up, the rest about down: weight, scale, row_scale."""
+
+    @functools.cached_property
+    def matrices(self) -> tuple[Matrix, Matrix]:
+        """gate_up and down as ops take them."""
+        parts = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]  # of its subclasses
+        half = len(parts) // 2
+        return Matrix(*parts[:half]), Matrix(*parts[half:])
 
 
 @dataclass(slots=True)
-class Mlp:
-    gate_up: Matrix  # [2I, D]: gate's rows first
-    down: Matrix  # [D, I]
-
-
-@dataclass(slots=True)
-class DenseExperts:
+class DenseExperts(_Experts):
     gate_up: torch.Tensor  # [E, 2I, D]: gate's rows first
     down: torch.Tensor  # [E, D, I]
 
 
 @dataclass(slots=True)
-class Int4Experts:
+class Int4Experts(_Experts):
     gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
     gate_up_scale: torch.Tensor  # [E, 2I, D/32] bfloat16, or the checkpoint's float16 or float32
     down_packed: torch.Tensor  # [E, D, I/8] int32
@@ -34,7 +41,7 @@ class Int4Experts:
 
 
 @dataclass(slots=True)
-class Int4CompactExperts:
+class Int4CompactExperts(_Experts):
     """formats/int4_compact.py has the layout."""
 
     gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
@@ -46,7 +53,7 @@ class Int4CompactExperts:
 
 
 @dataclass(slots=True)
-class Fp8Experts:
+class Fp8Experts(_Experts):
     """formats/fp8_block.py has the layout; gate and up keep blocks of their own, cut at their lower edges."""
 
     gate_up: torch.Tensor  # [E, 2I, D] float8_e4m3fn
@@ -56,7 +63,7 @@ class Fp8Experts:
 
 
 @dataclass(slots=True)
-class NvFp4Experts:
+class NvFp4Experts(_Experts):
     """formats/nvfp4.py has the layout, whichever of the two the checkpoint had."""
 
     gate_up_packed: torch.Tensor  # [E, 2I, D/2] uint8

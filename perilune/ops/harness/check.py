@@ -52,7 +52,8 @@ def check(
 def outputs(op: Op[..., Any], impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
     """Results by the names in the op's tolerances; names of arguments are those written in place."""
     result, given = impl.run(*args.values()), tensors(args)
-    returned = [result] if isinstance(result, Tensor) else list(result or ())
+    parts = result if isinstance(result, tuple) else (result,)
+    returned = list(tensors({str(i): part for i, part in enumerate(parts)}).values())
     names = [name for name in op.tol if name not in given]
     assert len(names) == len(returned), f"{op.name}/{impl.name}: {len(returned)} results for {names}"
     return {**dict(zip(names, returned)), **{name: given[name] for name in op.tol if name in given}}

@@ -22,7 +22,10 @@ class Matrix:
 
     weight      [o, i] as the activations; [o, i] float8_e4m3fn; or [o, i / 8] int32, INT4 as in layouts/int4.py
     scale       None; [o] float32 for FP8; [o, i / 32] for INT4
-    row_scale   None; [o] bfloat16 for INT4 with compact scales (docs/formats.md section 3.6)
+    row_scale   None; [o] bfloat16 for INT4 with compact scales (docs/formats.md section 3.6); [] float32, of the whole
+                matrix, for NVFP4
+
+    Block FP8 and NVFP4 occur in experts only: moe/experts_fp8.py and moe/experts_nvfp4.py have the layouts.
     """
 
     weight: Tensor
@@ -122,3 +125,33 @@ class Routing:
     @property
     def kind(self) -> Hashable:
         return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """A router's weight [E, D] float32, or bfloat16 if that is what the checkpoint holds; its bias [E] float32, added
+    for the choice of experts only; its numbers."""
+
+    weight: Tensor
+    bias: Tensor
+    routing: Routing
+
+    @property
+    def kind(self) -> Hashable:
+        return self.weight.shape, self.weight.dtype, self.routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """An RMS norm: weight [D] and the number added to the mean of squares."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(slots=True, eq=False)
+class Mlp:
+    """gate_up [2 I, D], the gate's rows first, and down [D, I]."""
+
+    gate_up: Matrix
+    down: Matrix

@@ -1,15 +1,14 @@
-"""Absorbed MLA with its output projection, the residual, its norm, and the router: what stands between a MoE layer's
-queries and its experts.
+"""Absorbed MLA with its output projection, the residual, its norm, and the router: all between a MoE layer's queries
+and its experts.
 
-y = `mla_decode_output`(q_full, .., w_scale); residual [T, D] += y in place; x [T, D] = rmsnorm(residual) times norm
-[D], eps; ids, weights [T, top_k] = `router`(x, gate [E, D], bias [E], top_k, n_group, topk_group, factor, normalise).
--> x, ids, weights. Types, layouts and roundings are those of these ops and of
-`add_rmsnorm`; y is rounded before it is added.
+y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place; x [T, D] = the norm of
+the residual; the experts are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of
+these ops and of `add_rmsnorm`; y is rounded before it is added.
 
-"cuda" is for one token: attention's launch; one that adds each row of y to the residual (mla_decode_output_t1.cu) and
-hands the sums over by a board; and one that takes them from there while the first still runs (mla_decode_router_t1.cu):
-all that it needs lies ready, and no kernel's end stands between. Experts may take x from the same board, see
-`router.announced`. "composed" is the ops one by one.
+"cuda" is for one token: the launch of attention; one that adds each row of y to the residual and writes the sums to a
+mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first still runs
+(mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between. The experts
+may take x from the same mailbox: `Chosen.announcement` names it (chosen.py). "composed" is the ops one by one.
 """
 
 import functools
@@ -24,8 +23,9 @@ from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
-from perilune.ops.layouts.operands import Attention, Span
+from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
+from perilune.ops.moe.chosen import Chosen, Source, mailbox
 from perilune.ops.pointwise import add_rmsnorm
 
 SEGMENT = 256  # values of x whose squares a warp sums
@@ -93,18 +93,15 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     along = g.randn(c.D, dtype=FLOAT32)
     multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
     residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
-    gate = 4 * multiples.unsqueeze(1) * along / c.D
+    rows = 4 * multiples.unsqueeze(1) * along / c.D
     return args | {
         "residual": residual.to(g.dtype),
-        "norm": g.randn(c.D, scale=0.1) + 1,
-        "eps": 1e-5,
-        "gate": gate.to(FLOAT32 if c.wide_gate else BFLOAT16),
-        "bias": torch.zeros_like(multiples),
-        "top_k": c.k,
-        "n_group": 1,
-        "topk_group": 1,
-        "factor": 2.827,
-        "normalise": c.normalise,
+        "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5),
+        "gate": Gate(
+            rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
+            torch.zeros_like(multiples),
+            Routing(c.k, 1, 1, 2.827, c.normalise),
+        ),
     }
 
 
@@ -124,30 +121,15 @@ def reference(
     attention: Attention,
     scale: float,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.reference(q_full, pages, span, attention, scale)
-    x = add_rmsnorm.reference(residual, y, norm, eps)
-    return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+    x = add_rmsnorm.reference(residual, y, norm.weight, norm.eps)
+    return x, router.reference(x, gate.weight, gate.bias, gate.routing)
 
 
-op = Op(
-    "mla_decode_router",
-    CASES,
-    TOL,
-    inputs,
-    cost,
-    reference,
-    decides=("q_full", "pages", "gate", "top_k", "n_group", "topk_group"),
-)
+op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "gate"))
 
 
 @functools.cache
@@ -156,19 +138,19 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.shape[1], device)  # o has as many rows
+    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.weight.shape[1], device)  # o has as many rows
     if found is not True:
         return found
-    E, D = a.gate.shape
+    (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
         "mla_decode_router_t1.cu",
         device,
         (D % SEGMENT == 0 and D <= MOST_WIDTH, f"a width in {SEGMENT}s up to {MOST_WIDTH}"),
-        (a.gate.dtype == BFLOAT16, "a bfloat16 gate"),
-        (a.n_group == a.topk_group, "one choice among all experts"),
+        (a.gate.weight.dtype == BFLOAT16, "a bfloat16 gate"),
+        (routing.n_group == routing.topk_group, "one choice among all experts"),
         (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
         (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
-        (a.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
+        (routing.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
     )
 
 
@@ -185,42 +167,34 @@ def cuda(
     attention: Attention,
     scale: float,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
-    rows = _rows(E, device)
-    assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
+    (_, H, _), (E, D), device, routing = q_full.shape, gate.weight.shape, q_full.device, gate.routing
+    assert all(t.is_contiguous() for t in (norm.weight, gate.weight, gate.bias)), f"{gate.weight.stride()=}"
     memory = workspace.current(device)
+    box = mailbox(memory)
     # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
     # launches of other sizes have others.
-    values, fresh, launches, scores = (
+    values, sums, launches, scores = (
         memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
-        for name, n in (("values", H * K2.value + 2), ("fresh", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
+        for name, n in (("values", H * K2.value + 2), ("sums", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
     )
-    # Before the launches: the second one of `launch` has not ended when these are written.
+    # Made before the launches: the second one of `launch` has not ended when these are written, so they must not lie in
+    # memory that it still reads.
     x = torch.empty_like(residual)
-    ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
-    shares = torch.empty(1, top_k, device=device)
-    number = router.announce(x, ids, memory.stream, router.Source(fresh, norm, eps))
-    mla_decode_output.launch(
-        q_full, pages, span, attention, scale, values, None,
-        (residual, fresh),
-    )  # fmt: skip
+    ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(1, routing.top_k, device=device)
+    announcement = box.announce(x, Source(sums, norm.weight, norm.eps))
+    mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums))
     failed = _choose()(
-        fresh.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
-        x.data_ptr(), scores.data_ptr(), router.mailbox(memory).data_ptr(), ids.data_ptr(),
-        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, memory.stream,
+        sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
+        x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        announcement.number, D, E, routing.top_k, routing.normalise, _rows(E, device), norm.eps, routing.factor,
+        memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
-    return x, ids, shares
+    return x, Chosen(ids, weights, announcement)
 
 
 @op.impl("composed")
@@ -231,19 +205,12 @@ def composed(
     attention: Attention,
     scale: float,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
-    x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
-    return x, *router.router(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
+    x = add_rmsnorm.add_rmsnorm(residual, y, norm.weight, norm.eps)
+    return x, router.router(x, gate.weight, gate.bias, gate.routing)
 
 
 def mla_decode_router(
@@ -253,24 +220,14 @@ def mla_decode_router(
     attention: Attention,
     scale: float,
     residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    gate: Tensor,
-    bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    factor: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
     mla_decode_output.check(q_full, pages, span, attention)
     assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
         f"{residual.shape=}"
     )
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert len(norm) == len(attention.o.weight) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
-    router.check(residual, gate, bias, top_k, n_group, topk_group)
-    return op(
-        q_full, pages, span, attention, scale, residual, norm, eps,
-        gate, bias, top_k, n_group, topk_group, factor, normalise,
-    )  # fmt: skip
+    assert len(norm.weight) == len(attention.o.weight) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
+    router.check(residual, gate.weight, gate.bias, gate.routing)
+    return op(q_full, pages, span, attention, scale, residual, norm, gate)

@@ -12,7 +12,6 @@ Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) b
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
 from perilune.ops.harness.tensors import aligned
+from perilune.ops.layouts.operands import Matrix
+from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
 CHUNK = 16384  # tokens; what the workspace is sized for
@@ -48,41 +49,28 @@ def classes(T: int, k: int, E: int) -> int:
     return sum(1 << n for n, wanted in enumerate(used) if wanted)
 
 
-def source_for(scale: Tensor) -> str:
-    return COMPACT if scale.dtype == torch.uint8 else SOURCE
+def source_for(gate_up: Matrix) -> str:
+    return SOURCE if gate_up.row_scale is None else COMPACT
 
 
-def needs(x: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What `compile.on_hopper` asks for."""
-    E, both, words = gate_up_packed.shape
+def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
+    """What `build.on_hopper` asks for."""
+    (E, both, words), scale = gate_up.weight.shape, gate_up.scale
     return (
-        (x.dtype == BFLOAT16 and gate_up_scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
+        (x.dtype == BFLOAT16 and scale is not None and scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
         (words * 8 % BLOCK == 0 and both % (2 * BLOCK) == 0, f"widths that are multiples of {BLOCK}"),
         (E <= MAX_EXPERTS, f"at most {MAX_EXPERTS} experts"),
     )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """One matrix of all experts: `packed` [E, o, i / 8], `scale` [E, o, i / 32], and `row` [E, o] of compact scales."""
-
-    packed: Tensor
-    scale: Tensor
-    row: Tensor | None
-
-    def pointers(self) -> list[int | None]:
-        held = (self.packed, self.scale, self.row)
-        assert all(t is None or t.is_contiguous() for t in held), f"{self.packed.stride()=} {self.scale.stride()=}"
-        return [None if t is None else t.data_ptr() for t in held]
+def _pointers(w: Matrix) -> list[int | None]:
+    held = (w.weight, w.scale, w.row_scale)
+    assert all(t is None or t.is_contiguous() for t in held), f"{w.kind=}: not contiguous"
+    return [None if t is None else t.data_ptr() for t in held]
 
 
 def prefill(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Packed,
-    down: Packed,
-    shared: Callable[[Tensor], Tensor] | None,
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """`shared` gives the shared expert's result for rows of x, in bfloat16."""
     T, D = x.shape
@@ -91,15 +79,15 @@ def prefill(
     for first in range(0, T, max(1, size)):
         some = slice(first, first + size)
         beside = None if shared is None else shared(x[some])
-        _chunk(x[some], ids[some].contiguous(), weights[some].contiguous(), gate_up, down, beside, y[some])
+        part = Chosen(chosen.ids[some].contiguous(), chosen.weights[some].contiguous())
+        _chunk(x[some], part, gate_up, down, beside, y[some])
     return y
 
 
-def _chunk(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Packed, down: Packed, shared: Tensor | None, y: Tensor
-) -> None:
+def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor) -> None:
     x = aligned(x)
-    (T, D), k, E, I = x.shape, ids.shape[1], down.packed.shape[0], down.packed.shape[2] * 8  # noqa: E741
+    (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
+    I = 8 * words  # noqa: E741
     pairs = T * k
     tiles = pairs // WIDEST + E
     groups = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8)  # a tile reads up to its width past its rows
@@ -108,13 +96,13 @@ def _chunk(
     position = torch.empty(pairs, dtype=torch.int32, device=device)
     slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
     h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
-    failed = _kernel(gate_up.row is not None)(
+    failed = _kernel(gate_up.row_scale is not None)(
         x.data_ptr(),
         x.stride(0),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        *gate_up.pointers(),
-        *down.pointers(),
+        chosen.ids.data_ptr(),
+        chosen.weights.data_ptr(),
+        *_pointers(gate_up),
+        *_pointers(down),
         None if shared is None else shared.data_ptr(),
         y.data_ptr(),
         plan.data_ptr(),
@@ -132,4 +120,4 @@ def _chunk(
         torch.cuda.get_device_properties(device).multi_processor_count,
         torch.cuda.current_stream(device).cuda_stream,
     )
-    assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.packed.shape=}"
+    assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"

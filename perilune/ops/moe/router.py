@@ -1,20 +1,18 @@
 """Which experts a token goes to and with what weight (noaux_tc, docs/formats.md section 2.3), all in fp32.
 
 s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group groups with the largest sum of their two
-best choices stay; ids = the top_k largest choices, in descending order, ties to the lower id;
-weights = s[ids] (without bias), divided by their sum + 1e-20 if `norm`, times scale.
-x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32
--> ids [T, top_k] int32, weights [T, top_k] float32. "cuda" (router_mma.cu) is one launch for up to 16
-rows. A lone row is announced (router_mailbox.cuh): the kernel that follows may start before x is there, and learns of x
-and of the choice from a board; `announced` says by which number. With more rows, it may start when x is there (see
-moe_int4.py). Launches of one stream share a board and scratch; another stream has its own. `mla_decode_router`
-announces its choice likewise, and what x is made of. "cuda_many" (router_topk.cu) chooses from the logits that a
-product gives in fp32.
+best choices are kept; ids = the top_k largest choices, in descending order, ties to the lower id;
+weights = s[ids] (without bias), divided by their sum + 1e-20 if `normalise`, times `factor`.
+x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32; the numbers in a
+`Routing` -> `Chosen`: ids [T, top_k] int32, weights [T, top_k] float32.
+
+"cuda" (router_mma.cu) is one launch for up to 16 rows. For one row it writes "x is ready" and the ids to a mailbox
+while it runs; the `Announcement` in `Chosen` carries mailbox and launch number to moe_int4, whose kernel may then start
+before this one ends. With more rows, the next kernel may start when x is ready (see moe_int4.py). `mla_decode_router`
+announces in the same way. "cuda_many" (router_topk.cu) chooses from fp32 logits that a matrix product gives.
 """
 
 import functools
-import itertools
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +23,9 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.workspace import Workspace
+from perilune.ops.layouts.operands import Routing
 from perilune.ops.linear import skinny_gemm
+from perilune.ops.moe.chosen import Chosen, mailbox
 
 MAX_ROWS = 16  # of the CUDA kernel
 MOST_EXPERTS = 512
@@ -85,33 +84,31 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
 
 
 def _args(c: Case, g: Make, x: Tensor, gate: Tensor, bias: Tensor) -> dict[str, Any]:
-    settings = {"top_k": c.k, "n_group": c.groups, "topk_group": c.kept, "scale": 2.827, "norm": c.norm}
-    return {"x": x.to(g.dtype), "gate": gate.to(BFLOAT16 if c.narrow else FLOAT32), "bias": bias, **settings}
+    routing = Routing(c.k, c.groups, c.kept, 2.827, c.norm)
+    return {"x": x.to(g.dtype), "gate": gate.to(BFLOAT16 if c.narrow else FLOAT32), "bias": bias, "routing": routing}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.router(c.T, c.D, c.E, c.k, dtype.itemsize)
 
 
-def reference(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     s = torch.sigmoid(x.float() @ gate.float().T)
     choice = s + bias
-    if topk_group < n_group:
-        grouped = choice.unflatten(-1, (n_group, -1))
+    if routing.topk_group < routing.n_group:
+        grouped = choice.view(len(x), routing.n_group, -1)
         best_two = grouped.sort(dim=-1, descending=True)[0][..., :2].sum(-1)
-        kept = best_two.sort(dim=-1, descending=True, stable=True)[1][:, :topk_group]
+        kept = best_two.sort(dim=-1, descending=True, stable=True)[1][:, : routing.topk_group]
         dropped = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, kept, False)
         choice = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
-    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : routing.top_k]
     weights = s.gather(-1, ids)
-    if norm:
+    if routing.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.to(torch.int32), weights * scale
+    return Chosen(ids.to(torch.int32), weights * routing.factor)
 
 
-op = Op("router", CASES, TOL, inputs, cost, reference, decides=("x", "gate"))
+op = Op("router", CASES, TOL, inputs, cost, reference, decides=("x", "gate", "routing"))
 
 
 @functools.cache
@@ -125,13 +122,11 @@ def _kernel() -> Any:
         "router", device, (a.x.shape[1] % 8 == 0, "a hidden width that is a multiple of 8")
     ),
 )
-def cpp(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
+def cpp(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     x, gate, bias = x.float().contiguous(), gate.float().contiguous(), bias.contiguous()
     (T, D), E = x.shape, gate.shape[0]
-    ids = torch.empty(T, top_k, dtype=torch.int32)
-    weights = torch.empty(T, top_k)
+    ids = torch.empty(T, routing.top_k, dtype=torch.int32)
+    weights = torch.empty(T, routing.top_k)
     scores = torch.empty(T, E)
     _kernel()(
         x.data_ptr(),
@@ -143,14 +138,14 @@ def cpp(
         T,
         D,
         E,
-        top_k,
-        n_group,
-        topk_group,
-        norm,
+        routing.top_k,
+        routing.n_group,
+        routing.topk_group,
+        routing.normalise,
         threads.count(),
-        scale,
+        routing.factor,
     )
-    return ids, weights
+    return Chosen(ids, weights)
 
 
 def _parts(D: int) -> int:
@@ -162,45 +157,6 @@ def _parts(D: int) -> int:
 
 def _workers(width: int) -> int:
     return next((n for n in (8, 4, 2) if width % (32 * n) == 0), 1)
-
-
-def mailbox(memory: Workspace) -> Tensor:
-    """[64] int32, where the router announces: router_mailbox.cuh."""
-    return memory.zeros("router.mailbox", 64)
-
-
-@dataclass(frozen=True)
-class Source:
-    """What x is the norm of, on a board (mla_decode_output_t1.cu) on which it may still be being written."""
-
-    fresh: Tensor
-    norm: Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class Announced:
-    """How a launch tells of x and of its choice (router_mailbox.cuh). number: 0 if it does not."""
-
-    number: int = 0
-    source: Source | None = None
-
-
-_numbers = itertools.count()
-_latest: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], Announced]] = {}  # by stream
-
-
-def announce(x: Tensor, ids: Tensor, stream: int, source: Source | None = None) -> int:
-    """The number for a launch of the stream that will announce x and ids."""
-    number = next(_numbers) % ((1 << 22) - 1) + 1
-    _latest[stream] = weakref.ref(x), weakref.ref(ids), Announced(number, source)
-    return number
-
-
-def announced(x: Tensor, ids: Tensor, stream: int) -> Announced:
-    """How the latest launch of the stream announces these; by no number if they are another's or it does not."""
-    found = _latest.get(stream)
-    return found[2] if found is not None and found[0]() is x and found[1]() is ids else Announced()
 
 
 @functools.cache
@@ -220,40 +176,39 @@ def _launch() -> Any:
             _parts(a.x.shape[1]) > 0 and a.gate.shape[0] % 8 == 0 and a.gate.shape[0] <= MOST_EXPERTS,
             "a width in 32s up to 28,672 and experts in 8s up to 512",
         ),
-        (a.n_group == a.topk_group and a.top_k <= MOST_CHOICES, "no groups"),
+        (a.routing.n_group == a.routing.topk_group and a.routing.top_k <= MOST_CHOICES, "no groups"),
     ),
 )
-def cuda(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
-    given, x, (T, D), E = x, x.contiguous(), x.shape, gate.shape[0]
-    parts, memory = _parts(D), workspace.current(x.device)
-    stream = memory.stream
-    ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(T, top_k, device=x.device)
-    number = announce(given, ids, stream) if T == 1 else 0
+def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
+    (T, D), E, memory = x.shape, gate.shape[0], workspace.current(x.device)
+    parts, box = _parts(D), mailbox(memory)
+    ids = torch.empty(T, routing.top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(T, routing.top_k, device=x.device)
+    announcement = box.announce(x) if T == 1 else None
+    # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
+    sums = memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS)
+    x = x.contiguous()
     failed = _launch()(
         x.data_ptr(),
         gate.data_ptr(),
         bias.data_ptr(),
-        # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
-        memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS).data_ptr(),
-        mailbox(memory).data_ptr(),
+        sums.data_ptr(),
+        box.words.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
-        number,
+        announcement.number if announcement else 0,
         T,
         D,
         E,
-        top_k,
-        norm,
+        routing.top_k,
+        routing.normalise,
         parts,
         _workers(D // parts),
-        scale,
-        stream,
+        routing.factor,
+        memory.stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
-    return ids, weights
+    return Chosen(ids, weights, announcement)
 
 
 @functools.cache
@@ -268,19 +223,18 @@ def _choose() -> Any:
         device,
         (a.x.dtype == a.gate.dtype == BFLOAT16, "bfloat16 and a bfloat16 gate"),
         (a.x.shape[0] > MAX_ROWS, f"more than {MAX_ROWS} rows"),
-        (a.gate.shape[0] <= 512 and a.n_group == a.topk_group and a.top_k <= 32, "at most 512 experts, no groups"),
+        (a.gate.shape[0] <= MOST_EXPERTS, f"at most {MOST_EXPERTS} experts"),
+        (a.routing.n_group == a.routing.topk_group and a.routing.top_k <= MOST_CHOICES, "no groups"),
     ),
 )
-def cuda_many(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
+def cuda_many(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     if all(met for met, _ in skinny_gemm.needs(x, gate)):
         logits = skinny_gemm.run(x, gate, wide=True)
     else:
         logits = torch.mm(x, gate.T, out_dtype=FLOAT32)
     T, E = logits.shape
-    ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(T, top_k, device=x.device)
+    ids = torch.empty(T, routing.top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(T, routing.top_k, device=x.device)
     failed = _choose()(
         logits.data_ptr(),
         bias.data_ptr(),
@@ -288,26 +242,24 @@ def cuda_many(
         weights.data_ptr(),
         T,
         E,
-        top_k,
-        norm,
-        scale,
+        routing.top_k,
+        routing.normalise,
+        routing.factor,
         torch.cuda.current_stream(x.device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
-    return ids, weights
+    return Chosen(ids, weights)
 
 
-def check(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int) -> None:
+def check(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> None:
     E = gate.shape[0]
     assert gate.shape[1] == x.shape[1] and bias.shape == (E,), f"{x.shape=} {gate.shape=} {bias.shape=}"
     assert gate.dtype in (FLOAT32, BFLOAT16) and bias.dtype == FLOAT32, f"{gate.dtype=} {bias.dtype=}"
-    assert 0 < topk_group <= n_group and E % n_group == 0 and 0 < top_k <= E // n_group * topk_group, (
-        f"{E=} {n_group=} {topk_group=} {top_k=}"
-    )
+    r = routing
+    fits = 0 < r.topk_group <= r.n_group and E % r.n_group == 0 and 0 < r.top_k <= E // r.n_group * r.topk_group
+    assert fits, f"{E=} {routing}"
 
 
-def router(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
-) -> tuple[Tensor, Tensor]:
-    check(x, gate, bias, top_k, n_group, topk_group)
-    return op(x, gate, bias, top_k, n_group, topk_group, scale, norm)
+def router(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
+    check(x, gate, bias, routing)
+    return op(x, gate, bias, routing)

@@ -13,7 +13,7 @@ from perilune.core.errors import CheckpointError
 from perilune.engine.engine import Engine
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import FLOAT32
-from perilune.ops.layouts.operands import Matrix
+from perilune.ops.layouts.operands import Gate, Matrix, Routing
 from tests import ran
 from tests.cpu.ops import test_ops
 from tests.cpu.ops.test_ops import CPU, GRID, OPS
@@ -53,8 +53,8 @@ def test_no_implementation_names_another() -> None:
         ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),
         ({"gate": (384, 7168, FLOAT32)}, "a bfloat16 gate"),
         ({"gate": (520, 7168)}, "at most 512 experts"),
-        ({"top_k": 40}, "at most 32 choices"),
-        ({"n_group": 8, "topk_group": 4}, "one choice among all experts"),
+        ({"routing": (40, 1, 1)}, "at most 32 choices"),
+        ({"routing": (8, 8, 4)}, "one choice among all experts"),
     ],
 )
 def test_one_tokens_kernels_say_what_they_need(
@@ -64,20 +64,18 @@ def test_one_tokens_kernels_say_what_they_need(
     monkeypatch.setattr(build, "is_hopper", lambda device: True)
     monkeypatch.setattr(build, "library", lambda source: object())
     monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: 132)
-    sizes = {"q_full": (1, 64, 576), "pages": (8, 64, 576), "gate": (384, 7168)}
-    sizes |= {"top_k": 8, "n_group": 1, "topk_group": 1} | other
+    sizes = {"q_full": (1, 64, 576), "pages": (8, 64, 576), "gate": (384, 7168), "routing": (8, 1, 1)} | other
 
     def made(size: Any) -> Any:
-        if isinstance(size, int):
-            return size
         whole = [n for n in size if isinstance(n, int)]
         return torch.empty(whole, dtype=size[-1] if len(whole) < len(size) else torch.bfloat16, device="meta")
 
     weights = SimpleNamespace(o=Matrix(made((7168, 8192))))
-    a = SimpleNamespace(weights=weights, **{name: made(size) for name, size in sizes.items()})
+    gate = Gate(made(sizes["gate"]), torch.empty(sizes["gate"][0]), Routing(*sizes["routing"], 1.0, True))
+    a = SimpleNamespace(weights=weights, q_full=made(sizes["q_full"]), pages=made(sizes["pages"]), gate=gate)
     want = True if reason is None else f"needs {reason}"
     assert OPS["mla_decode_router"].impls["cuda"].when(a, torch.device("cuda")) == want
-    own = {"gate", "top_k", "n_group"} & other.keys()
+    own = {"gate", "routing"} & other.keys()
     assert OPS["mla_decode_output"].impls["cuda"].when(a, torch.device("cuda")) == (True if own else want)
 
 

@@ -1,6 +1,5 @@
 """The argument lists of the CUDA launches of moe, drafts and sampling: C takes them by position, unchecked."""
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from perilune.ops.drafts import accept_drafts, advance_inputs, argmax_probability, draft_embed, draft_tables
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make
 from perilune.ops.moe import mla_decode_router, moe_int4, router
+from perilune.ops.moe.chosen import Chosen
 from perilune.ops.sampling import argmax, sample
 from tests.cpu.ops import launches
 from tests.cpu.ops.launches import Recorder
@@ -18,18 +18,6 @@ from tests.cpu.ops.launches import Recorder
 recorder = launches.recorder
 CPU = torch.device("cpu")
 PINNED = Path(__file__).with_name("moe_launches.txt")
-OLD = {
-    "gate_up_packed": "gate_up.weight",
-    "gate_up_scale": "gate_up.scale",
-    "gate_up_row": "gate_up.row_scale",
-    "down_packed": "down.weight",
-    "down_scale": "down.scale",
-    "down_row": "down.row_scale",
-    "shared_gate_up": "shared.gate_up.weight",
-    "shared_gate_up_scale": "shared.gate_up.scale",
-    "shared_down": "shared.down.weight",
-    "shared_down_scale": "shared.down.scale",
-}
 
 
 def _run(
@@ -37,7 +25,7 @@ def _run(
 ) -> Any:
     args = module.inputs(case, Make(dtype, CPU, 1)) | other
     for name, value in args.items():
-        seen.know(OLD.get(name, name), value)
+        seen.know(name, value)
     return module.op.impls[impl].run(*args.values())
 
 
@@ -48,10 +36,10 @@ def _experts(T: int, **other: Any) -> moe_int4.Case:
 def _routed(seen: Recorder) -> None:
     case = _experts(1, S=128)
     x = Make(BFLOAT16, CPU, 2).randn(1, case.D)
-    ids, weights = _run(seen, router, router.Case(1, case.D, 16, 2, narrow=True), x=x)
-    _run(seen, moe_int4, case, x=x, ids=ids, weights=weights, partial=True)
-    _run(seen, moe_int4, case, x=x, ids=ids.clone(), weights=weights, partial=True)
-    _run(seen, moe_int4, case, x=x.clone(), ids=ids, weights=weights, partial=True)
+    found = _run(seen, router, router.Case(1, case.D, 16, 2, narrow=True), x=x)
+    _run(seen, moe_int4, case, x=x, chosen=found, partial=True)
+    _run(seen, moe_int4, case, x=x, chosen=found, partial=True)  # the announcement is taken
+    _run(seen, moe_int4, case, x=x.clone(), chosen=Chosen(found.ids, found.weights), partial=True)
 
 
 def _decode_router(**other: Any) -> mla_decode_router.Case:
@@ -60,8 +48,8 @@ def _decode_router(**other: Any) -> mla_decode_router.Case:
 
 
 def _attended(seen: Recorder) -> None:
-    x, ids, weights = _run(seen, mla_decode_router, _decode_router())
-    _run(seen, moe_int4, _experts(1), x=x, ids=ids, weights=weights, partial=True)
+    x, found = _run(seen, mla_decode_router, _decode_router())
+    _run(seen, moe_int4, _experts(1), x=x, chosen=found, partial=True)
 
 
 LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
@@ -103,8 +91,7 @@ def found(name: str, seen: Recorder) -> str:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_get_the_arguments_they_got(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "_numbers", itertools.count())
+def test_launches_get_the_arguments_they_got(name: str, recorder: Recorder) -> None:
     pinned = {block.split("\n", 1)[0]: block for block in PINNED.read_text().strip().split("\n\n")}
     with torch.inference_mode():
         assert found(name, recorder) == pinned[name]

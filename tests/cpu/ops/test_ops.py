@@ -20,11 +20,11 @@ from perilune.ops.attention.mla_absorbed import mla_absorbed
 from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build, check, registry, timing
 from perilune.ops.harness.case import FLOAT32, NANO, Make, Sized, Tol, exact
-from perilune.ops.layouts.int4 import dequantize
-from perilune.ops.layouts.operands import Latents, Matrix, Span
+from perilune.ops.layouts.operands import Latents, Matrix, Routing, Span
 from perilune.ops.linear.linear import linear
+from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.experts import experts
-from perilune.ops.moe.experts_int4 import experts_int4
+from perilune.ops.moe.experts_int4 import dequantize, experts_int4
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.sampling.sample import sample, weights
@@ -352,9 +352,9 @@ def test_old_libraries_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- what ops promise beyond their values
 
 
-def int4_experts(g: Make) -> tuple[Tensor, ...]:
+def int4_experts(g: Make) -> tuple[Matrix, Matrix]:
     E, D, I = NANO.experts, NANO.hidden, NANO.width  # noqa: E741
-    return (*g.int4(E, 2 * I, D), *g.int4(E, D, I))
+    return Matrix(*g.int4(E, 2 * I, D)), Matrix(*g.int4(E, D, I))
 
 
 @needs_compiler
@@ -363,14 +363,14 @@ def test_int4_experts_do_not_depend_on_batch_or_threads_and_equal_dense_ones() -
     weights = int4_experts(g)
     x = g.randn(40, NANO.hidden)
     ids, shares = g.rand(40, NANO.experts).topk(4)[1].int(), g.rand(40, 4)
-    whole = experts_int4(x, ids, shares, *weights)
+    whole = experts_int4(x, Chosen(ids, shares), *weights)
     torch.set_num_threads(2)
-    assert torch.equal(experts_int4(x, ids, shares, *weights), whole)
+    assert torch.equal(experts_int4(x, Chosen(ids, shares), *weights), whole)
     torch.set_num_threads(1)
     for rows in (slice(0, 1), slice(7, 9), slice(11, 40)):
-        assert torch.equal(experts_int4(x[rows], ids[rows], shares[rows], *weights), whole[rows])
-    gate_up, down = dequantize(*weights[:2], FLOAT32), dequantize(*weights[2:], FLOAT32)
-    assert torch.equal(experts(x, ids, shares, gate_up, down), whole)
+        assert torch.equal(experts_int4(x[rows], Chosen(ids[rows], shares[rows]), *weights), whole[rows])
+    gate_up, down = (Matrix(dequantize(w, FLOAT32)) for w in weights)
+    assert torch.equal(experts(x, Chosen(ids, shares), gate_up, down), whole)
 
 
 @needs_compiler
@@ -393,7 +393,7 @@ def test_wrong_indices_are_refused_before_memory_is_touched() -> None:
     x, shares = g.randn(1, NANO.hidden), torch.ones(1, 1)
     for bad in (-1, NANO.experts):
         with pytest.raises(AssertionError, match="no expert"):
-            experts_int4(x, torch.tensor([[bad]], dtype=torch.int32), shares, *int4_experts(g))
+            experts_int4(x, Chosen(torch.tensor([[bad]], dtype=torch.int32), shares), *int4_experts(g))
     cache = torch.zeros(2, 4, 16)
     for bad in (-1, 8):
         with pytest.raises(AssertionError, match="outside the cache"):
@@ -411,9 +411,9 @@ def test_nan_stays_in_its_row() -> None:
     x = g.randn(4, NANO.hidden)
     x[2] = float("nan")
     w = g.randn(64, NANO.hidden)
-    ids, shares = router(x, g.randn(16, NANO.hidden), torch.zeros(16), 4, 1, 1, 2.5, True)
-    assert ((ids >= 0) & (ids < 16)).all()
-    for y in (linear(x, w), shares, experts_int4(x, ids, shares, *int4_experts(g))):
+    chosen = router(x, g.randn(16, NANO.hidden), torch.zeros(16), Routing(4, 1, 1, 2.5, True))
+    assert ((chosen.ids >= 0) & (chosen.ids < 16)).all()
+    for y in (linear(x, w), chosen.weights, experts_int4(x, chosen, *int4_experts(g))):
         assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
@@ -422,13 +422,13 @@ def test_router_keeps_to_its_groups(impl: str) -> None:
     """Two groups of four: the best single expert is in the group whose best two sum to less, so it is not chosen."""
     choice = torch.tensor([[0.90, 0.05, 0.05, 0.05, 0.60, 0.59, 0.58, 0.05]])
     gate, bias = torch.zeros(8, 8), choice[0] - 0.5  # sigmoid(0) = 0.5
-    args = (torch.zeros(1, 8), gate, bias, 2, 2, 1, 3.0, True)
+    args = (torch.zeros(1, 8), gate, bias, Routing(2, 2, 1, 3.0, True))
     if reason := OPS["router"].refusal(impl, args):
         pytest.skip(reason)
     with registry.using({"router": impl}):
-        ids, weights = router(*args)
-    assert ids.tolist() == [[4, 5]]
-    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.5]]))  # the bias does not weigh
+        chosen = router(*args)
+    assert chosen.ids.tolist() == [[4, 5]]
+    torch.testing.assert_close(chosen.weights, torch.tensor([[1.5, 1.5]]))  # the bias does not weigh
 
 
 SAMPLERS = [c.name for c in OPS["sample"].candidates]

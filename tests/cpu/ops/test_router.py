@@ -1,9 +1,15 @@
 """How the router's launch is cut, and whose choice it announces: no GPU needed."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from perilune.ops.harness import workspace
 from perilune.ops.moe import router
+from perilune.ops.moe.chosen import MAX_NUMBER, Mailbox, Source, mailbox
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 512, 1024, 2048, 3584, 4096, 5120, 7168, 8192, 16384, 28672])
@@ -19,14 +25,39 @@ def test_a_width_that_cannot_be_cut_is_refused(width: int) -> None:
     assert router._parts(width) == 0
 
 
-def test_only_the_latest_launch_of_a_stream_announces_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "_latest", {})
-    x, first, second, nobody = torch.zeros(1, 4), torch.zeros(1, 8), torch.zeros(1, 8), router.Announced()
-    source = router.Source(torch.zeros(4), torch.ones(4), 1e-5)
-    number = router.announce(x, first, 7, source)
-    assert number > 0 and router.announced(x, first, 7) == router.Announced(number, source)
-    assert router.announced(x, second, 7) == router.announced(x, first, 8) == nobody
-    assert router.announced(x, first.clone(), 7) == router.announced(x.clone(), first, 7) == nobody
-    other = router.announce(x, second, 7)
-    assert other != number and router.announced(x, second, 7) == router.Announced(other)
-    assert router.announced(x, first, 7) == nobody
+@pytest.fixture
+def box() -> Iterator[Mailbox]:
+    with workspace.owned():
+        yield mailbox(workspace.current(CPU))
+
+
+def test_an_announcement_is_taken_once(box: Mailbox) -> None:
+    """A second reader of the words would wait for ever: the first one's second kernel clears them."""
+    x, source = torch.zeros(1, 4), Source(torch.zeros(4), torch.ones(4), 1e-5)
+    made = box.announce(x, source)
+    assert made.number > 0 and made.source is source
+    assert box.take(made, x) is made and box.take(made, x) is None and box.take(None, x) is None
+
+
+def test_only_the_latest_launch_may_be_read_while_it_runs(box: Mailbox) -> None:
+    """A later launch has overwritten the words of an earlier one."""
+    x, y = torch.zeros(1, 4), torch.zeros(1, 4)
+    first, second = box.announce(x), box.announce(y)
+    assert first.number != second.number
+    assert box.take(first, x) is None and box.take(second, y) is second and box.take(first, x) is None
+
+
+def test_the_experts_read_the_x_and_the_mailbox_that_were_announced(box: Mailbox) -> None:
+    x = torch.zeros(1, 4)
+    made = box.announce(x)
+    with pytest.raises(AssertionError, match="for another x"):
+        box.take(made, x.clone())
+    with workspace.owned(), pytest.raises(AssertionError, match="on another stream"):
+        mailbox(workspace.current(CPU)).take(made, x)
+    assert box.take(made, x) is made and mailbox(workspace.current(CPU)) is box
+
+
+def test_launch_numbers_begin_again_before_they_outgrow_a_word(box: Mailbox) -> None:
+    box._launches = MAX_NUMBER - 1
+    x = torch.zeros(1, 4)
+    assert [box.announce(x).number for _ in range(2)] == [MAX_NUMBER, 1]
