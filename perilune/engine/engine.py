@@ -174,14 +174,14 @@ class Engine:
     def _asked(self) -> Speculator | None:
         """Who has a say in the step at hand, if anybody: where drafting does not pay, steps are those of an engine
         without."""
-        return None if self.speculator is None or self.speculator.resting else self.speculator
+        return None if self.speculator is None or self.speculator.paused else self.speculator
 
     def _behind(self, running: StepPlan) -> StepPlan | None:
         """The step after the one that is running, if it can go on from there without the host's having seen it."""
         speculator = self._asked
         if speculator is None or self._rejected is not None:  # whose log has what was drafted
             return None
-        if not self.runner.trails or (drafts := speculator.behind(running)) is None:
+        if not self.runner.trails or (drafts := speculator.chained(running)) is None:
             return None
         return self.scheduler.plan_behind(drafts) if self.runner.free(running) else None
 
@@ -190,7 +190,7 @@ class Engine:
         if (speculator := self._asked) is None:
             return False
         # Those with drafts could not be planned now: the batch would fall apart into two that take turns.
-        return any(w.drafts for w in running.work) or speculator.wanted(running)
+        return any(w.drafts for w in running.work) or speculator.worth_waiting(running)
 
     def _launch(self, behind: StepPlan | None) -> "tuple[StepPlan, Future[Readout]] | None":
         speculator = self._asked
@@ -201,11 +201,11 @@ class Engine:
             begin = time.perf_counter()
             if behind is None and (drafts := speculator.propose(plan)):
                 plan = self.scheduler.add_drafts(plan, drafts)
-            plan = dataclasses.replace(plan, chain=speculator.chain(plan), hope=speculator.hope)
+            plan = dataclasses.replace(plan, chain=speculator.chain_length(plan), hope=speculator.min_confidence)
             self.drafting_seconds += time.perf_counter() - begin
         queued = self.runner.launch(plan)
         if speculator is not None:
-            speculator.tidy()
+            speculator.maintain()
         if self._rejected is not None:
             self._rejected.tidy()
         return plan, queued
@@ -218,9 +218,9 @@ class Engine:
         if (speculator := self._asked) is not None:
             speculator.observe(landed, result.outputs)
             if before is not None:
-                speculator.timed(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
+                speculator.record_time(plan, now - before, not any(PENDING in w.tokens for w in plan.work))
         elif self.speculator is not None:
-            self.speculator.rest(len(plan.work), landed)
+            self.speculator.record_paused(len(plan.work), landed)
         if self._rejected is not None:
             self._rejected.observe(plan, landed)
         for i, delta in enumerate(landed):

@@ -177,9 +177,9 @@ class Runner:
             tokens = tokens[firsts + (lengths - 1).clamp_min(0)]
         self.graphs.settled(slots, tokens, lengths, chains)
 
-    def _drafts(self, drafter: Drafter, start: Start, length: int, hope: float) -> Drafts:
+    def _drafts(self, drafter: Drafter, start: Start, length: int, min_confidence: float) -> Drafts:
         if self.graphs is None or self.graphs.broken is not None or len(start.positions) > MAX_REQUESTS:
-            return drafter.draft(start, length, hope)
+            return drafter.draft(start, length, min_confidence)
         return self.graphs.draft(start, length)
 
     def _replay(self, plan: StepPlan) -> "Readout | None":

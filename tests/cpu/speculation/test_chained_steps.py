@@ -73,7 +73,7 @@ class Trailing(Scripted):
             chain[self.rng.randrange(3)] = self.slip
         return chain
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         return MAX_DRAFTS if self.rng is None else self.rng.choice([None, 0, 1, 3, 5, 8, 8])
 
 
@@ -181,13 +181,13 @@ def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, dr
     """The same graphs, planned ahead, as if there were no draft model."""
 
     class LeftOut(Scripted):
-        def wanted(self, running: StepPlan) -> bool:
+        def worth_waiting(self, running: StepPlan) -> bool:
             return False
 
         def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
             return {}
 
-        def chain(self, plan: StepPlan) -> int:
+        def chain_length(self, plan: StepPlan) -> int:
             return LEFT_OUT
 
     params = [SamplingParams(seed=i, max_tokens=20 + 5 * i) for i in range(len(PROMPTS))]

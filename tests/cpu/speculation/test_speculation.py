@@ -49,8 +49,8 @@ class Scripted:
     otherwise lengths and mistakes are random, and now and then it does not want to guess at all.
     """
 
-    hope = 0.0
-    resting = 0
+    min_confidence = 0.0
+    paused = 0
 
     def __init__(self, truths: Iterable[Sequence[int]], rng: random.Random | None, vocabulary: int = 512) -> None:
         self.truths = list(truths)
@@ -66,22 +66,22 @@ class Scripted:
     def drop(self, rid: int) -> None:
         pass
 
-    def tidy(self) -> None:
+    def maintain(self) -> None:
         pass
 
     def report(self, stats: EngineStats) -> EngineStats:
         return stats
 
-    def wanted(self, running: StepPlan) -> bool:
+    def worth_waiting(self, running: StepPlan) -> bool:
         return self.rng is None or self.rng.random() < 0.7
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         return None
 
-    def chain(self, plan: StepPlan) -> int:
+    def chain_length(self, plan: StepPlan) -> int:
         return 0
 
-    def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
+    def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
         pass
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
@@ -416,7 +416,7 @@ class Recorder(Scripted):
         super().open(rid, prompt)
         self.texts[rid] = list(prompt)
 
-    def chain(self, plan: StepPlan) -> int:
+    def chain_length(self, plan: StepPlan) -> int:
         return 4
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
@@ -476,9 +476,9 @@ class TestDraftModel:
         truths = [c.token_ids for c in plain.generate(PROMPTS, params)]
         with LLM(tiny, **CONFIG, draft="eagle3", draft_tokens=4, drafter=str(drafter), prefix_cache=False) as llm:
             found = []
-            for hope in (0.0, 0.01, 1.0):
+            for confidence in (0.0, 0.01, 1.0):
                 recorder = Recorder(truths, None)
-                recorder.hope = hope
+                recorder.min_confidence = confidence
                 llm._engine.speculator = recorder  # type: ignore[union-attr, assignment]
                 llm.generate(PROMPTS, params)
                 found.append(recorder.chains)
@@ -492,7 +492,7 @@ class TestDraftModel:
         expected = plain.generate(prompts, params)
 
         class Moody(Recorder):
-            def chain(self, plan: StepPlan) -> int:
+            def chain_length(self, plan: StepPlan) -> int:
                 return random.Random(plan.step).choice([LEFT_OUT, LEFT_OUT, 0, 3])
 
         with LLM(tiny, **CONFIG, draft="eagle3", draft_tokens=4, drafter=str(drafter)) as llm:
