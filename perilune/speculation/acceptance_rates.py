@@ -10,10 +10,10 @@ token's: commas and markers recur where they did before, digits and names less s
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from perilune.speculation.suffix import SuffixDraft
+from perilune.speculation.suffix import Match
 
 MEMORY_DRAFTS = 400.0  # Drafts that a cell averages over. Larger: smoother, slower to follow a change of text.
 MAX_PROBABILITY = 0.995  # Of one draft. Larger: longer chains where everything was right lately.
@@ -30,19 +30,20 @@ _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, w
 _FIRST = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
 
 Cell = tuple[str, int, int]  # source, row and column: drafts of one cell share one acceptance rate
-Observation = tuple[int, Cell, int, bool]  # rid, cell, drafted token, and whether it was right
+Draft = tuple[int, Cell]  # its token comes first
+Observation = tuple[int, Draft, bool]  # rid, draft, and whether it was right
 
 
-def suffix_cell(draft: SuffixDraft) -> Cell:
-    column = bisect_right(_SHARES, draft.share) + (draft.share == 1.0 and not draft.single)
-    return "suffix", bisect_right(_LENGTHS, draft.length), column
+def of_match(match: Match) -> Draft:
+    column = bisect_right(_SHARES, match.share) + (match.share == 1.0 and not match.single)
+    return match.token, ("suffix", bisect_right(_LENGTHS, match.length), column)
 
 
-def model_cell(position: int, confidence: float, agrees: bool | None) -> Cell:
-    """Of the draft model's token number `position` of a chain; `agrees`: whether a match has the same token in its
-    place, None without a match."""
+def of_model(token: int, position: int, confidence: float, agrees: bool | None) -> Draft:
+    """The draft model's token number `position` of a chain; `agrees`: whether a match has the same token in its place,
+    None without a match."""
     agreement = 0 if agrees is None else 1 + agrees
-    return "eagle3", position, agreement * len(_FIRST) + bisect_right(_CONFIDENCES, confidence)
+    return token, ("eagle3", position, agreement * len(_FIRST) + bisect_right(_CONFIDENCES, confidence))
 
 
 @dataclass(slots=True)
@@ -61,9 +62,17 @@ class _Rate:
 
 
 class AcceptanceRates:
-    """How often drafts of each cell are right if those before them are."""
+    """How often drafts of each cell are right if those before them are.
 
-    def __init__(self) -> None:
+    `observations` are learned at the next `apply`, and requests that have `ended` are forgotten: while a step runs,
+    because it takes Python. `by_turns`: chains of LEARN_PER_STEP requests per step only; `turn` counts the steps.
+    """
+
+    def __init__(self, *, by_turns: bool = False) -> None:
+        self.observations: list[Observation] = []
+        self.ended: list[int] = []
+        self.turn = 0
+        self._by_turns = by_turns
         self._suffix: dict[Cell, _Rate] = {}
         self._model = [_Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _FIRST * 3]  # by column of the cell
         self._positions: list[_Rate] = []  # of a draft model's chains
@@ -75,15 +84,15 @@ class AcceptanceRates:
         """Chains learned from, recent ones weighted more."""
         return self._positions[0].total if self._positions else 0.0
 
-    def probability(self, rid: int, cell: Cell, token: int) -> float:
+    def probability(self, rid: int, draft: Draft) -> float:
         """P(a draft is right), given that those before it are."""
-        return self.survival(rid, (cell,), (token,))[0]
+        return self.survival(rid, (draft,))[0]
 
-    def survival(self, rid: int, cells: Sequence[Cell], tokens: Sequence[int]) -> list[float]:
+    def survival(self, rid: int, drafts: Iterable[Draft]) -> list[float]:
         """P(the first k of these drafts are all right), k = 1, 2, ..."""
         alive, survival = 1.0, []
         columns, model, suffix = self._model, self._factor(rid, "eagle3"), self._factor(rid, "suffix")
-        for cell, token in zip(cells, tokens):
+        for token, cell in drafts:
             if cell[0] == "suffix":
                 p = self._cell(cell).mean * suffix
                 if (factor := self._tokens.get(token)) is not None:
@@ -106,7 +115,8 @@ class AcceptanceRates:
             survival.append(alive)
         return survival
 
-    def learn(self, rid: int, cell: Cell, token: int, right: bool) -> None:
+    def learn(self, rid: int, draft: Draft, right: bool) -> None:
+        token, cell = draft
         source, position, _ = cell
         rate, hit = self._cell(cell), float(right)
         request = self._requests.setdefault(rid, {}).setdefault(
@@ -122,8 +132,19 @@ class AcceptanceRates:
             self._positions[position].add(hit, 1.0, MEMORY_DRAFTS)
         rate.add(hit, 1.0, MEMORY_DRAFTS)
 
-    def drop(self, rid: int) -> None:
-        self._requests.pop(rid, None)
+    def has_turn(self, rid: int, requests: int) -> bool:
+        """Whether to learn from the chain of request `rid`, of so many in this step."""
+        if not self._by_turns or requests <= LEARN_PER_STEP:
+            return True
+        return (rid + self.turn) % (-(-requests // LEARN_PER_STEP)) == 0
+
+    def apply(self) -> None:
+        for observation in self.observations:
+            self.learn(*observation)
+        self.observations.clear()
+        for rid in self.ended:
+            self._requests.pop(rid, None)
+        self.ended.clear()
 
     def _factor(self, rid: int, source: str) -> float:
         rate = self._requests.get(rid, {}).get(source)
@@ -138,31 +159,3 @@ class AcceptanceRates:
             first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
             found = self._suffix[cell] = _Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS)
         return found
-
-
-class Learning:
-    """The acceptance rates, and what changes them at the next `apply`: while a step runs, because it takes Python.
-
-    `by_turns`: chains of LEARN_PER_STEP requests per step only.
-    """
-
-    def __init__(self, by_turns: bool) -> None:
-        self.rates = AcceptanceRates()
-        self.observations: list[Observation] = []
-        self.ended: list[int] = []  # requests
-        self.turn = 0  # steps
-        self._by_turns = by_turns
-
-    def has_turn(self, rid: int, requests: int) -> bool:
-        """Whether to learn from the chain of request `rid`, of so many in this step."""
-        if not self._by_turns or requests <= LEARN_PER_STEP:
-            return True
-        return (rid + self.turn) % (-(-requests // LEARN_PER_STEP)) == 0
-
-    def apply(self) -> None:
-        for observation in self.observations:
-            self.rates.learn(*observation)
-        self.observations.clear()
-        for rid in self.ended:
-            self.rates.drop(rid)
-        self.ended.clear()

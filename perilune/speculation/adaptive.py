@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan, Work
-from perilune.speculation.acceptance_rates import Cell, Learning, suffix_cell
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.speculation.acceptance_rates import AcceptanceRates, of_match
 from perilune.speculation.chain_length import ChainLengths
 from perilune.speculation.live_costs import KindCosts, LiveCosts
 from perilune.speculation.modes import Batch, Mode, ModeChoice, Modes
@@ -11,7 +11,6 @@ from perilune.speculation.pausing import Pause
 from perilune.speculation.policy import Candidates, choose
 from perilune.speculation.requests import Requests
 from perilune.speculation.step_records import StepRecords
-from perilune.speculation.suffix import SuffixDraft
 
 LOOKUP_SECONDS = 60e-6  # Python time of one request's matches per step, about. Larger: matches only with longer steps.
 LOOKUP_BUDGET = (
@@ -31,37 +30,28 @@ PROMISING_RATIO = (
 class Adaptive:
     """The policy of an engine whose costs were measured. `longest`: tokens that a draft model can draft; 0 without one.
 
-    `learns`: chains of the step that lands next are learned from. `max_drafts`: of one request in one step.
+    `max_drafts`: of one request in one step.
     """
 
     max_drafts = MAX_DRAFTS
 
     def __init__(
-        self, costs: LiveCosts, longest: int, requests: Requests, learning: Learning, pause: Pause, *, suffix: bool
+        self, costs: LiveCosts, longest: int, requests: Requests, rates: AcceptanceRates, pause: Pause
     ) -> None:
         self._costs = costs
         self._longest = longest
         self._requests = requests
-        self._learning = learning
+        self._rates = rates
         self._pause = pause
-        self._suffix = suffix
         self.modes = Modes(costs, self._by_promise)
-        self._lengths = ChainLengths(longest, costs, learning, requests.states)
-        self._records = StepRecords(costs, self.modes, self._lengths, learning, pause, drafter=longest > 0)
+        self._lengths = ChainLengths(longest, costs, rates, requests.states)
+        self.records = StepRecords(costs, self.modes, self._lengths, rates, pause, drafter=longest > 0)
         self._last_mode = Mode.ALL
-        self.record_paused = self._records.record_paused
-        self.record_tokens = self._records.record_tokens
-        self.record_time = self._records.record_time
-        self.apply = self._records.apply
-
-    @property
-    def learns(self) -> bool:
-        return self._records.learns
 
     def can_look_up(self, requests: int) -> bool:
         """Whether a step of so many requests leaves Python enough time to look up matches."""
-        if not self._suffix or (self._longest and not self._costs.can_chain):
-            return self._suffix
+        if not self._requests.suffix or (self._longest and not self._costs.can_chain):
+            return self._requests.suffix
         step = self._costs.verifying.base(requests) if self._longest else self._costs.plain(requests, 0)
         return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT * step
 
@@ -73,7 +63,7 @@ class Adaptive:
         """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
         if running.chain <= 0 and not self._requests.lookup:
             return False
-        batch = self._records.batch(running)
+        batch = self.records.batch(running)
         choice = self.modes.of(batch)
         if choice.current == Mode.PLAIN:
             return False
@@ -86,8 +76,10 @@ class Adaptive:
             candidates.append(candidate)
             if state is None or not work.sample:
                 continue
-            if (matcher := state.ready) is not None and matcher.next_draft() is not None:
-                candidate.possible, *rest = self._survival(work, [], matcher.drafts(MAX_DRAFTS + 1))
+            if (matcher := state.ready) is not None and matcher.next_match() is not None:
+                candidate.possible, *rest = self._rates.survival(
+                    work.rid, map(of_match, matcher.drafts(MAX_DRAFTS + 1))
+                )
                 candidate.survival = [s / candidate.possible for s in rest]
         if not any(c.survival for c in candidates):
             return False
@@ -100,7 +92,7 @@ class Adaptive:
         drafted = any(w.drafts for w in running.work)
         if running.chain <= 0 and not drafted:
             return None
-        batch = self._records.batch(running)
+        batch = self.records.batch(running)
         choice = self.modes.of(batch)
         if running.chain <= 0 or choice.current != Mode.ALL:
             return 0 if drafted else None
@@ -108,19 +100,19 @@ class Adaptive:
 
     def drafts_none(self, plan: StepPlan) -> bool:
         """Whether the step's mode has no drafts."""
-        return self.modes.of(self._records.batch(plan)).current == Mode.PLAIN
+        return self.modes.of(self.records.batch(plan)).current == Mode.PLAIN
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
         """Sets how many drafts are `taken`."""
         if any(c.survival for c in candidates):
-            batch = self._records.batch(plan)
+            batch = self.records.batch(plan)
             choice = self.modes.of(batch)
             tokens_per_second = choice.tokens_per_second(batch)
             choose(candidates, self._waiting_costs(choice), MAX_DRAFTS * batch.requests, tokens_per_second)
 
     def chain_length(self, plan: StepPlan) -> int:
         """How many tokens the draft model drafts after this step, or LEFT_OUT; may begin a pause."""
-        batch = self._records.batch(plan)
+        batch = self.records.batch(plan)
         choice = self.modes.of(batch)
         if self._longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
             choice.prompt_started(batch)
@@ -129,7 +121,7 @@ class Adaptive:
         if plain_twice and not self._pause.resumed and not any(w.drafts or w.behind for w in plan.work):
             self._pause.begin(choice.plain_steps_left, batch.requests)
         self._last_mode = mode
-        self._records.plan(plan.step, mode)
+        self.records.plan(plan.step, mode)
         if self._longest and mode != Mode.ALL:
             self._lengths.drafter_left_out()
             return LEFT_OUT
@@ -142,11 +134,11 @@ class Adaptive:
         matches = [Mode.MATCHES] if self.can_look_up(batch.requests) else []
         if not self._longest:
             return [*matches, Mode.PLAIN]
-        if self._learning.rates.chains < KNOWN_CHAINS:
+        if self._rates.chains < KNOWN_CHAINS:
             return [Mode.ALL, *matches, Mode.PLAIN]
         n, plain = batch.requests, self._costs.plain(batch.requests, 0)
         tokens, best = 1.0, 0.0
-        for length, survival in enumerate(self._learning.rates.typical(-1, self._longest), 1):
+        for length, survival in enumerate(self._rates.typical(-1, self._longest), 1):
             tokens += survival
             step = self._costs.verifying.base((1 + length) * n) + length * self._costs.draft_token(n)
             best = max(best, tokens * plain / step)
@@ -164,7 +156,7 @@ class Adaptive:
             state = self._requests.states.get(work.rid)
             if state is None or not work.sample:
                 continue
-            self._learning.observations += state.match_pending(work.rid)
+            self._rates.observations += state.match_pending(work.rid)
             if (matcher := state.ready) is None:
                 continue
             before = [token for token, _ in state.chain[: work.drafts]] if work.behind else list(work.guesses)
@@ -173,20 +165,14 @@ class Adaptive:
             matched = matcher.drafts(MAX_DRAFTS + 1, before)
             if len(matched) <= running.chain + 1:
                 continue
-            cells = state.chain_cells if state.planned is None else state.planned
-            of_chain = sum(self._learning.rates.typical(work.rid, running.chain))
-            possible, *rest = self._survival(work, list(zip(cells, before)), matched)[len(before) :]
-            of_match = sum(rest) / possible
-            if of_match > of_chain:
-                gain, longest = gain + possible * (of_match - of_chain), max(longest, len(matched) - 1)
+            drafts = state.chain_drafts if state.planned is None else state.planned
+            drafts = [*drafts[: len(before)], *map(of_match, matched)]
+            possible, *rest = self._rates.survival(work.rid, drafts)[len(before) :]
+            more = sum(rest) / possible - sum(self._rates.typical(work.rid, running.chain))
+            if more > 0:
+                gain, longest = gain + possible * more, max(longest, len(matched) - 1)
         if not gain:
             return False
         n = batch.requests
         seconds = self._costs.waited.base(n * (1 + longest)) - self._costs.verifying.base(n * (1 + running.chain))
         return gain > choice.tokens_per_second(batch) * seconds
-
-    def _survival(self, work: Work, before: Sequence[tuple[Cell, int]], matched: Sequence[SuffixDraft]) -> list[float]:
-        """P(the first k of the drafts `before` and the `matched` ones are all right), k = 1, 2, ..."""
-        cells = [*(cell for cell, _ in before), *(suffix_cell(d) for d in matched)]
-        tokens = [*(token for _, token in before), *(d.token for d in matched)]
-        return self._learning.rates.survival(work.rid, cells, tokens)

@@ -4,7 +4,7 @@ Where chains do not pay, a short one is drafted now and then, to see whether the
 """
 
 from perilune.core.step import StepPlan
-from perilune.speculation.acceptance_rates import Learning
+from perilune.speculation.acceptance_rates import AcceptanceRates
 from perilune.speculation.live_costs import LiveCosts
 from perilune.speculation.modes import Batch, ModeChoice
 from perilune.speculation.policy import ChainGain, best_length, net_gain
@@ -19,10 +19,10 @@ MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slow
 class ChainLengths:
     """Chains of up to `longest` tokens. `states`: the live requests by rid, whose gains are kept there."""
 
-    def __init__(self, longest: int, costs: LiveCosts, learning: Learning, states: dict[int, RequestState]) -> None:
+    def __init__(self, longest: int, costs: LiveCosts, rates: AcceptanceRates, states: dict[int, RequestState]) -> None:
         self._longest = longest
         self._costs = costs
-        self._learning = learning
+        self._rates = rates
         self._states = states
         self._gain: ChainGain | None = None  # of all requests
         self._paying: tuple[int, int] | None = None  # requests, and the length last chosen for so many, while it holds
@@ -40,7 +40,7 @@ class ChainLengths:
         if not trying and self._paying is not None and self._paying[0] == batch.requests:
             return self._paying[1]
         if self._gain is None:
-            typical = self._learning.rates.typical(-1, self._longest)
+            typical = self._rates.typical(-1, self._longest)
             gains = net_gain(typical, *self._token_costs(batch, choice), self._longest, self._costs.can_chain)
             self._gain = ChainGain(gains, 1.0, MEMORY_CHAINS)
         each = []
@@ -72,15 +72,14 @@ class ChainLengths:
         total = 0.0
         for work in plan.work:
             state = self._states.get(work.rid)
-            if state is None or not state.chain or not self._learning.has_turn(work.rid, len(plan.work)):
+            if state is None or not state.chain or not self._rates.has_turn(work.rid, len(plan.work)):
                 continue
-            tokens = [token for token, _ in state.chain]
-            survival = self._learning.rates.survival(work.rid, state.chain_cells, tokens)
+            survival = self._rates.survival(work.rid, state.chain_drafts)
             drafted = len(survival)
             if (
                 drafted == plan.chain and drafted < self._longest
             ):  # not ended by low confidence: extended as chains go on
-                typical = self._learning.rates.typical(work.rid, self._longest)
+                typical = self._rates.typical(work.rid, self._longest)
                 survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]
                 drafted = self._longest
             survival += [0.0] * (self._longest - len(survival))

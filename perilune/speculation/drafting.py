@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from perilune.core.messages import Delta, EngineStats
 from perilune.core.step import PENDING, Output, StepPlan
-from perilune.speculation.acceptance_rates import Learning
+from perilune.speculation.acceptance_rates import AcceptanceRates
 from perilune.speculation.adaptive import Adaptive
 from perilune.speculation.fixed_length import FixedLength
 from perilune.speculation.live_costs import LiveCosts
@@ -42,19 +42,18 @@ class Speculator:
     def __init__(
         self, *, suffix: bool, longest: int = 0, fixed: int | None = None, costs: Costs | None = None, shared: bool
     ) -> None:
-        assert suffix or longest
+        assert (fixed is None) != (costs is None) and (suffix or longest)
         self.longest = longest
         live = None if costs is None else LiveCosts(costs if longest else costs.without_drafter())
         self._pause = Pause()
-        self._learning = Learning(by_turns=live is not None and live.can_chain)
-        self._requests = Requests(suffix=suffix, shared=shared, learning=self._learning)
+        self._rates = AcceptanceRates(by_turns=live is not None and live.can_chain)
+        self._requests = Requests(suffix=suffix, shared=shared, rates=self._rates)
         self._policy: Adaptive | FixedLength
-        if live is not None:
-            assert fixed is None, "costs or a fixed number of drafts"
-            self._policy = Adaptive(live, longest, self._requests, self._learning, self._pause, suffix=suffix)
-        else:
-            assert fixed is not None, "costs or a fixed number of drafts"
+        if live is None:
             self._policy = FixedLength(fixed, longest, suffix=suffix)
+        else:
+            self._policy = Adaptive(live, longest, self._requests, self._rates, self._pause)
+        self._records = self._policy.records
         self._requests.lookup = self._policy.can_look_up(1)
         self.min_confidence = MIN_CONFIDENCE if fixed is None else 0.0
         self._has_chains = False  # some request has a chain
@@ -78,7 +77,8 @@ class Speculator:
         """A step of so many requests landed while `paused` is not 0. Such steps are those of an engine without drafts:
         this is the only call, and their tokens are read when the pause ends."""
         self._requests.unread.append(deltas)
-        self._policy.record_paused()
+        if self._records is not None:
+            self._records.record_paused()
         self._pause.record_step(requests)
         if not self._pause.steps:
             self._resume()
@@ -89,29 +89,29 @@ class Speculator:
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
         """A step has landed."""
-        requests, learning, n = self._requests, self._learning, len(deltas)
-        self._policy.record_tokens(
-            sum([len(d.tokens) for d in deltas]), max([len(o.chain) for o in outputs], default=0)
-        )
-        learning.turn += 1
+        requests, rates, n = self._requests, self._rates, len(deltas)
+        learns = requests.suffix
+        if self._records is not None:
+            learns = self._records.learns
+            self._records.landed = sum([len(d.tokens) for d in deltas]), max([len(o.chain) for o in outputs], default=0)
+        rates.turn += 1
         requests.lookup = lookup = self._policy.can_look_up(n)
         deferred = {o.rid for o in outputs if o.chain} if lookup and self._policy.defers_lookup(n) else ()
-        learns = self._policy.learns
         for delta in deltas:
             state = requests.states.get(delta.rid)
             if state is None:
                 continue
             if delta.drafted:
                 self._count(delta, state)
-            if learns and state.chain and learning.has_turn(delta.rid, n):
-                learning.observations += state.chain_observations(delta.rid, delta.tokens)
+            if learns and state.chain and rates.has_turn(delta.rid, n):
+                rates.observations += state.chain_observations(delta.rid, delta.tokens)
             if delta.tokens:
                 state.chain = ()
                 state.known_tokens += len(delta.tokens)
             if state.matcher is not None:
                 state.pending += delta.tokens
                 if lookup and state.pending and delta.rid not in deferred:
-                    learning.observations += state.match_pending(delta.rid)
+                    rates.observations += state.match_pending(delta.rid)
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
         had_chains, self._has_chains = self._has_chains, any(o.chain for o in outputs)
@@ -121,7 +121,8 @@ class Speculator:
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
         """The step last observed took `seconds` from when its predecessor landed; `alone`: planned after that."""
-        self._policy.record_time(plan, seconds, alone)
+        if self._records is not None:
+            self._records.record_time(plan, seconds, alone)
 
     def worth_waiting(self, running: StepPlan) -> bool:
         """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
@@ -150,15 +151,15 @@ class Speculator:
                 if state.matcher is not None:
                     known = state.known_tokens
                     assert known == work.end, f"request {work.rid}: {known} tokens seen of {work.end}"
-                drafts = self._requests.drafts(work, state, min(policy.max_drafts, work.left - 1))
-                candidate.survival = drafts[2]
+                limit = min(policy.max_drafts, work.left - 1)
+                drafts, candidate.survival = self._requests.drafts(work.rid, state, limit)
                 found.append((work.rid, state, candidate, drafts))
         policy.choose(plan, candidates)
         proposed = {}
-        for rid, state, candidate, (tokens, cells, _) in found:
-            state.planned = tuple(cells[: candidate.taken])
+        for rid, state, candidate, drafts in found:
+            state.planned = drafts[: candidate.taken]
             if candidate.taken:
-                proposed[rid] = tokens[: candidate.taken]
+                proposed[rid] = [token for token, _ in state.planned]
         return proposed
 
     def chain_length(self, plan: StepPlan) -> int:
@@ -167,8 +168,9 @@ class Speculator:
 
     def maintain(self) -> None:
         """Learns from what was observed and indexes texts; best called while the device is busy."""
-        self._policy.apply()
-        self._learning.apply()
+        if self._records is not None:
+            self._records.apply()
+        self._rates.apply()
         self._requests.index()
 
     def report(self, stats: EngineStats) -> EngineStats:

@@ -9,11 +9,12 @@ from perilune.speculation.policy import Candidates
 class FixedLength:
     """`count` drafts; `longest`: tokens that a draft model can draft, 0 without one. Methods as of Adaptive."""
 
-    def __init__(self, count: int, longest: int, *, suffix: bool) -> None:
-        assert 1 <= count <= MAX_DRAFTS, count
+    def __init__(self, count: int | None, longest: int, *, suffix: bool) -> None:
+        assert count is not None and 1 <= count <= MAX_DRAFTS, count
+        self.records = None  # nothing is measured
         self.max_drafts = count
         self._longest = longest
-        self.learns = self._suffix = suffix
+        self._suffix = suffix
 
     def can_look_up(self, requests: int) -> bool:
         return self._suffix
@@ -37,11 +38,3 @@ class FixedLength:
 
     def chain_length(self, plan: StepPlan) -> int:
         return min(self.max_drafts, self._longest) if any(w.sample for w in plan.work) else 0
-
-    def record_paused(self) -> None: ...
-
-    def record_tokens(self, tokens: int, chain: int) -> None: ...
-
-    def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None: ...
-
-    def apply(self) -> None: ...

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from perilune.core.messages import EngineStats
-from perilune.speculation.acceptance_rates import Cell
+from perilune.speculation.acceptance_rates import Draft
 
 
 class Tally:
@@ -20,13 +20,13 @@ class Tally:
         self._verified += 1
         self._chains[drafted, accepted] += 1
 
-    def add(self, cells: Sequence[Cell], accepted: int) -> None:
-        """As `add_chain`, of drafts of these cells."""
-        if cells and cells[-1][0] == "eagle3":  # matches only ever come after a chain
-            self.add_chain(len(cells), accepted)
+    def add(self, drafts: Sequence[Draft], accepted: int) -> None:
+        """As `add_chain`, of these drafts."""
+        if drafts and drafts[-1][1][0] == "eagle3":  # matches only ever come after a chain
+            self.add_chain(len(drafts), accepted)
             return
         self._verified += 1
-        for position, (source, _, _) in enumerate(cells):
+        for position, (_, (source, _, _)) in enumerate(drafts):
             self._drafted[source, position] += 1
             self._accepted[source, position] += position < accepted
 

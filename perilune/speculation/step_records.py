@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
-from perilune.speculation.acceptance_rates import Learning
+from perilune.speculation.acceptance_rates import AcceptanceRates
 from perilune.speculation.chain_length import ChainLengths
 from perilune.speculation.live_costs import LiveCosts
 from perilune.speculation.modes import Batch, Mode, Modes
@@ -41,16 +41,16 @@ class StepRecords:
         costs: LiveCosts,
         modes: Modes,
         lengths: ChainLengths,
-        learning: Learning,
+        rates: AcceptanceRates,
         pause: Pause,
         *,
         drafter: bool,
     ) -> None:
         self._costs, self._modes, self._lengths = costs, modes, lengths
-        self._learning, self._pause, self._drafter = learning, pause, drafter
+        self._rates, self._pause, self._drafter = rates, pause, drafter
         self._planned: dict[int, Mode] = {}  # by number of the step
         self._batches: dict[int, Batch] = {}  # likewise
-        self._landed = 0, 0  # tokens of the step that landed last, and of the longest chain after it
+        self.landed = 0, 0  # tokens of the step that landed last, and of the longest chain after it
         self._samples: list[Sample] = []
         self._unrecorded, self._mode = 0, Mode.PLAIN  # steps since the last sample, all planned in this mode
         self.learns = True  # chains of the next step that lands are learned from
@@ -76,10 +76,6 @@ class StepRecords:
         self._planned.clear()
         self._unrecorded += 1
 
-    def record_tokens(self, tokens: int, chain: int) -> None:
-        """The step that landed gave `tokens` in all, and a longest chain of `chain` tokens."""
-        self._landed = tokens, chain
-
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
         """The step that landed took `seconds` from when its predecessor landed; `alone`: it was planned after that."""
         mode = self._planned.pop(plan.step, Mode.PLAIN)
@@ -94,7 +90,7 @@ class StepRecords:
             return
         self.learns = mode != Mode.ALL or every == 1
         kind = self._kind(plan, mode, alone)
-        self._samples.append(Sample(plan, seconds, mode, kind, *self._landed, self._unrecorded))
+        self._samples.append(Sample(plan, seconds, mode, kind, *self.landed, self._unrecorded))
         self._unrecorded, self._pause.resumed = 0, False
 
     def apply(self) -> None:
@@ -118,7 +114,7 @@ class StepRecords:
         if mode == Mode.PLAIN:
             return PLAIN_STEPS_PER_SAMPLE
         batch = self.batch(plan)
-        settled = self._learning.rates.chains >= SETTLED_CHAINS and self._modes.of(batch).settled(batch)
+        settled = self._rates.chains >= SETTLED_CHAINS and self._modes.of(batch).settled(batch)
         return DRAFT_STEPS_PER_SAMPLE if settled else 1
 
     def _kind(self, plan: StepPlan, mode: Mode, alone: bool) -> StepKind:

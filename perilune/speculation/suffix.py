@@ -30,7 +30,7 @@ _POSITION_BITS = 32  # a place in the store is the number of the text, then the 
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixDraft:
+class Match:
     """A drafted token. The `length` tokens before it match its source (MAX_MATCH_TOKENS at most). Matches with `share`
     of the weight of all have this token next; `single`: there was only one match."""
 
@@ -131,7 +131,7 @@ class SuffixMatcher:
         self._before: list[int] = []
         self._key = 0
         self._pointers: list[_Pointer] = []
-        self._next: list[SuffixDraft] | None = None  # the result of `next_draft` until the text changes
+        self._next: list[Match] | None = None  # the result of `next_match` until the text changes
 
     @property
     def unindexed(self) -> int:
@@ -147,7 +147,7 @@ class SuffixMatcher:
             self._find_pointers()
         return count
 
-    def next_draft(self) -> SuffixDraft | None:
+    def next_match(self) -> Match | None:
         """The likeliest next token; None without a match."""
         if self._next is None:
             self._next = self.drafts(1)
@@ -180,16 +180,16 @@ class SuffixMatcher:
         self._pointers.clear()
         self._find_pointers()
 
-    def drafts(self, max_drafts: int, after: Sequence[int] = ()) -> list[SuffixDraft]:
+    def drafts(self, max_drafts: int, after: Sequence[int] = ()) -> list[Match]:
         """Drafts that continue the text and `after`, as long as there are matches: `max_drafts` at most."""
         return self.compare(max_drafts, after)[1]
 
-    def compare(self, max_drafts: int, after: Sequence[int]) -> tuple[list[SuffixDraft | None], list[SuffixDraft]]:
+    def compare(self, max_drafts: int, after: Sequence[int]) -> tuple[list[Match | None], list[Match]]:
         """For each token of `after` the draft in its place, given the tokens before it; and `drafts`."""
         tokens, base = self.tokens, len(self.tokens)
         ahead = list(after)
-        alternatives: list[SuffixDraft | None] = []
-        found: list[SuffixDraft] = []
+        alternatives: list[Match | None] = []
+        found: list[Match] = []
         live = [(p.tokens, p.position, p.length) for p in self._pointers]
         for i in range(len(after) + max_drafts):
             if i == len(after) > 0:
@@ -208,7 +208,7 @@ class SuffixMatcher:
             if votes:
                 chosen = max(votes, key=votes.__getitem__)
                 longest = max(length for token, _, _, length in voters if token == chosen)
-                draft = SuffixDraft(chosen, longest, votes[chosen] / sum(votes.values()), len(voters) == 1)
+                draft = Match(chosen, longest, votes[chosen] / sum(votes.values()), len(voters) == 1)
             if i < len(after):
                 alternatives.append(draft)
                 chosen = after[i]
