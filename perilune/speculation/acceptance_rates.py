@@ -47,9 +47,12 @@ def of_model(token: int, position: int, confidence: float, agrees: bool | None) 
 
 
 @dataclass(slots=True)
-class _Rate:
+class Rate:
+    """A quotient of two sums in which `memory` samples count, recent ones more."""
+
     hits: float
     total: float
+    samples: int = 0
 
     @property
     def mean(self) -> float:
@@ -59,6 +62,7 @@ class _Rate:
         keep = 1 - 1 / memory
         self.hits = self.hits * keep + value
         self.total = self.total * keep + weight
+        self.samples += 1
 
 
 class AcceptanceRates:
@@ -73,11 +77,11 @@ class AcceptanceRates:
         self.ended: list[int] = []
         self.turn = 0
         self._by_turns = by_turns
-        self._suffix: dict[Cell, _Rate] = {}
-        self._model = [_Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _FIRST * 3]  # by column of the cell
-        self._positions: list[_Rate] = []  # of a draft model's chains
-        self._requests: dict[int, dict[str, _Rate]] = {}  # by rid and source: hits over expected hits
-        self._tokens: dict[int, _Rate] = {}  # of suffix drafts: hits over expected hits
+        self._suffix: dict[Cell, Rate] = {}
+        self._model = [Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _FIRST * 3]  # by column of the cell
+        self._positions: list[Rate] = []  # of a draft model's chains
+        self._requests: dict[int, dict[str, Rate]] = {}  # by rid and source: hits over expected hits
+        self._tokens: dict[int, Rate] = {}  # of suffix drafts: hits over expected hits
 
     @property
     def chains(self) -> float:
@@ -120,15 +124,15 @@ class AcceptanceRates:
         source, position, _ = cell
         rate, hit = self._cell(cell), float(right)
         request = self._requests.setdefault(rid, {}).setdefault(
-            source, _Rate(REQUEST_PRIOR_DRAFTS, REQUEST_PRIOR_DRAFTS)
+            source, Rate(REQUEST_PRIOR_DRAFTS, REQUEST_PRIOR_DRAFTS)
         )
         request.add(hit, rate.mean, REQUEST_MEMORY_DRAFTS)
         if source == "suffix":
-            factor = self._tokens.setdefault(token, _Rate(TOKEN_PRIOR_DRAFTS, TOKEN_PRIOR_DRAFTS))
+            factor = self._tokens.setdefault(token, Rate(TOKEN_PRIOR_DRAFTS, TOKEN_PRIOR_DRAFTS))
             factor.add(hit, rate.mean, TOKEN_MEMORY_DRAFTS)
         else:
             while len(self._positions) <= position:
-                self._positions.append(_Rate(0.0, 0.0))
+                self._positions.append(Rate(0.0, 0.0))
             self._positions[position].add(hit, 1.0, MEMORY_DRAFTS)
         rate.add(hit, 1.0, MEMORY_DRAFTS)
 
@@ -150,12 +154,12 @@ class AcceptanceRates:
         rate = self._requests.get(rid, {}).get(source)
         return 1.0 if rate is None else rate.mean
 
-    def _cell(self, cell: Cell) -> _Rate:
+    def _cell(self, cell: Cell) -> Rate:
         source, row, column = cell
         if source != "suffix":  # given the confidence, the position in the chain says little
             return self._model[column]
         found = self._suffix.get(cell)
         if found is None:
             first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
-            found = self._suffix[cell] = _Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS)
+            found = self._suffix[cell] = Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS)
         return found

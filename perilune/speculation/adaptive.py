@@ -28,12 +28,7 @@ PROMISING_RATIO = (
 
 
 class Adaptive:
-    """The policy of an engine whose costs were measured. `longest`: tokens that a draft model can draft; 0 without one.
-
-    `max_drafts`: of one request in one step.
-    """
-
-    max_drafts = MAX_DRAFTS
+    """The policy of an engine whose costs were measured. `longest`: tokens that a draft model can draft, 0 without."""
 
     def __init__(
         self, costs: LiveCosts, longest: int, requests: Requests, rates: AcceptanceRates, pause: Pause
@@ -63,8 +58,7 @@ class Adaptive:
         """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
         if running.chain <= 0 and not self._requests.lookup:
             return False
-        batch = self.records.batch(running)
-        choice = self.modes.of(batch)
+        batch, choice = self.modes.of(running)
         if choice.current == Mode.PLAIN:
             return False
         if running.chain > 0:
@@ -92,28 +86,25 @@ class Adaptive:
         drafted = any(w.drafts for w in running.work)
         if running.chain <= 0 and not drafted:
             return None
-        batch = self.records.batch(running)
-        choice = self.modes.of(batch)
+        batch, choice = self.modes.of(running)
         if running.chain <= 0 or choice.current != Mode.ALL:
             return 0 if drafted else None
         return None if self.can_look_up(batch.requests) and self._matches_win(running, batch, choice) else running.chain
 
-    def drafts_none(self, plan: StepPlan) -> bool:
-        """Whether the step's mode has no drafts."""
-        return self.modes.of(self.records.batch(plan)).current == Mode.PLAIN
+    def max_drafts(self, plan: StepPlan) -> int:
+        """Of one request; 0 if the step's mode has no drafts."""
+        return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
         """Sets how many drafts are `taken`."""
         if any(c.survival for c in candidates):
-            batch = self.records.batch(plan)
-            choice = self.modes.of(batch)
+            batch, choice = self.modes.of(plan)
             tokens_per_second = choice.tokens_per_second(batch)
             choose(candidates, self._waiting_costs(choice), MAX_DRAFTS * batch.requests, tokens_per_second)
 
     def chain_length(self, plan: StepPlan) -> int:
         """How many tokens the draft model drafts after this step, or LEFT_OUT; may begin a pause."""
-        batch = self.records.batch(plan)
-        choice = self.modes.of(batch)
+        batch, choice = self.modes.of(plan)
         if self._longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
             choice.prompt_started(batch)
         mode = choice.current

@@ -138,7 +138,7 @@ class Speculator:
         if any(w.tokens[-1] == PENDING for w in plan.work):
             return {}
         states, policy = self._requests.states, self._policy
-        if policy.drafts_none(plan):
+        if not (limit := policy.max_drafts(plan)):
             for work in plan.work:
                 if (state := states.get(work.rid)) is not None:
                     state.planned = ()
@@ -151,8 +151,7 @@ class Speculator:
                 if state.matcher is not None:
                     known = state.known_tokens
                     assert known == work.end, f"request {work.rid}: {known} tokens seen of {work.end}"
-                limit = min(policy.max_drafts, work.left - 1)
-                drafts, candidate.survival = self._requests.drafts(work.rid, state, limit)
+                drafts, candidate.survival = self._requests.drafts(work.rid, state, min(limit, work.left - 1))
                 found.append((work.rid, state, candidate, drafts))
         policy.choose(plan, candidates)
         proposed = {}

@@ -12,7 +12,7 @@ class FixedLength:
     def __init__(self, count: int | None, longest: int, *, suffix: bool) -> None:
         assert count is not None and 1 <= count <= MAX_DRAFTS, count
         self.records = None  # nothing is measured
-        self.max_drafts = count
+        self._count = count
         self._longest = longest
         self._suffix = suffix
 
@@ -27,14 +27,14 @@ class FixedLength:
 
     def chained(self, running: StepPlan) -> int | None:
         drafted = any(w.drafts for w in running.work)
-        return None if self._suffix or running.chain < drafted else min(self.max_drafts, running.chain)
+        return None if self._suffix or running.chain < drafted else min(self._count, running.chain)
 
-    def drafts_none(self, plan: StepPlan) -> bool:
-        return False
+    def max_drafts(self, plan: StepPlan) -> int:
+        return self._count
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
         for candidate in candidates:
             candidate.taken = len(candidate.survival)
 
     def chain_length(self, plan: StepPlan) -> int:
-        return min(self.max_drafts, self._longest) if any(w.sample for w in plan.work) else 0
+        return min(self._count, self._longest) if any(w.sample for w in plan.work) else 0

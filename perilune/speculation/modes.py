@@ -11,9 +11,10 @@ waits until the tokens that the trial lost are at most TRIAL_LOSS_SHARE of all t
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from perilune.core.step import StepPlan
+from perilune.speculation.acceptance_rates import Rate
 from perilune.speculation.live_costs import LiveCosts
 
 RATE_MEMORY_STEPS = 64.0  # Steps that a rate averages over. Larger: smoother, slower to notice a change of text.
@@ -34,6 +35,7 @@ PROMPT_WINDOW_STEPS = (
     64  # A trial of the draft model moves by up to this many steps, to begin with a prompt (full context).
 )
 TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that trials may lose. Larger: more trials.
+IN_FLIGHT_STEPS = 3  # Steps that are planned and not yet recorded, at most.
 
 
 class Mode(enum.IntEnum):
@@ -59,25 +61,6 @@ class Batch(NamedTuple):
 ByPromise = Callable[[Batch], list[Mode]]  # the modes that a batch may use, the most promising one first
 
 
-@dataclass(slots=True)
-class _Rate:
-    """Tokens of one request and the seconds they took, recent steps weighted more."""
-
-    tokens: float
-    seconds: float
-    steps: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return self.tokens / self.seconds
-
-    def add(self, tokens: float, seconds: float) -> None:
-        keep = 1 - 1 / RATE_MEMORY_STEPS
-        self.tokens = self.tokens * keep + tokens
-        self.seconds = self.seconds * keep + seconds
-        self.steps += 1
-
-
 class ModeChoice:
     """The mode of batches of about one size (1, 2, 3-4, 5-8, ... requests).
 
@@ -90,10 +73,8 @@ class ModeChoice:
         self.modes = modes = by_promise(batch)
         self.mode = modes[0]
         self.trial: Mode | None = None
-        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)
-        self._rates: dict[Mode, _Rate] = {
-            mode: _Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN
-        }
+        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # rates are of tokens of one request over seconds
+        self._rates: dict[Mode, Rate] = {mode: Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN}
         unpromising = modes == [Mode.PLAIN, Mode.ALL]
         left = FIRST_TRIAL_STEPS if len(modes) > 2 else UNPROMISING_STEPS if unpromising else MIN_INTERVAL_STEPS
         if (
@@ -125,8 +106,8 @@ class ModeChoice:
         if self.trial is not None or self.mode == Mode.PLAIN:
             return self.trial is None
         rate = self._rates[self.mode]
-        clear = rate.steps >= EARLY_END_STEPS and rate.value * self._costs.plain(*batch) >= CLEAR_GAIN_RATIO
-        return clear or rate.steps >= JUDGE_STEPS[self.mode]
+        clear = rate.samples >= EARLY_END_STEPS and rate.mean * self._costs.plain(*batch) >= CLEAR_GAIN_RATIO
+        return clear or rate.samples >= JUDGE_STEPS[self.mode]
 
     def prompt_started(self, batch: Batch) -> None:
         """Begins a trial of the draft model now if one is due soon: the model then sees the whole prompt."""
@@ -140,7 +121,7 @@ class ModeChoice:
         self.steps_left -= steps
         self._steps += steps
         if mode != Mode.PLAIN:
-            self._rates[mode].add(tokens / batch.requests, seconds)
+            self._rates[mode].add(tokens / batch.requests, seconds, RATE_MEMORY_STEPS)
         if self.trial is None:
             due = self.steps_left <= (-PROMPT_WINDOW_STEPS if self._next_trial() == Mode.ALL else 0)
             if due or self._too_slow(batch):
@@ -149,8 +130,8 @@ class ModeChoice:
         self._trial_seconds += seconds
         self._trial_tokens += tokens / batch.requests
         hopeless = False
-        if mode != Mode.PLAIN and self._rates[mode].steps >= EARLY_END_STEPS:
-            hopeless = self._rates[mode].value < EARLY_END_RATIO * self._rate(self.mode, batch)
+        if mode != Mode.PLAIN and self._rates[mode].samples >= EARLY_END_STEPS:
+            hopeless = self._rates[mode].mean < EARLY_END_RATIO * self._rate(self.mode, batch)
         if self.steps_left <= 0 or hopeless:
             self._end_trial(batch)
 
@@ -158,7 +139,7 @@ class ModeChoice:
         """Whether the present mode is so slow that the next trial begins at once."""
         if self.mode == Mode.PLAIN or self._steps < EARLY_END_STEPS:
             return False
-        value = self._rates[self.mode].value * self._costs.plain(*batch)
+        value = self._rates[self.mode].mean * self._costs.plain(*batch)
         if self._steps < JUDGE_STEPS[self.mode]:  # few steps may be a hard passage: the predicted order must agree
             return value < EARLY_END_RATIO and self._by_promise(batch)[0] != self.mode
         return value < MIN_GAIN_RATIO[self.mode]
@@ -174,7 +155,7 @@ class ModeChoice:
         self.steps_left = PLAIN_TRIAL_STEPS if mode == Mode.PLAIN else DRAFT_TRIAL_STEPS
         self._steps, self._trial_seconds, self._trial_tokens = 0, 0.0, 0.0
         if mode != Mode.PLAIN:
-            self._rates[mode] = _Rate(RATE_PRIOR_STEPS, RATE_PRIOR_STEPS / self._rate(self.mode, batch))
+            self._rates[mode] = Rate(RATE_PRIOR_STEPS, RATE_PRIOR_STEPS / self._rate(self.mode, batch))
 
     def _end_trial(self, batch: Batch) -> None:
         """Keeps the fastest mode; the next trial waits until the loss is a small enough share of the time."""
@@ -185,7 +166,7 @@ class ModeChoice:
             value = self._rate(mode, batch)
             if mode != Mode.PLAIN:
                 enough = EARLY_END_STEPS if mode == self.trial else JUDGE_STEPS[mode]
-                if self._rates[mode].steps >= enough and value < MIN_GAIN_RATIO[mode] / plain:
+                if self._rates[mode].samples >= enough and value < MIN_GAIN_RATIO[mode] / plain:
                     return 0.0
             return value * STAY_RATIO if mode == self.mode else value
 
@@ -195,24 +176,36 @@ class ModeChoice:
             lost = self._trial_seconds - self._trial_tokens / self._rate(best, batch)
         elif best == Mode.PLAIN:  # the loss is that of the mode before
             slower, rate = self.mode, self._rates[self.mode]
-            lost = rate.seconds - rate.tokens * plain
+            lost = rate.total - rate.hits * plain
         self.steps_left = max(MIN_INTERVAL_STEPS, math.ceil(lost / TRIAL_LOSS_SHARE[slower] / plain))
         self.mode, self.trial, self._steps = best, None, 0
 
     def _rate(self, mode: Mode, batch: Batch) -> float:
         """Tokens of one request per second."""
-        return 1 / self._costs.plain(*batch) if mode == Mode.PLAIN else self._rates[mode].value
+        return 1 / self._costs.plain(*batch) if mode == Mode.PLAIN else self._rates[mode].mean
 
 
 class Modes:
-    """A ModeChoice for each size of batch, made when the size is first met."""
+    """A ModeChoice for each size of batch, made when the size is first met; kept at hand for the steps in flight."""
 
     def __init__(self, costs: LiveCosts, by_promise: ByPromise) -> None:
         self._costs = costs
         self._by_promise = by_promise
         self._choices: dict[int, ModeChoice] = {}
+        self._in_flight: dict[int, tuple[Batch, ModeChoice]] = {}  # by number of the step
 
-    def of(self, batch: Batch) -> ModeChoice:
+    def of(self, plan: StepPlan) -> tuple[Batch, ModeChoice]:
+        """The batch of a plan as first asked for: drafts that are added later do not count."""
+        found = self._in_flight.get(plan.step)
+        if found is None:
+            n = len(plan.work)
+            batch = Batch(n, sum([w.end for w in plan.work]) // n)
+            found = self._in_flight[plan.step] = batch, self.choice(batch)
+            if len(self._in_flight) > IN_FLIGHT_STEPS:
+                del self._in_flight[next(iter(self._in_flight))]
+        return found
+
+    def choice(self, batch: Batch) -> ModeChoice:
         size = (batch.requests - 1).bit_length()
         choice = self._choices.get(size)
         if choice is None:

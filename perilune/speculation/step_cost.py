@@ -90,7 +90,7 @@ class Curve:
 
     def weights(self, x: float) -> dict[int, float]:
         """The weight of each point in the value at x, by index; 1 in all."""
-        if len(self.xs) == 1 or x <= self.xs[0]:
+        if x <= self.xs[0]:
             return {0: 1.0}
         if x >= self.xs[-1]:
             return {len(self.xs) - 1: 1.0}

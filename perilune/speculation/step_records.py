@@ -6,7 +6,7 @@ from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
 from perilune.speculation.acceptance_rates import AcceptanceRates
 from perilune.speculation.chain_length import ChainLengths
 from perilune.speculation.live_costs import LiveCosts
-from perilune.speculation.modes import Batch, Mode, Modes
+from perilune.speculation.modes import IN_FLIGHT_STEPS, Mode, Modes
 from perilune.speculation.pausing import Pause
 from perilune.speculation.step_cost import StepKind
 
@@ -17,7 +17,6 @@ DRAFT_STEPS_PER_SAMPLE = 3  # There too: steps of a settled mode with a draft mo
 SETTLED_CHAINS = (
     16.0  # Chains to learn from before every step is no longer recorded. Larger: surer, more Python at first.
 )
-IN_FLIGHT_STEPS = 3  # Steps that are planned and not yet recorded, at most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +48,10 @@ class StepRecords:
         self._costs, self._modes, self._lengths = costs, modes, lengths
         self._rates, self._pause, self._drafter = rates, pause, drafter
         self._planned: dict[int, Mode] = {}  # by number of the step
-        self._batches: dict[int, Batch] = {}  # likewise
         self.landed = 0, 0  # tokens of the step that landed last, and of the longest chain after it
         self._samples: list[Sample] = []
         self._unrecorded, self._mode = 0, Mode.PLAIN  # steps since the last sample, all planned in this mode
         self.learns = True  # chains of the next step that lands are learned from
-
-    def batch(self, plan: StepPlan) -> Batch:
-        """Of the plan as first asked for: drafts that are added later do not count."""
-        batch = self._batches.get(plan.step)
-        if batch is None:
-            n = len(plan.work)
-            batch = self._batches[plan.step] = Batch(n, sum([w.end for w in plan.work]) // n)
-            if len(self._batches) > IN_FLIGHT_STEPS:
-                del self._batches[next(iter(self._batches))]
-        return batch
 
     def plan(self, step: int, mode: Mode) -> None:
         """The step is planned in this mode."""
@@ -97,11 +85,10 @@ class StepRecords:
         """Updates costs, modes and lengths of chains by the samples; a step should be running meanwhile."""
         for s in self._samples:
             counts, contexts = [w.count for w in s.plan.work], [w.end for w in s.plan.work]
-            batch = self.batch(s.plan)
+            batch, choice = self._modes.of(s.plan)
             self._costs.record(counts, contexts, s.chain, s.kind, s.seconds)
             # A mode is credited with the predicted seconds: a page fault or another process must not count against it.
             seconds = self._costs.step(counts, contexts, s.chain, s.kind)
-            choice = self._modes.of(batch)
             choice.record_step(batch, s.mode, s.tokens, seconds, s.steps)
             if s.plan.chain > 0:
                 self._lengths.record(s.plan, batch, choice)
@@ -113,8 +100,8 @@ class StepRecords:
             return 1
         if mode == Mode.PLAIN:
             return PLAIN_STEPS_PER_SAMPLE
-        batch = self.batch(plan)
-        settled = self._rates.chains >= SETTLED_CHAINS and self._modes.of(batch).settled(batch)
+        batch, choice = self._modes.of(plan)
+        settled = self._rates.chains >= SETTLED_CHAINS and choice.settled(batch)
         return DRAFT_STEPS_PER_SAMPLE if settled else 1
 
     def _kind(self, plan: StepPlan, mode: Mode, alone: bool) -> StepKind:

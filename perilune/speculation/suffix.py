@@ -13,7 +13,6 @@ least recently used one is dropped first.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 GRAM_TOKENS = 2  # Tokens by which positions are indexed. Larger: fewer, longer matches.
 MAX_MATCH_TOKENS = 32  # Longer matches count as this long. Larger: one long match outweighs more short ones.
@@ -228,23 +227,24 @@ class SuffixMatcher:
         key = 0
         for token in tail[-GRAM_TOKENS:]:
             key = (key << _BITS | token) & _MASK
-        places = [*self._own_places(key), *(self._store.places(key) if self._store is not None else ())]
         found = []
-        for _, text, position in places:
+        for _, text, position in self._places(key):
             if position < len(text) and (id(text), position) not in known:
                 length = _match_length(text, position, tail)
                 if length >= GRAM_TOKENS:
                     found.append((text, position, length))
         return found
 
-    def _own_places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
-        """As Store.places, in the request's own text."""
+    def _places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
+        """As Store.places, in the request's own text and then in the store."""
         place = self._latest.get(key, _NOWHERE)
         for _ in range(MAX_PLACES):
             if place == _NOWHERE:
-                return
+                break
             yield _NOWHERE, self.tokens, place
             place = self._before[place - 1]
+        if self._store is not None:
+            yield from self._store.places(key)
 
     def answer(self) -> list[int]:
         """The text to store when the request has finished: its output and CONTEXT_TOKENS tokens before it."""
@@ -263,9 +263,7 @@ class SuffixMatcher:
         if len(self.tokens) < GRAM_TOKENS or len(self._pointers) >= MAX_POINTERS:
             return
         known = {(p.number, p.position) for p in self._pointers}
-        own = self._own_places(self._key)
-        stored = self._store.places(self._key) if self._store is not None else ()
-        for number, tokens, position in chain(own, stored):
+        for number, tokens, position in self._places(self._key):
             # The latest own position is the end of the text.
             if position < len(tokens) and (number, position) not in known and len(self._pointers) < MAX_POINTERS:
                 length = _match_length(tokens, position, self.tokens)

@@ -9,13 +9,13 @@ import pytest
 from perilune.core.messages import Delta, EngineStats
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
-from perilune.speculation.acceptance_rates import LEARN_PER_STEP, AcceptanceRates, Cell, model_cell, suffix_cell
+from perilune.speculation.acceptance_rates import LEARN_PER_STEP, AcceptanceRates, Draft, of_match, of_model
 from perilune.speculation.adaptive import LOOKUP_LIMIT, LOOKUP_SECONDS, Adaptive
 from perilune.speculation.drafting import Speculator
 from perilune.speculation.modes import Batch, Mode
 from perilune.speculation.policy import Candidates, ChainGain, best_length, choose, net_gain
 from perilune.speculation.step_cost import Costs, Curve
-from perilune.speculation.suffix import SuffixDraft
+from perilune.speculation.suffix import Match
 from tests.cpu.speculation.test_modes import CHAINED, CHEAP, DEAR
 
 
@@ -24,8 +24,8 @@ def vars_of(costs: Costs) -> tuple[Curve, ...]:
     return costs.base, costs.attention, costs.draft_token, costs.overlapped, costs.chained
 
 
-def suffix(length: int, share: float, single: bool) -> Cell:
-    return suffix_cell(SuffixDraft(5, length, share, single))
+def matched(token: int, length: int, share: float, single: bool) -> Draft:
+    return of_match(Match(token, length, share, single))
 
 
 class TestPolicy:
@@ -86,29 +86,37 @@ class TestPolicy:
 
     def test_what_is_learned(self) -> None:
         a = AcceptanceRates()
-        good, bad = suffix(9, 1.0, True), suffix(2, 0.3, False)
+
+        def good(token: int) -> Draft:
+            return matched(token, 9, 1.0, True)
+
+        def bad(token: int) -> Draft:
+            return matched(token, 2, 0.3, False)
+
         rng = random.Random(0)
         for i in range(2000):
-            a.learn(i, good, 5, rng.random() < 0.9)
-            a.learn(i, bad, 5, rng.random() < 0.1)
-        assert a.probability(-1, good, 77) == pytest.approx(0.9, abs=0.05)
-        assert a.probability(-1, bad, 77) == pytest.approx(0.1, abs=0.05)
+            a.learn(i, good(5), rng.random() < 0.9)
+            a.learn(i, bad(5), rng.random() < 0.1)
+        assert a.probability(-1, good(77)) == pytest.approx(0.9, abs=0.05)
+        assert a.probability(-1, bad(77)) == pytest.approx(0.1, abs=0.05)
         for _ in range(200):
-            a.learn(1, good, 6, False)
-        assert a.probability(1, good, 77) < a.probability(-1, good, 77)  # this request, besides what all learn
-        assert a.probability(-1, good, 6) < a.probability(-1, good, 77)  # this token
-        a.drop(1)
+            a.learn(1, good(6), False)
+        assert a.probability(1, good(77)) < a.probability(-1, good(77))  # this request, besides what all learn
+        assert a.probability(-1, good(6)) < a.probability(-1, good(77))  # this token
+        a.ended.append(1)
+        a.apply()
+        assert a.probability(1, good(77)) == a.probability(-1, good(77))
         for _ in range(400):
-            a.learn(2, model_cell(0, 0.9, None), 5, True)
+            a.learn(2, of_model(5, 0, 0.9, None), True)
         first, both = a.typical(-1, 2)
         assert first > 0.95 and both == pytest.approx(first**2)  # never seen: as the one before
         for _ in range(400):
-            a.learn(2, model_cell(1, 0.5, None), 5, False)
+            a.learn(2, of_model(5, 1, 0.5, None), False)
         assert a.typical(-1, 2)[1] < 0.05
         for _ in range(400):
-            a.learn(3, model_cell(0, 0.5, True), 5, True)
-        assert a.probability(-1, model_cell(4, 0.5, True), 5) > 0.9  # the match says the same
-        assert a.probability(-1, model_cell(4, 0.5, False), 5) < 0.7
+            a.learn(3, of_model(5, 0, 0.5, True), True)
+        assert a.probability(-1, of_model(5, 4, 0.5, True)) > 0.9  # the match says the same
+        assert a.probability(-1, of_model(5, 4, 0.5, False)) < 0.7
 
 
 class TestSpeculator:
@@ -228,7 +236,7 @@ class TestSpeculator:
         assert s.chained(running(5)) == s.chained(running(5, 8)) == 5
         assert s.chained(running(0, 4)) == 0 and s.chained(running(0)) is None and s.chained(running(LEFT_OUT)) is None
         assert isinstance(s._policy, Adaptive)
-        s._policy.modes.of(Batch(1, 3)).mode = Mode.PLAIN
+        s._policy.modes.choice(Batch(1, 3)).mode = Mode.PLAIN
         assert (
             s.chained(running(5, 4)) == 0 and s.chained(running(5)) is None and s.chain_length(running(0)) == LEFT_OUT
         )
@@ -255,7 +263,7 @@ class TestSpeculator:
                 s.open(rid, [1, 2, 3])
             for _ in range(5):
                 s.observe([Delta(r, (7,)) for r in range(16)], [Output(r, (7,), chain=((7, 0.9),)) for r in range(16)])
-                taught.append([observation[0] for observation in s._learning.observations])
+                taught.append([observation[0] for observation in s._rates.observations])
                 s.maintain()
             assert taught[0] == [] and all(len(rids) == (LEARN_PER_STEP if chained else 16) for rids in taught[1:])
             assert sorted({rid for rids in taught for rid in rids}) == list(range(16))
@@ -270,8 +278,8 @@ class TestSpeculator:
             assert s.worth_waiting(StepPlan(0, (work,), 2))  # before the draft model turns out to be of no use
             for _ in range(200):
                 for length in (10, 16):
-                    s._learning.rates.learn(2, suffix(length, 1.0, True), 5, promising)
-                s._learning.rates.learn(2, model_cell(0, 0.5, None), 5, False)
+                    s._rates.learn(2, matched(5, length, 1.0, True), promising)
+                s._rates.learn(2, of_model(5, 0, 0.5, None), False)
             s.observe([Delta(1, (109,))], [Output(1, (109,), chain=((110, 0.9),))])
             s.maintain()
             plan = StepPlan(0, (work,), 2)

@@ -140,11 +140,11 @@ class TestModes:
 
     def test_the_price_is_what_steps_bring(self) -> None:
         modes = Modes(LiveCosts(CHEAP), lambda batch: [Mode.ALL, Mode.PLAIN])
-        e, eight = modes.of(ONE), Batch(8, 10)
+        e, eight = modes.choice(ONE), Batch(8, 10)
         assert e.tokens_per_second(ONE) == 1.0
         self.steps(e, 100, 1.0, 1.0)
         assert e.tokens_per_second(ONE) == pytest.approx(2.0, rel=0.02)
-        assert modes.of(eight).tokens_per_second(eight) == pytest.approx(8 / CHEAP.base(8))  # another size
+        assert modes.choice(eight).tokens_per_second(eight) == pytest.approx(8 / CHEAP.base(8))  # another size
 
     def test_where_drafting_loses_it_is_given_up_but_for_trials(self) -> None:
         e = self.choice()

@@ -43,7 +43,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def choice_of(speculator: Speculator, batch: Batch) -> ModeChoice:
     assert isinstance(speculator._policy, Adaptive)
-    return speculator._policy.modes.of(batch)
+    return speculator._policy.modes.choice(batch)
 
 
 def begun(engine: Engine, draft: str) -> dict[int, list[int]]:

@@ -26,9 +26,9 @@ class TestSuffixMatcher:
         assert tokens(made, 2, after=[4, 5]) == [9, 9] and tokens(made, 2, after=[7]) == []
         assert [g.length for g in made.drafts(3)] == [2, 3, 4]
         made.append(4)
-        assert tokens(made, 2) == [5, 9] and made.next_draft() == made.drafts(1)[0]
+        assert tokens(made, 2) == [5, 9] and made.next_match() == made.drafts(1)[0]
         made.append(8)
-        assert tokens(made, 2) == [] and made.next_draft() is None
+        assert tokens(made, 2) == [] and made.next_match() is None
 
     def test_a_period_goes_on_beyond_the_end_of_the_text(self) -> None:
         assert tokens(matcher([7, 1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
@@ -36,8 +36,8 @@ class TestSuffixMatcher:
 
     def test_the_longer_match_wins_and_shares_are_told(self) -> None:
         made = matcher([1, 2, 3, 7, 0, 2, 3, 8, 9, 1, 2, 3])
-        (draft,) = made.drafts(1)
-        assert draft.token == 7 and draft.length == 3 and 0.5 < draft.share < 1 and not draft.single
+        (match,) = made.drafts(1)
+        assert match.token == 7 and match.length == 3 and 0.5 < match.share < 1 and not match.single
         assert matcher([1, 2, 3, 4, 2, 3]).drafts(1)[0].single
 
     @pytest.mark.parametrize("seed", range(20))
@@ -55,10 +55,10 @@ class TestSuffixMatcher:
                     n += 1
                 if n >= GRAM_TOKENS:
                     lengths[text[end]] = max(lengths.get(text[end], 0), n)
-            draft = made.next_draft()
-            assert (draft is None) == (not lengths)
-            if draft is not None:
-                assert draft.length <= lengths[draft.token]
+            match = made.next_match()
+            assert (match is None) == (not lengths)
+            if match is not None:
+                assert match.length <= lengths[match.token]
 
     def test_a_prompt_is_taken_in_by_pieces(self) -> None:
         text = [random.Random(0).randrange(9) for _ in range(100)]
@@ -121,7 +121,7 @@ class TestStore:
             other.skip(more)
             one.index_prompt(60), other.index_prompt(60)
             assert one.tokens == other.tokens == text + more and one._latest == other._latest
-            assert one.next_draft() is None or other.next_draft() is not None
+            assert one.next_match() is None or other.next_match() is not None
 
 
 def test_the_module_names_its_grams_in_63_bits() -> None:
