@@ -102,7 +102,7 @@ class Speculator:
             if state is None:
                 continue
             if delta.drafted:
-                self._count(delta, state)
+                self._tally_drafts(delta, state)
             if learns and state.chain and rates.has_turn(delta.rid, n):
                 rates.observations += state.chain_observations(delta.rid, delta.tokens)
             if delta.tokens:
@@ -176,7 +176,7 @@ class Speculator:
         """`stats` with the numbers of drafts."""
         return self._tally.report(stats)
 
-    def _count(self, delta: Delta, state: RequestState) -> None:
+    def _tally_drafts(self, delta: Delta, state: RequestState) -> None:
         planned, state.planned = state.planned, None
         if planned is None:  # of a chained step: all were of the chain
             self._tally.add_chain(min(delta.drafted, len(state.chain)), delta.accepted)

@@ -1,13 +1,13 @@
-"""A log of drafts that the target did not follow, for `perilune draft mine`. Nothing is written unless it is asked for.
+"""A log of drafts that the target rejected, for `perilune draft mine`. Nothing is written unless --log-rejected is set.
 
-What users wrote and were told is in it, as token ids: the directory and its files are the owner's alone. A share of the
-requests is followed, drawn by lot; the files together stay below a number of bytes, the oldest give way. Each file is
-JSON lines and gets its name when it is whole:
+It holds prompts and answers of users, as token ids: only the owner can read the directory and its files. A random share
+of the requests is logged; when the files exceed a number of bytes together, the oldest are deleted. Each file is JSON
+lines and gets its name when it is complete:
 
     {"ids": [...], "given": 812, "greedy": true, "rejected": [[815, [17, 4, 99], 1], ...]}
 
-`ids[given:]` came from the target after `ids[:given]`, of which the beginning may have been cut off. At place 815 of
-`ids` three tokens had been drafted, of which one stood.
+The target gave `ids[given:]` after `ids[:given]`, whose beginning may have been cut off. At index 815 of `ids` three
+tokens had been drafted, of which one was accepted.
 """
 
 import json
@@ -23,13 +23,13 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import Delta
 from perilune.core.step import MAX_DRAFTS, StepPlan
 
-CONTEXT = 2048  # tokens before a record's answer
-SPAN = 1024  # tokens of answer in a record
-AFTER = MAX_DRAFTS  # tokens of answer after the last rejection, if they come
-FILE_BYTES = 256 << 10  # that a file has when it is written, about
-FILES = 16  # of that size or larger, share the limit
+CONTEXT_TOKENS = 2048  # Before a record's answer. Larger: larger files, surer chains when they are mined.
+ANSWER_TOKENS = 1024  # In a record. Larger: fewer repeated contexts, more memory per request.
+TAIL_TOKENS = MAX_DRAFTS  # Of the answer after the last rejection, if the answer has them.
+FILE_BYTES = 256 << 10  # A file is written when it has about so many. Larger: more is lost if the engine is killed.
+MIN_FILES = 16  # The limit is at least so many files. Larger: less is deleted at once.
 PREFIX, SUFFIX = "rejected-", ".jsonl"
-MAX_LINE = 16 << 20
+MAX_LINE_CHARS = 16 << 20
 MAX_ID = 2**31 - 1
 
 _log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """At place `at` of the record's ids `drafts` had been guessed, the first `stood` of them rightly."""
+    """At index `at` of the record's ids `drafts` had been drafted, of which the first `accepted` were accepted."""
 
     at: int
     drafts: tuple[int, ...]
-    stood: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,27 @@ class Record:
     rejected: tuple[Rejection, ...]
 
     def line(self) -> str:
-        rejected = [[r.at, list(r.drafts), r.stood] for r in self.rejected]
+        rejected = [[r.at, list(r.drafts), r.accepted] for r in self.rejected]
         fields = {"ids": list(self.ids), "given": self.given, "greedy": self.greedy, "rejected": rejected}
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
     @classmethod
     def of(cls, line: str) -> "Record":
-        """ValueError saying what is wrong."""
-        found = json.loads(line) if len(line) <= MAX_LINE else None
+        """Reads a line; ValueError with the reason if it is none."""
+        found = json.loads(line) if len(line) <= MAX_LINE_CHARS else None
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
         ids, given, greedy = found.get("ids"), found.get("given"), found.get("greedy")
         if not _ids(ids) or type(given) is not int or not 0 < given < len(ids) or not isinstance(greedy, bool):
-            raise ValueError("ids must be token ids, given a place in them, greedy true or false")
+            raise ValueError("ids must be token ids, given an index into them, greedy true or false")
         rejected = found.get("rejected")
         if not isinstance(rejected, list) or not all(isinstance(r, list) and len(r) == 3 for r in rejected):
-            raise ValueError("rejected must be a list of [place, drafts, stood]")
-        for at, drafts, stood in rejected:
+            raise ValueError("rejected must be a list of [index, drafts, accepted]")
+        for at, drafts, accepted in rejected:
             if type(at) is not int or not given <= at < len(ids):
-                raise ValueError(f"a rejection at {at!r}, which is no place in the answer")
-            if not _ids(drafts) or type(stood) is not int or not 0 <= stood < len(drafts):
-                raise ValueError(f"the rejection at {at} must have drafts and say how many stood, not all")
+                raise ValueError(f"a rejection at {at!r}, which is no index into the answer")
+            if not _ids(drafts) or type(accepted) is not int or not 0 <= accepted < len(drafts):
+                raise ValueError(f"the rejection at {at} must have drafts, of which not all were accepted")
         return cls(tuple(ids), given, greedy, tuple(Rejection(at, tuple(d), s) for at, d, s in rejected))
 
 
@@ -82,7 +82,7 @@ def _ids(value: Any) -> TypeGuard[list[int]]:
 
 @dataclass(slots=True)
 class _Follow:
-    """A request that is followed: the last tokens of its text, of which those from `given` on are the record's."""
+    """A logged request: the last tokens of its text, of which those from `given` on are the next record's answer."""
 
     ids: list[int]
     given: int
@@ -91,13 +91,13 @@ class _Follow:
 
 
 class RejectedLog:
-    """Told of the requests of one engine and what their drafts came to. Not thread-safe."""
+    """Logs the requests of one engine and their rejected drafts. Not thread-safe."""
 
     def __init__(self, directory: Path, *, share: float, limit_bytes: int, seed: int | None = None) -> None:
         assert 0 < share <= 1 and limit_bytes > 0
         self.directory = directory
         self._share, self._limit = share, limit_bytes
-        self._lot = random.Random(seed)
+        self._random = random.Random(seed)
         self._followed: dict[int, _Follow] = {}
         self._lines: list[str] = []
         self._size = 0
@@ -111,11 +111,11 @@ class RejectedLog:
             raise ConfigError(f"cannot log rejected drafts in {directory}: {e.strerror}; choose another") from e
 
     def open(self, rid: int, prompt: Sequence[int], *, greedy: bool) -> None:
-        if self._lot.random() < self._share:
-            self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT), greedy)
+        if self._random.random() < self._share:
+            self._followed[rid] = _Follow(list(prompt[-CONTEXT_TOKENS:]), min(len(prompt), CONTEXT_TOKENS), greedy)
 
     def observe(self, plan: StepPlan, deltas: Sequence[Delta]) -> None:
-        """What a step brought, whose plan says what had been drafted."""
+        """A step has landed; its plan has the drafts."""
         if not self._followed:
             return
         drafted = {w.rid: w.guesses for w in plan.work if w.drafts}
@@ -123,13 +123,13 @@ class RejectedLog:
             follow = self._followed.get(delta.rid)
             if follow is None:
                 continue
-            guesses = drafted.get(delta.rid, ())[: delta.drafted]
-            if delta.accepted < len(guesses) and delta.accepted < len(delta.tokens):
-                follow.rejected.append(Rejection(len(follow.ids), guesses, delta.accepted))
+            drafts = drafted.get(delta.rid, ())[: delta.drafted]
+            if delta.accepted < len(drafts) and delta.accepted < len(delta.tokens):
+                follow.rejected.append(Rejection(len(follow.ids), drafts, delta.accepted))
             follow.ids += delta.tokens
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
-            elif len(follow.ids) - follow.given >= SPAN + AFTER:
+            elif len(follow.ids) - follow.given >= ANSWER_TOKENS + TAIL_TOKENS:
                 self._record(follow)
 
     def drop(self, rid: int) -> None:
@@ -138,8 +138,8 @@ class RejectedLog:
             self._record(follow)
 
     def tidy(self) -> None:
-        """Writes a file if there is enough for one; best done while the device is busy."""
-        if self._size >= min(FILE_BYTES, self._limit // FILES):
+        """Writes a file if there is enough for one; best called while the device is busy."""
+        if self._size >= min(FILE_BYTES, self._limit // MIN_FILES):
             self._write()
 
     def close(self) -> None:
@@ -148,12 +148,12 @@ class RejectedLog:
         self._write()
 
     def _record(self, follow: _Follow) -> None:
-        """Takes note of the answer so far, and goes on with its end as the context."""
+        """Adds a record of the answer so far, whose end becomes the context of the next one."""
         if follow.rejected:
             record = Record(tuple(follow.ids), follow.given, follow.greedy, tuple(follow.rejected))
             self._lines.append(record.line())
             self._size += len(self._lines[-1])
-        del follow.ids[:-CONTEXT]
+        del follow.ids[:-CONTEXT_TOKENS]
         follow.given = len(follow.ids)
         follow.rejected.clear()
 
@@ -169,7 +169,7 @@ class RejectedLog:
             os.replace(partial, self.directory / name)
             self._next += 1
             self._drop_oldest()
-        except OSError as e:  # a full disk costs the log, never an answer
+        except OSError as e:  # a full disk must not stop answers
             _log.warning("rejected drafts were not logged in %s: %s", self.directory, e.strerror)
             partial.unlink(missing_ok=True)
 
@@ -190,7 +190,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def records(directory: Path) -> Iterator[Record]:
-    """What was logged in a directory. CheckpointError for a file that is not such a log."""
+    """All records in a directory, oldest first. CheckpointError for a file that is not such a log."""
     found = files(directory)
     if not found:
         raise CheckpointError(f"{directory} has no log of rejected drafts: serve with --log-rejected {directory}")

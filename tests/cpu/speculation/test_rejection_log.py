@@ -13,7 +13,16 @@ from perilune.core.messages import Delta, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.speculation.rejection_log import AFTER, CONTEXT, SPAN, Record, RejectedLog, Rejection, files, records
+from perilune.speculation.rejection_log import (
+    ANSWER_TOKENS,
+    CONTEXT_TOKENS,
+    TAIL_TOKENS,
+    Record,
+    RejectedLog,
+    Rejection,
+    files,
+    records,
+)
 from tests import oracle
 from tests.cpu.speculation.test_speculation import CONFIG, PROMPTS, Scripted
 
@@ -61,12 +70,12 @@ def test_an_engine_logs_what_happened(tmp_path: Path) -> None:
         assert record.greedy == (params[request].temperature == 0)
         for r in record.rejected:
             came = record.ids[r.at : r.at + len(r.drafts)]
-            assert came[: r.stood] == r.drafts[: r.stood] and came[r.stood] != r.drafts[r.stood]
+            assert came[: r.accepted] == r.drafts[: r.accepted] and came[r.accepted] != r.drafts[r.accepted]
 
 
 def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Path) -> None:
     log, rng = log_of(tmp_path), random.Random(1)
-    prompt = [rng.randrange(100, 200) for _ in range(CONTEXT + 500)]
+    prompt = [rng.randrange(100, 200) for _ in range(CONTEXT_TOKENS + 500)]
     log.open(7, prompt, greedy=True)
     text, expected = list(prompt), []
     for i in range(2000):
@@ -80,13 +89,13 @@ def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Pat
     log.close()
     found, seen, reached = list(records(tmp_path)), [], len(prompt)
     for record in found:
-        assert record.given <= CONTEXT and len(record.ids) - record.given <= SPAN + AFTER + 8
+        assert record.given <= CONTEXT_TOKENS and len(record.ids) - record.given <= ANSWER_TOKENS + TAIL_TOKENS + 8
         cut = next(
             i for i in range(reached - record.given, len(text)) if tuple(text[i : i + len(record.ids)]) == record.ids
         )
         assert cut + record.given == reached
         reached += len(record.ids) - record.given
-        seen += [(cut + r.at, r.drafts, r.stood) for r in record.rejected]
+        seen += [(cut + r.at, r.drafts, r.accepted) for r in record.rejected]
     assert seen == expected and len(found) > 3 and reached == len(text)
 
 
