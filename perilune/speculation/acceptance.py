@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NONE = -2  # equals no token, and not what a sampler writes for a row whose logits are not finite
+_NONE = -2  # equals no token, nor the sampler's mark for logits that are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def accept(
 def rows_kept(
     lengths: Tensor, drafts: Sequence[int], on_device: Callable[[NDArray[Any], torch.device], Tensor]
 ) -> Tensor:
-    """[R] bool: the rows whose tokens are kept, the first `lengths` [S] of each request's."""
+    """[R] bool: the rows with tokens to keep, the first `lengths` [S] of each request's."""
     counts = np.array(drafts, np.int64) + 1
     owners = np.repeat(np.arange(len(drafts)), counts)
     offsets = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]

@@ -2,8 +2,8 @@
 
 Every token says whether the match before it was right, drafted or not. So the table of matches, by length of the match
 and agreement of the matches, costs nothing to learn, needs no trials, and has no bias towards what was drafted. Since a
-match grows by one with every accepted draft, the same table holds for later drafts. The drafts of a model are told
-apart by the model's own confidence, and are known only where the model was asked to draft.
+match grows by one with every accepted draft, the same table holds for later drafts. The drafts of a model are divided
+by the model's own confidence, and are known only where the model was asked to draft.
 
 Two factors come on top of the table: the request's, because some texts repeat themselves more than others, and the
 token's: commas and markers recur where they did before, digits and names less so.

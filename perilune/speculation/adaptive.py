@@ -28,7 +28,7 @@ PROMISING_RATIO = (
 
 
 class Adaptive:
-    """The policy of an engine whose costs were measured. `longest`: tokens that a draft model can draft, 0 without."""
+    """The policy of an engine with measured costs. `longest`: tokens that a draft model can draft, 0 without."""
 
     def __init__(
         self, costs: LiveCosts, longest: int, requests: Requests, rates: AcceptanceRates, pause: Pause
@@ -136,7 +136,7 @@ class Adaptive:
         return [Mode.ALL, *matches, Mode.PLAIN] if best >= PROMISING_RATIO else [*matches, Mode.PLAIN, Mode.ALL]
 
     def _waiting_costs(self, choice: ModeChoice) -> KindCosts:
-        """Of steps whose planning waits."""
+        """Of steps that are planned after their predecessor landed."""
         left_out = self._longest and choice.current != Mode.ALL
         return self._costs.waited_without_drafter if left_out else self._costs.waited
 

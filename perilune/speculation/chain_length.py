@@ -17,7 +17,7 @@ MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slow
 
 
 class ChainLengths:
-    """Chains of up to `longest` tokens. `states`: the live requests by rid, whose gains are kept there."""
+    """Chains of up to `longest` tokens. `states`: the live requests by rid, which keep the gains of their chains."""
 
     def __init__(self, longest: int, costs: LiveCosts, rates: AcceptanceRates, states: dict[int, RequestState]) -> None:
         self._longest = longest

@@ -26,8 +26,8 @@ class Followed:
     features   [T, A D] the residual stream at the inputs of the drafter's A aux layers, concatenated
     following  [T] int64: the token after each row's position; the sampled one where the row samples
     sampled    indices into `work` of the S requests
-    last       [S] int64: the row of each request's last accepted position; its rows after that hold rejected drafts,
-               whose slots are written again later
+    last       [S] int64: the row of each request's last accepted position; its rows after that hold rejected drafts;
+               their slots are written again later
     """
 
     work: tuple[Work, ...]
@@ -65,8 +65,8 @@ class Start:
 class Drafter(Protocol):
     """One per engine. Its own cache has the same block ids and slots as the target's.
 
-    `aux_layers` are the layers, in ascending order, whose inputs it gets; it drafts at most `longest` tokens. It may be
-    left out of any number of steps: its pages then hold zeros or old entries at those positions.
+    `aux_layers` are the layers, in ascending order, that it gets the inputs of; it drafts at most `longest` tokens. It
+    may be left out of any number of steps: its pages then hold zeros or old entries at those positions.
     """
 
     aux_layers: tuple[int, ...]

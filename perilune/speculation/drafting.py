@@ -1,7 +1,7 @@
 """What the engine asks about drafts: requests and tokens go in, drafts for the next step come out.
 
-Drafts come from matches with earlier text (suffix.py), from a draft model (drafter.py), whose chain arrives with the
-tokens that it continues, or from both: the chain, continued by matches after it. How many are verified is decided by
+Drafts come from matches with earlier text (suffix.py), from a draft model (drafter.py; its chain arrives with the
+tokens that it continues), or from both: the chain, continued by matches after it. How many are verified is decided by
 measured gain (adaptive.py), or fixed (fixed_length.py).
 
 Everything runs on the planning thread. The next step waits for `propose` and `chain_length`; `maintain` is called while

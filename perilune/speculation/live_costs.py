@@ -11,7 +11,9 @@ from itertools import accumulate
 
 from perilune.speculation.step_cost import Costs, Curve, StepKind
 
-FIRST_WAITED_RATIO = 1.03  # Initial factor of steps whose planning waited: planning is not in the table's times.
+FIRST_WAITED_RATIO = (
+    1.03  # Initial factor of steps planned after their predecessor: the table has no time for planning.
+)
 LEARNING_SHARE = 0.06  # Weight of one step in the factor of its point. Larger: follows faster, noisier.
 COMMON_SHARE = (
     0.3  # Share of a correction that goes to all points. Larger: one odd kind of step spoils all predictions.

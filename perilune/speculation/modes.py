@@ -145,7 +145,7 @@ class ModeChoice:
         return value < MIN_GAIN_RATIO[self.mode]
 
     def _next_trial(self) -> Mode:
-        """The mode whose last trial is longest ago."""
+        """The mode that has not been tried for longest."""
         return min((mode for mode in self.modes if mode != self.mode), key=lambda m: (self._tried.get(m, -1), -m))
 
     def _begin_trial(self, batch: Batch) -> None:

@@ -2,9 +2,9 @@
 
 A draft gains P(it and all before it are right) tokens, and costs the seconds that verifying it adds to the step, at the
 tokens per second that steps give (modes.py). Drafts of all requests are added in order of probability, and the number
-of drafts whose gain less cost is greatest is taken: large batches, whose steps have no idle memory bandwidth left, take
-few or none, and so do texts without likely drafts. The length of a draft model's chain must be decided before its
-confidence is known: by what chains of each length lately gained for the request.
+of drafts with the greatest gain less cost is taken: large batches leave no memory bandwidth idle and take few or none,
+and so do texts without likely drafts. The length of a draft model's chain must be decided before its confidence is
+known: by what chains of each length lately gained for the request.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ lines and gets its name when it is complete:
 
     {"ids": [...], "given": 812, "greedy": true, "rejected": [[815, [17, 4, 99], 1], ...]}
 
-The target gave `ids[given:]` after `ids[:given]`, whose beginning may have been cut off. At index 815 of `ids` three
+The target gave `ids[given:]` after `ids[:given]`, which may lack its beginning. At index 815 of `ids` three
 tokens had been drafted, of which one was accepted.
 """
 
@@ -148,7 +148,7 @@ class RejectedLog:
         self._write()
 
     def _record(self, follow: _Follow) -> None:
-        """Adds a record of the answer so far, whose end becomes the context of the next one."""
+        """Adds a record of the answer so far; its end becomes the context of the next record."""
         if follow.rejected:
             record = Record(tuple(follow.ids), follow.given, follow.greedy, tuple(follow.rejected))
             self._lines.append(record.line())

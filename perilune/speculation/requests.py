@@ -63,8 +63,8 @@ class Requests:
     def drafts(self, rid: int, state: RequestState, max_drafts: int) -> tuple[list[Draft], list[float]]:
         """The most promising drafts and P(the first k of them are right), k = 1, 2, ...
 
-        Tried are the chain, continued by matches after it; the chain up to its first token in whose place a match is
-        likelier, continued by that match; a match without the chain.
+        Tried are the chain, continued by matches after it; the chain up to its first token that is less likely than a
+        match in its place, continued by that match; a match without the chain.
         """
         matcher, rates = state.ready, self._rates
         found: list[list[Draft]] = []

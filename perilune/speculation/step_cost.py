@@ -21,7 +21,7 @@ STEP_TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # Sizes that are timed. More: a fi
 ONE_REQUEST_TOKENS = 9  # Sizes up to this are timed with one request, larger ones with several.
 EACH_REQUEST_TOKENS = 4  # Tokens of each of several requests.
 ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request that are timed at a long context.
-SHORT_TOKENS, LONG_TOKENS = 32, 2048  # The contexts whose difference gives the cost of attention.
+SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts: their difference in time is attention's.
 MIN_DRAFT_SHARE = (
     0.005  # A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
 )

@@ -1,8 +1,8 @@
 """Drafts without a model: what followed the last time that the same tokens came.
 
 A pointer is a position in some text after the same tokens that the request ends with: in the request's own prompt and
-output, or in the texts of requests that finished lately. With every new token, pointers whose next token is that token
-advance by one and the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens
+output, or in the texts of requests that finished lately. With every new token, pointers to that token advance
+by one and the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens
 before them. So a token costs a few microseconds whatever the length of the text, and the length of a match, which
 says how reliable it is, is known without a search.
 

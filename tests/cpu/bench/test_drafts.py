@@ -1,4 +1,4 @@
-"""How many drafts are made, and what the engine is told of them: the policy and the speculator."""
+"""How many drafts are made, and what the engine gets: the policy and the speculator."""
 
 import random
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class TestPolicy:
         # One that ended after the second would have cost no more for being asked for a third.
         assert net_gain([0.9, 0.8, 0.0], free, 0.5, 2) == pytest.approx([0.4, 0.7, 0.7])
 
-    def test_chains_are_as_long_as_they_were_worth(self) -> None:
+    def test_chains_are_as_long_as_gained_most(self) -> None:
         assert best_length([[0.4, 0.7, 0.3], [0.1, 0.1, 0.1]], lost=0.5) == 2
         assert best_length([[0.4, 0.7, 0.3], [0.1, 0.1, 0.1]], lost=0.9) == best_length([], lost=0.0) == 0
         gain = ChainGain([1.0, 1.0], 1.0, 10.0)
@@ -151,7 +151,7 @@ class TestSpeculator:
         assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=3),))) == {1: [1, 1]}
         assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=1),))) == {}
 
-    def test_hopeless_text_is_left_alone_and_repetition_is_seized(self) -> None:
+    def test_text_without_matches_gets_no_drafts_and_repetition_does(self) -> None:
         s = Speculator(suffix=True, costs=CHEAP, shared=False)
         rng = random.Random(0)
         text = [rng.randrange(3) for _ in range(50)]
@@ -183,8 +183,8 @@ class TestSpeculator:
         s.maintain()
         s.observe([Delta(1, (4,))], [Output(1, (4,), chain=((5, 0.99), (6, 0.99)))])
         text.append(4)
-        guesses = list(s.propose(StepPlan(0, (self.work(1, text, 11),)))[1])
-        assert guesses[:2] == [5, 6] and (len(guesses) > 2) == (seconds == 1.0)  # what matches behind the chain
+        drafts = list(s.propose(StepPlan(0, (self.work(1, text, 11),)))[1])
+        assert drafts[:2] == [5, 6] and (len(drafts) > 2) == (seconds == 1.0)  # what matches behind the chain
         s.maintain()
         s.observe([Delta(1, (5, 6, 7), drafted=2, accepted=2)], [Output(1, (5, 6, 7))])
         text += [5, 6, 7]
@@ -192,7 +192,7 @@ class TestSpeculator:
         matcher = s._requests.states[1].matcher
         assert matcher is not None and matcher.tokens == text
 
-    def test_an_unlikely_draft_gives_way_to_what_a_match_foretells(self) -> None:
+    def test_a_likelier_match_replaces_the_rest_of_a_chain(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
         s.open(1, [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4])
         s.maintain()
@@ -241,7 +241,7 @@ class TestSpeculator:
             s.chained(running(5, 4)) == 0 and s.chained(running(5)) is None and s.chain_length(running(0)) == LEFT_OUT
         )
 
-    def test_the_statistics_of_drafts_that_nobody_saw_planned(self) -> None:
+    def test_the_statistics_of_chained_drafts(self) -> None:
         s = Speculator(suffix=True, longest=8, costs=CHAINED, shared=False)
         s.open(1, [1, 2, 3, 4, 5, 1, 2])
         s.maintain()

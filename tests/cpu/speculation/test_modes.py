@@ -73,10 +73,10 @@ class TestCosts:
             FIRST_WAITED_RATIO * found.base_without_drafter(1)
         ) and costs.waited_without_drafter.overhead(8) < costs.waited.overhead(8)
         calls.clear()
-        trailing = measure(
+        chained = measure(
             timer, max_requests=8, max_tokens=32, max_context=10_000, drafter=True, can_chain=True
         ).chained
-        assert trailing is not None and trailing.xs == found.base.xs and trailing(32) == pytest.approx(0.58)
+        assert chained is not None and chained.xs == found.base.xs and chained(32) == pytest.approx(0.58)
         small = measure(timer, max_requests=1, max_tokens=4, max_context=40, drafter=False)
         assert small.base.xs == (1, 2, 3, 4) and small.attention(1) == 0.0
 

@@ -1,4 +1,4 @@
-"""The log of rejected drafts: what is in it is what happened, and no more than was asked for."""
+"""The log of rejected drafts: it holds what happened, of the requests that it may log."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def test_an_engine_logs_what_happened(tmp_path: Path) -> None:
             assert came[: r.accepted] == r.drafts[: r.accepted] and came[r.accepted] != r.drafts[r.accepted]
 
 
-def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Path) -> None:
+def test_long_answers_are_split_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     log, rng = log_of(tmp_path), random.Random(1)
     prompt = [rng.randrange(100, 200) for _ in range(CONTEXT_TOKENS + 500)]
     log.open(7, prompt, greedy=True)

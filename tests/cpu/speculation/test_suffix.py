@@ -34,7 +34,7 @@ class TestSuffixMatcher:
         assert tokens(matcher([7, 1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
         assert tokens(matcher([5, 5, 5, 5]), 4) == [5, 5, 5, 5]
 
-    def test_the_longer_match_wins_and_shares_are_told(self) -> None:
+    def test_the_longer_match_wins_and_shares_add_up(self) -> None:
         made = matcher([1, 2, 3, 7, 0, 2, 3, 8, 9, 1, 2, 3])
         (match,) = made.drafts(1)
         assert match.token == 7 and match.length == 3 and 0.5 < match.share < 1 and not match.single
