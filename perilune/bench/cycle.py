@@ -41,7 +41,7 @@ from perilune.loading.synthetic import random_draft
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafting import Speculator
-from perilune.speculation.eagle3 import LONGEST, Eagle3Drafter
+from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter
 
 AUX = (1, 2, 3)  # layers whose outputs the draft model reads: in a slice other ones than in the model
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
@@ -63,8 +63,8 @@ def measure(
 ) -> dict[str, Any]:
     """One row of the ledger: `draft` tokens verified and drafted per request and cycle, `accepted` tokens declared to
     come of it. With rest_dtype "fp8" the target's weights become FP8 for good."""
-    assert 1 <= draft <= LONGEST and 1 <= accepted <= draft + 1, f"{draft=} {accepted=}"
-    room = context + TOKENS + LONGEST
+    assert 1 <= draft <= MAX_CHAIN_TOKENS and 1 <= accepted <= draft + 1, f"{draft=} {accepted=}"
+    room = context + TOKENS + MAX_CHAIN_TOKENS
     engines: list[Engine] = []
     try:
         graphs, steps = [], {}

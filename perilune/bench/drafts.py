@@ -261,7 +261,7 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
             shared=True,
         )
         floor = 0.0 if engine.runner.graphs is not None else speculator.min_confidence
-        clock = replay.Clock(costs if speculator.longest else costs.alone(), floor=floor)
+        clock = replay.Clock(costs if speculator.longest else costs.without_drafter(), floor=floor)
         return replay.play(told, most, clock, speculator).seconds
 
     best = {n: min(seconds(n, s, k) for s in FIXED if s == "suffix" or modelled for k in FIXED[s]) for n in users}

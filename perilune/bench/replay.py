@@ -18,8 +18,8 @@ from perilune.core.sampling import SamplingParams
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.engine.engine import Engine
 from perilune.speculation.drafting import Speculator
-from perilune.speculation.step_cost import Costs, How
-from perilune.speculation.suffix import Store, Trail
+from perilune.speculation.step_cost import Costs, StepKind
+from perilune.speculation.suffix import Store, SuffixMatcher
 
 Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
 
@@ -45,16 +45,22 @@ class Clock:
     follow: float = 0.0
     floor: float = 0.0
 
-    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: How) -> float:
-        curve = self.costs.base if how in (How.WAITED, How.BARE) else self.costs.ahead or self.costs.base
-        if how == How.FOLLOWED:
-            curve = self.costs.followed or self.costs.base
-        seconds = curve(sum(counts)) + sum(self.costs.reach(n) * c for n, c in zip(counts, contexts))
-        seconds += (how in (How.WAITED, How.BARE)) * self.wait - (how == How.BARE) * self.costs.follow(sum(counts))
+    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: StepKind) -> float:
+        curve = (
+            self.costs.base
+            if how in (StepKind.WAITED, StepKind.NO_DRAFTER)
+            else self.costs.overlapped or self.costs.base
+        )
+        if how == StepKind.CHAINED:
+            curve = self.costs.chained or self.costs.base
+        seconds = curve(sum(counts)) + sum(self.costs.attention(n) * c for n, c in zip(counts, contexts))
+        seconds += (how in (StepKind.WAITED, StepKind.NO_DRAFTER)) * self.wait - (
+            how == StepKind.NO_DRAFTER
+        ) * self.costs.drafter(sum(counts))
         if chain == LEFT_OUT:
             return seconds
-        seconds += (how == How.AHEAD) * self.costs.follow(sum(counts))
-        return seconds + (how != How.FOLLOWED) * self.follow + chain * self.costs.chain(len(counts))
+        seconds += (how == StepKind.OVERLAPPED) * self.costs.drafter(sum(counts))
+        return seconds + (how != StepKind.CHAINED) * self.follow + chain * self.costs.draft_token(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
         """How far a step's chains would be drafted: they go on together, while there is hope for one of them."""
@@ -118,7 +124,7 @@ def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingP
 def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
     """`users` requests at a time, in the order of Engine.step."""
     tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(told)))[::-1], 0
-    running: tuple[StepPlan, How] | None = None
+    running: tuple[StepPlan, StepKind] | None = None
     while waiting or known or running is not None:
         while waiting and len(known) < users:
             rid = waiting.pop()
@@ -127,7 +133,7 @@ def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator 
                 speculator.open(rid, told[rid].prompt)
         behind = drafts = None
         asked = None if speculator is None or speculator.paused else speculator
-        if running is not None and asked is not None and clock.costs.followed is not None:
+        if running is not None and asked is not None and clock.costs.chained is not None:
             drafts = asked.chained(running[0])
         if running is not None and drafts is not None:
             behind = _behind(told, known, running[0], drafts, number)
@@ -147,12 +153,12 @@ def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator 
     return tally
 
 
-def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | None) -> How:
+def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | None) -> StepKind:
     modelled = speculator is not None and speculator.longest > 0
     follows = modelled and plan.chain != LEFT_OUT
     if waited:
-        return How.BARE if modelled and not follows else How.WAITED
-    return How.FOLLOWED if follows and clock.costs.followed is not None else How.AHEAD
+        return StepKind.NO_DRAFTER if modelled and not follows else StepKind.WAITED
+    return StepKind.CHAINED if follows and clock.costs.chained is not None else StepKind.OVERLAPPED
 
 
 def _behind(
@@ -186,7 +192,7 @@ def _waits(speculator: Speculator, running: StepPlan) -> bool:
 def _launch(
     told: Sequence[Told],
     known: dict[int, int],
-    flying: tuple[StepPlan, How] | None,
+    flying: tuple[StepPlan, StepKind] | None,
     number: int,
     speculator: Speculator | None,
 ) -> StepPlan | None:
@@ -235,7 +241,7 @@ def _land(
     told: Sequence[Told],
     known: dict[int, int],
     plan: StepPlan,
-    how: How,
+    how: StepKind,
     clock: Clock,
     speculator: Speculator | None,
     tally: Tally,
@@ -272,7 +278,7 @@ def _land(
         speculator.record_paused(len(plan.work), deltas)
     elif speculator is not None:
         speculator.observe(deltas, outputs)
-        speculator.record_time(plan, seconds, how in (How.WAITED, How.BARE))
+        speculator.record_time(plan, seconds, how in (StepKind.WAITED, StepKind.NO_DRAFTER))
 
 
 def oracle(told: Sequence[Told], clock: Clock) -> float:
@@ -280,8 +286,8 @@ def oracle(told: Sequence[Told], clock: Clock) -> float:
     and how long a chain the next one has a use for; and if, where steps are planned behind drafts, none ever waited."""
     store, spent = Store(), 0.0
     for one in told:
-        trail = Trail(one.prompt, store)
-        trail.catch_up(len(one.prompt))
+        trail = SuffixMatcher(one.prompt, store)
+        trail.index_prompt(len(one.prompt))
         right = []  # by tokens known, then by length of the chain: drafts that are right, of the better source
         for at in range(len(one.answer)):
             right.append(_right(one, at, trail))
@@ -291,18 +297,18 @@ def oracle(told: Sequence[Told], clock: Clock) -> float:
     return spent
 
 
-def _right(one: Told, at: int, trail: Trail) -> list[int]:
+def _right(one: Told, at: int, trail: SuffixMatcher) -> list[int]:
     rest = one.answer[at : at + MAX_DRAFTS]
     if not at or len(rest) == 1:
         return [0]
-    alone = _same([g.token for g in trail.guesses(MAX_DRAFTS)], rest)
+    alone = _same([g.token for g in trail.drafts(MAX_DRAFTS)], rest)
     found = [alone]
     chain = [token for token, _ in one.chains[at - 1]] if one.chains else []
     for length in range(1, len(chain) + 1):
         head = chain[:length]
         same = _same(head, rest)
         if same == length:
-            same += _same([g.token for g in trail.guesses(MAX_DRAFTS - length, after=head)], rest[length:])
+            same += _same([g.token for g in trail.drafts(MAX_DRAFTS - length, after=head)], rest[length:])
         found.append(max(alone, same))
     return [min(n, len(rest) - 1) for n in found]
 
@@ -319,13 +325,13 @@ def _least(one: Told, right: Sequence[Sequence[int]], clock: Clock) -> float:
     and a chain of that length behind them."""
     lengths = max(map(len, right))
     best = [[0.0] * lengths for _ in range(len(one.answer) + 1)]
-    chain, how = clock.costs.chain(1), How.WAITED if clock.costs.followed is None else How.FOLLOWED
+    chain, how = clock.costs.draft_token(1), StepKind.WAITED if clock.costs.chained is None else StepKind.CHAINED
     for at in range(len(one.answer) - 1, -1, -1):
         context = len(one.prompt) + at
         for length in range(lengths):
             most = right[at][min(length, len(right[at]) - 1)]
             best[at][length] = min(
-                clock.step([n + 1], [context + n], 0, how if n else How.AHEAD)
+                clock.step([n + 1], [context + n], 0, how if n else StepKind.OVERLAPPED)
                 + min(chain * ask + best[at + n + 1][ask] for ask in range(lengths))
                 for n in range(most + 1)
             )

@@ -184,6 +184,6 @@ def of_records(records: Sequence[Record]) -> list[Scored]:
         for rejection in record.rejected:
             # The chain's first guess was for place `at`; it begins with the token before the last known one.
             if 0 <= (chain := rejection.at - record.given - 1) < len(lost):
-                lost[chain] = float(len(rejection.drafts) - rejection.stood)
+                lost[chain] = float(len(rejection.drafts) - rejection.accepted)
         found.append(Scored(row, tuple(lost), 0))
     return found

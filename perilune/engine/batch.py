@@ -91,8 +91,8 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
         tokens=ids,
         positions=at,
         slots=places,
-        absorbed=Span(*blocks[:3], slice(0, split)) if few else None,
-        plain=Span(blocks[3], *counted, slice(split, total)) if many else None,
+        absorbed=Span(blocks[0], blocks[1], blocks[2], slice(0, split)) if few else None,
+        plain=Span(blocks[3], counted[0], counted[1], slice(split, total)) if many else None,
     )
     return Batch(step, work, tuple(starts.tolist()), tuple(work[i] for i in sampling), rows, first_rows, stores)
 

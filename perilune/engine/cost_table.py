@@ -19,15 +19,15 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     """Seconds of steps of this runner, by their size. Overwrites the cache, which must be empty."""
     assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
     begin = time.perf_counter()
-    most_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
+    max_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
     held = config.kv_blocks * config.block_size
     table = step_cost.measure(
         _Timer(runner, config),
-        most_requests=most_requests,
-        most_tokens=config.max_step_tokens,
-        longest=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
-        chains=runner.drafter is not None,
-        trails=runner.can_chain,
+        max_requests=max_requests,
+        max_tokens=config.max_step_tokens,
+        max_context=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
+        drafter=runner.drafter is not None,
+        can_chain=runner.can_chain,
     )
     log.info("costs measured in %.1f s: %s", time.perf_counter() - begin, table)
     return table

@@ -1,71 +1,101 @@
-"""How long a chain to ask a draft model for, before its confidence is known: by what chains were lately worth, and now
-and then to see whether the text has become easier."""
+"""How long a chain the draft model shall draft, before its confidence is known: by what chains lately gained.
 
-from collections.abc import Sequence
+Where chains do not pay, a short one is drafted now and then, to see whether the text has become easier.
+"""
 
-from perilune.speculation.policy import Worth, best_chain
+from perilune.core.step import StepPlan
+from perilune.speculation.acceptance_rates import AcceptanceRates
+from perilune.speculation.live_costs import LiveCosts
+from perilune.speculation.modes import Batch, ModeChoice
+from perilune.speculation.policy import ChainGain, best_length, net_gain
+from perilune.speculation.request_state import RequestState
 
-PROBE = 3  # tokens of a chain that is asked for to see how it would do
-PROBE_FIRST, PROBE_LAST = 4, 64  # steps without a chain until then: at first, and at most, doubling
-SEEN, MEMORY = 6.0, 32.0  # chains that what others were worth counts for with a new request; remembered
+PROBE_LENGTH = 3  # Tokens drafted to test whether chains pay again. Larger: a failed test costs more.
+FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a test: at first, doubling, and at most.
+REQUEST_PRIOR_CHAINS = 6.0  # Chains that the mean of all requests counts for with a new one. Larger: adapts later.
+MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slower to follow a change of text.
 
 
-class Lengths:
-    """`longest`: tokens that the model can draft. Where chains do not pay, they are asked for ever more rarely."""
+class ChainLengths:
+    """Chains of up to `longest` tokens. `states`: the live requests by rid, which keep the gains of their chains."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, costs: LiveCosts, rates: AcceptanceRates, states: dict[int, RequestState]) -> None:
         self._longest = longest
-        self._worth: Worth | None = None  # of all requests' chains
-        self._paying: tuple[int, int] | None = None  # requests, and how long chains pay for them
-        self._unasked, self._patience = 0, PROBE_FIRST  # steps without a chain; after which one is asked for
-        self._probing = False  # the chain last asked for was to see how it would do
+        self._costs = costs
+        self._rates = rates
+        self._states = states
+        self._gain: ChainGain | None = None  # of all requests
+        self._paying: tuple[int, int] | None = None  # requests, and the length last chosen for so many, while it holds
+        self._steps_without, self._patience = 0, FIRST_PROBE_STEPS  # patience: steps without a chain until a probe
+        self._probing = False  # the last chain was a probe
 
-    @property
-    def knows(self) -> bool:
-        return self._worth is not None
-
-    def hope(self, worth: Sequence[float]) -> None:
-        """What chains are taken to be worth until there have been some."""
-        self._worth = Worth(worth, 1.0, MEMORY)
-
-    def of_request(self) -> Worth:
-        """A new request's chains: as worth as others' until some of its own were seen."""
-        assert self._worth is not None
-        return Worth(self._worth.by_length, SEEN, MEMORY)
-
-    def saw(self, worths: Sequence[tuple[Sequence[float], Worth | None]]) -> None:
-        """What chains just drafted are worth, each with its request's."""
-        self._paying = None
-        for worth, own in worths:
-            if self._worth is not None:
-                self._worth.saw(worth)
-            if own is not None:
-                own.saw(worth)
-        if self._probing and sum(max(worth) for worth, _ in worths) > 0:
-            self._patience = 1  # it may have become easier: look again
-
-    def known(self, requests: int) -> int | None:
-        """What `ask` last said of so many requests, while nothing new is known and it was not nothing."""
-        return self._paying[1] if self._paying is not None and self._paying[0] == requests else None
-
-    def left_out(self) -> None:
-        """The model drafts nothing; as soon as it may, it is asked."""
-        self._unasked = self._patience = PROBE_FIRST
+    def drafter_left_out(self) -> None:
+        """The step is planned without the draft model; the first one with the model again has a chain."""
+        self._steps_without = self._patience = FIRST_PROBE_STEPS
         self._paying = None
 
-    def ask(self, worths: Sequence[Worth], lost: float, trying: bool) -> int:
-        """Tokens of the chains behind a step that draws for requests whose chains are worth so much, where it takes
-        `lost` tokens to wait for them. `trying`: there shall be some in any case."""
-        length = best_chain([worth.by_length for worth in worths], lost)
+    def choose(self, plan: StepPlan, batch: Batch, choice: ModeChoice) -> int:
+        """Tokens of the chains after this step; at least a probe while the mode is on trial."""
+        trying = choice.trial is not None
+        if not trying and self._paying is not None and self._paying[0] == batch.requests:
+            return self._paying[1]
+        if self._gain is None:
+            typical = self._rates.typical(-1, self._longest)
+            gains = net_gain(typical, *self._token_costs(batch, choice), self._longest, self._costs.can_chain)
+            self._gain = ChainGain(gains, 1.0, MEMORY_CHAINS)
+        each = []
+        for work in plan.work:
+            state = self._states.get(work.rid)
+            if state is not None and work.sample:
+                if state.gain is None:
+                    state.gain = ChainGain(self._gain.by_length, REQUEST_PRIOR_CHAINS, MEMORY_CHAINS)
+                each.append(state.gain.by_length)
+        lost = choice.tokens_per_second(batch) * self._costs.verifying.overhead(batch.requests)
+        length, probe = best_length(each, lost), min(PROBE_LENGTH, self._longest)
         if trying:
-            length = max(length, min(PROBE, self._longest))
+            length = max(length, probe)
         self._probing = not length
         if length:
-            self._unasked, self._patience = 0, PROBE_FIRST
-            self._paying = None if trying else (len(worths), length)
+            self._steps_without, self._patience = 0, FIRST_PROBE_STEPS
+            self._paying = None if trying else (len(each), length)
             return length
-        self._unasked += 1
-        if self._unasked < self._patience:
+        self._steps_without += 1
+        if self._steps_without < self._patience:
             return 0
-        self._unasked, self._patience = 0, min(2 * self._patience, PROBE_LAST)
-        return min(PROBE, self._longest)
+        self._steps_without, self._patience = 0, min(2 * self._patience, LAST_PROBE_STEPS)
+        return probe
+
+    def record(self, plan: StepPlan, batch: Batch, choice: ModeChoice) -> None:
+        """Adds what the chains drafted after this step are expected to gain; called before they are verified."""
+        verifying, drafting = self._token_costs(batch, choice)
+        self._paying = None
+        total = 0.0
+        for work in plan.work:
+            state = self._states.get(work.rid)
+            if state is None or not state.chain or not self._rates.has_turn(work.rid, len(plan.work)):
+                continue
+            survival = self._rates.survival(work.rid, state.chain_drafts)
+            drafted = len(survival)
+            if (
+                drafted == plan.chain and drafted < self._longest
+            ):  # not ended by low confidence: extended as chains go on
+                typical = self._rates.typical(work.rid, self._longest)
+                survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]
+                drafted = self._longest
+            survival += [0.0] * (self._longest - len(survival))
+            gains = net_gain(survival, verifying, drafting, drafted, self._costs.can_chain)
+            total += max(gains)
+            if self._gain is not None:
+                self._gain.add(gains)
+            if state.gain is not None:
+                state.gain.add(gains)
+        if self._probing and total > 0:
+            self._patience = 1  # the text may have become easier: probe again
+
+    def _token_costs(self, batch: Batch, choice: ModeChoice) -> tuple[list[float], float]:
+        """Costs in tokens, a request's share: of verifying 1, 2, ... drafts of each; of the model's next token."""
+        rate = choice.tokens_per_second(batch) / batch.requests
+        base = self._costs.verifying.base
+        plain = base(batch.requests)
+        verifying = [rate * (base((1 + k) * batch.requests) - plain) for k in range(1, self._longest + 1)]
+        return verifying, rate * self._costs.draft_token(batch.requests)

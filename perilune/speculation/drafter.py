@@ -1,10 +1,10 @@
-"""The seam for a model that drafts: what it is told of a step, and what it gives back.
+"""The protocol of a draft model: what it gets of a step, and what it returns.
 
-The runner calls it once per step, on the compute thread, when the step's tokens have been drawn and accepted, in the
-same queue of device work. Nothing in a call may wait for the device. What it drafts travels to the host with the
-step's tokens; how much of it the next step carries is decided there (speculation/policy.py).
+The runner calls it once per step, on the compute thread, after the step's tokens have been sampled and accepted, in the
+same queue of device work. No call may wait for the device. Its drafts come to the host with the step's tokens; how many
+of them the next step verifies is decided there (adaptive.py).
 
-Drafts are the drafter's most likely tokens, not samples: see speculation/acceptance.py.
+Drafts are the model's most likely tokens, not samples: see acceptance.py.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from perilune.model.kimi_k2 import Step
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What a step computed: T rows, S requests that drew tokens.
+    """What a step computed: T rows, S requests that sampled tokens.
 
     work       in the order of its rows; work[i] owns rows starts[i] .. starts[i] + work[i].count - 1
     step       its tokens [T] with PENDING resolved, positions, slots, and the spans that cover the rows
-    features   [T, A D] the residual stream at the input of the drafter's aux layers, side by side
-    following  [T] int64: the token after each row's position; of rows that draw, the one drawn there
+    features   [T, A D] the residual stream at the inputs of the drafter's A aux layers, concatenated
+    following  [T] int64: the token after each row's position; the sampled one where the row samples
     sampled    indices into `work` of the S requests
-    last       [S] int64: the row of each one's last position that stands; rows of the same request behind it hold
-               rejected drafts, whose slots will be written again
+    last       [S] int64: the row of each request's last accepted position; its rows after that hold rejected drafts;
+               their slots are written again later
     """
 
     work: tuple[Work, ...]
@@ -49,11 +49,11 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the chains of S requests begin, on the device: the last position of each that stands.
+    """Where the chains of S requests begin, on the device: the last accepted position of each.
 
-    states, features   [S, D] what the drafter's head and its next step take there; features are used up
+    states, features   [S, D] inputs of the drafter's head and of its next step; `features` is overwritten
     positions          [S] int64
-    tables             [S, M] int32 the requests' blocks, padded with any
+    tables             [S, M] int32 the requests' blocks, padded with any block
     """
 
     states: Tensor
@@ -63,10 +63,10 @@ class Start:
 
 
 class Drafter(Protocol):
-    """One per engine. Its own cache lies in pages with the same block ids and slots as the target's.
+    """One per engine. Its own cache has the same block ids and slots as the target's.
 
-    `aux_layers` are the layers, in ascending order, whose input it wants to see; it drafts at most `longest` tokens.
-    It may be left out for any number of steps: its pages then hold zeros or old entries at those positions.
+    `aux_layers` are the layers, in ascending order, that it gets the inputs of; it drafts at most `longest` tokens. It
+    may be left out of any number of steps: its pages then hold zeros or old entries at those positions.
     """
 
     aux_layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Drafter(Protocol):
         ...
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-        """Bytes it needs besides, for the positions a chain is ahead."""
+        """Bytes of its scratch blocks, for the positions of chains after the last token."""
         ...
 
     def allocate(
@@ -92,20 +92,20 @@ class Drafter(Protocol):
     ) -> None: ...
 
     def follow(self, followed: Followed) -> Start | None:
-        """Takes in a step; None if nobody drew in it."""
+        """Writes the step to its cache; None if no request sampled a token."""
         ...
 
     def draft(self, start: Start, length: int, min_confidence: float = 0.0) -> Drafts:
         """A chain of `length` tokens, at least one, after each request's last.
 
-        Where looking costs nothing it is shorter: it ends when no request's has a probability of `min_confidence` left.
+        On a CPU chains end early: when the confidence in every request's chain is below `min_confidence`.
         """
         ...
 
     def blank(self, requests: int, width: int) -> Start:
-        """Room for the starts of so many requests, with block tables so wide; chains drafted from it harm nobody."""
+        """Buffers for so many requests and a block table `width`; drafting from them writes no live block."""
         ...
 
     def propose(self, followed: Followed, length: int, min_confidence: float = 0.0) -> Drafts | None:
-        """`follow`, then `draft`; with length 0 it only follows the step, and gives None."""
+        """`follow`, then `draft`; with length 0 only `follow`, and None."""
         ...

@@ -1,9 +1,9 @@
-"""A drafter that is an EAGLE-3 model: follows every step with the target's features, then drafts greedily.
+"""An EAGLE-3 model as a drafter: it runs on every step with the target's features, then drafts greedily.
 
-The pair of position p (the feature at p, the token at p + 1) lies in the slot of p. So the last entry of a block
-depends on a token beyond it: where a cached prefix ends there, that one may belong to another request's continuation.
-What a chain computes ahead of the last token goes to scratch blocks of its own, never into the pool: the pool holds
-only what was computed from the target's features, and a chain needs no blocks that its request does not own.
+The entry of position p (from the feature at p and the token at p + 1) is in the slot of p. So the last entry of a block
+depends on a token of the next block: where a cached prefix ends there, that token may be another request's. The entries
+of a chain, after the last token, go to scratch blocks and never into the pool: the pool holds only what was computed
+from the target's features, and a chain needs no blocks that its request does not own.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from perilune.ops.drafts.argmax_probability import argmax_probability
 from perilune.ops.drafts.draft_tables import draft_tables
 from perilune.speculation.drafter import Drafts, Followed, Start
 
-LONGEST = 8
+MAX_CHAIN_TOKENS = 8  # Larger: longer chains where drafts are nearly always right, more scratch blocks.
 
 
 def load_drafter(
     path: Path, target: KimiConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> "Eagle3Drafter":
-    """The draft in `path` for a model that is loaded; CheckpointError if it cannot be, or is another model's."""
+    """The draft model in `path` for the loaded `target`; CheckpointError if damaged or of another target."""
     config, own = load_draft(path, target, weights, dtype=dtype, device=device)
     if fp8:
         to_fp8(own, weights)
@@ -37,22 +37,22 @@ def load_drafter(
 
 
 class Eagle3Drafter:
-    """See spec.drafter.Drafter."""
+    """See drafter.Drafter."""
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...]):
         self.config = config
         self.aux_layers = aux_layers
-        self.longest = LONGEST
+        self.longest = MAX_CHAIN_TOKENS
         self._weights = weights
         self._model: Eagle3 | None = None
         self._pages = torch.empty(0)
-        self._blocks_ahead = self._scratch = 0
+        self._scratch_blocks = self._first_scratch = 0
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return block_size * self.config.kv_width * dtype.itemsize
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-        return _chains(max_num_seqs) * _ahead(block_size) * self.block_bytes(block_size, dtype)
+        return _chains(max_num_seqs) * _blocks_per_chain(block_size) * self.block_bytes(block_size, dtype)
 
     def allocate(
         self,
@@ -64,14 +64,14 @@ class Eagle3Drafter:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        self._blocks_ahead = ahead = _ahead(block_size)
+        self._scratch_blocks = _blocks_per_chain(block_size)
         chains = _chains(max_num_seqs)
-        blocks = num_blocks + chains * ahead
-        # Positions may be read that were never followed, so nothing there may be nan.
+        blocks = num_blocks + chains * self._scratch_blocks
+        # Positions of steps that left the model out are read too, so no entry may be nan.
         self._pages = torch.zeros(blocks, block_size, self.config.kv_width, dtype=dtype, device=device)
-        self._scratch = num_blocks
+        self._first_scratch = num_blocks
         self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
-        self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + LONGEST)
+        self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + MAX_CHAIN_TOKENS)
 
     def follow(self, followed: Followed) -> Start | None:
         model = self._model
@@ -81,7 +81,7 @@ class Eagle3Drafter:
         if step.plain is None:
             states, features = model.hidden(step, features, self._pages)
             return Start(states[at], features[at], step.positions[at], _owned(followed)) if followed.sampled else None
-        # Of a prompt only the cache is wanted, and what its last token leads to.
+        # Of a prompt only the cache and the state after its last token are needed.
         ends = features[at]
         model.store(step, features, self._pages)
         if not followed.sampled:
@@ -93,19 +93,19 @@ class Eagle3Drafter:
 
     def draft(self, start: Start, length: int, min_confidence: float = 0.0) -> Drafts:
         model = self._model
-        assert model is not None and 1 <= length <= LONGEST, "allocate() comes first"
+        assert model is not None and 1 <= length <= MAX_CHAIN_TOKENS, "allocate() comes first"
         drafts = [_best(model, start.states)]
         if length > 1:
-            features, sure = start.features, drafts[0][1]
-            stops = min_confidence > 0 and sure.device.type == "cpu"
-            for ahead in self._steps(start.tables, start.positions, length - 1):
-                if stops and float(sure.max()) < min_confidence:
+            features, confidence_left = start.features, drafts[0][1]
+            stops = min_confidence > 0 and confidence_left.device.type == "cpu"
+            for step in self._steps(start.tables, start.positions, length - 1):
+                if stops and float(confidence_left.max()) < min_confidence:
                     break
-                ahead = dataclasses.replace(ahead, tokens=drafts[-1][0])
-                states, features = model.hidden(ahead, features, self._pages)
+                step = dataclasses.replace(step, tokens=drafts[-1][0])
+                states, features = model.hidden(step, features, self._pages)
                 drafts.append(_best(model, states))
                 if stops:
-                    sure = sure * drafts[-1][1]
+                    confidence_left = confidence_left * drafts[-1][1]
         tokens, confidence = (torch.stack(column, 1) for column in zip(*drafts))
         return Drafts(tokens, confidence)
 
@@ -120,28 +120,28 @@ class Eagle3Drafter:
         return None if start is None or not length else self.draft(start, length, min_confidence)
 
     def _steps(self, owned: Tensor, last: Tensor, count: int) -> list[Step]:
-        """`count` steps of one token of each request, from the position after `last` [S] on; their tokens are to come.
+        """`count` steps of one token per request, from the position after `last` [S] on, without their tokens.
 
-        owned [S, M] int32: the requests' blocks. From the block on that the first of these positions lies in, scratch
-        blocks, which lie one behind the other, take their place; what that block holds is copied to the first of them.
+        owned [S, M] int32: the requests' blocks. From the block of the first of these positions on, consecutive scratch
+        blocks replace them; the entries of that block are copied to the first scratch block.
         """
-        tables, *rows = draft_tables(owned, last, self._pages, self._scratch, self._blocks_ahead, count)
+        tables, *rows = draft_tables(owned, last, self._pages, self._first_scratch, self._scratch_blocks, count)
         S = len(last)
         return [Step(p, p, s, Span(tables, self._starts[: S + 1], c, slice(0, S)), None) for p, s, c in zip(*rows)]
 
 
 def _chains(max_num_seqs: int) -> int:
-    """Chains of a step at most: a CUDA graph may have rows for more requests than there can be."""
+    """Chains of a step, at most: a CUDA graph may have padding rows beyond the largest batch."""
     return 2 * max_num_seqs
 
 
-def _ahead(block_size: int) -> int:
-    """Scratch blocks of a request: its chain's LONGEST - 1 positions may begin at a block's last one."""
-    return -(-(block_size - 1 + LONGEST - 1) // block_size)
+def _blocks_per_chain(block_size: int) -> int:
+    """Scratch blocks of a chain: its MAX_CHAIN_TOKENS - 1 positions may begin at the last position of a block."""
+    return -(-(block_size - 1 + MAX_CHAIN_TOKENS - 1) // block_size)
 
 
 def _owned(followed: Followed) -> Tensor:
-    """[S, M] int32 block tables of the requests that drew tokens."""
+    """[S, M] int32 block tables of the requests that sampled tokens."""
     span = followed.step.absorbed
     if span is not None and followed.step.plain is None and len(followed.sampled) == len(followed.work):
         return span.tables  # so a step that only decodes can be part of a CUDA graph

@@ -1,211 +1,213 @@
-"""What drafting brings by the clock: the price of time, and which way of drafting to go, if any.
+"""Which mode steps use, by measured speed: no drafts, matches with earlier text, or a draft model as well.
 
-A step's drafts are worth their tokens less their time, and time is worth what the engine makes of it: its tokens per
-second. That price is what makes one step's decision right for all of them together: where a text is going well, time is
-dear and an unlikely draft not worth it; where it is not, anything that still pays more than the rest is.
+Each mode has a running rate: tokens of one request per second. The fastest known mode is used. That rate is also the
+exchange rate between seconds and tokens by which a step's drafts are chosen (policy.py): at 100 tokens/s a draft that
+costs 1 ms must bring more than 0.1 tokens.
 
-The same figure is the guard. With drafts no request may fare worse than without, whatever tables and probabilities
-say, and a draft model that does not pay shall not be in the way of matches that do. So there are up to three ways
-(`Way`), one is gone, and another one is tried for a few steps now and then; the fastest is kept. What a trial loses
-decides when the next one may be: all of them together lose at most the share SPENT of the time.
+Costs and probabilities are estimates, so the other modes are measured in short trials. After each trial the next one
+waits until the tokens that the trial lost are at most TRIAL_LOSS_SHARE of all tokens.
 """
 
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from perilune.speculation.step_cost import Pace
+from perilune.core.step import StepPlan
+from perilune.speculation.acceptance_rates import Rate
+from perilune.speculation.live_costs import LiveCosts
 
-MEMORY, PRIOR = 64.0, 4.0  # steps that a price is made of; those of the way before that it begins with
-GLANCE, HOPELESS = 6.0, 0.9  # steps of a trial after which it ends, if they bring less than that times what there was
-CLEAR = 1.3  # times what plain steps bring: after a glance there is no doubt
-STAY = 1.02  # times as good must another way be
-TURN = 8  # plain steps, tried at a time
-TRIAL = 32  # steps with drafts, likewise
-EARLY = 8  # steps until the first trial where there are two ways of drafting
-PAUSE = 128  # steps between two trials, at least
-FOREVER = 1 << 30  # where there is one way only
-LATER = 512  # steps until the first one of a draft model that promises nothing
-SOON = 64  # steps by which a trial of a draft model is put forward, or off, for a prompt: it should know the text
-SPENT = (0.001, 0.004, 0.004)  # of the time, on trials of each Way
+RATE_MEMORY_STEPS = 64.0  # Steps that a rate averages over. Larger: smoother, slower to notice a change of text.
+RATE_PRIOR_STEPS = 4.0  # Steps that the initial rate counts for. Larger: a trial needs more steps to show a difference.
+EARLY_END_STEPS = (
+    6  # Steps after which a bad trial may end early. Larger: bad trials cost more; smaller: noise ends good ones.
+)
+EARLY_END_RATIO = 0.9  # End a trial early below this share of the old mode's rate. Larger: more trials end early.
+CLEAR_GAIN_RATIO = 1.3  # A mode this much faster than plain steps counts as settled after EARLY_END_STEPS.
+STAY_RATIO = 1.02  # Another mode must be 2 % faster to replace the present one. Larger: fewer, later changes.
+PLAIN_TRIAL_STEPS = 8  # Length of a trial of plain steps. Larger: drafting is interrupted for longer.
+DRAFT_TRIAL_STEPS = 32  # Length of a trial with drafts. Larger: surer, but a losing trial costs more.
+FIRST_TRIAL_STEPS = 8  # Steps until the first trial if there are two modes with drafts.
+MIN_INTERVAL_STEPS = 128  # Steps between two trials, at least. Larger: a change of text is noticed later.
+NEVER_STEPS = 1 << 30  # Steps until a trial where there is only one mode.
+UNPROMISING_STEPS = 512  # Steps until the first trial of a draft model that other batch sizes found too slow.
+PROMPT_WINDOW_STEPS = (
+    64  # A trial of the draft model moves by up to this many steps, to begin with a prompt (full context).
+)
+TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that trials may lose. Larger: more trials.
+IN_FLIGHT_STEPS = 3  # Steps that are planned and not yet recorded, at most.
 
 
-class Way(enum.IntEnum):
-    """What steps do about drafts: nothing; take what matches foretell and leave the draft model out; all there is."""
+class Mode(enum.IntEnum):
+    """What steps draft: nothing; matches with earlier text, the draft model left out of the step; all sources."""
 
     PLAIN = 0
     MATCHES = 1
     ALL = 2
 
 
-# By Way: times what plain steps bring, that it must; steps before it is judged. Matches cost next to nothing where
-# there are none, and what they bring comes in lumps.
-LEAST, ENOUGH = (0.0, 0.98, 1.02), (0.0, 64.0, 24.0)
-Ways = Callable[[int, int], list[Way]]  # those there are for so many requests at this context, most promising first
+# By Mode: rate over that of plain steps below which the mode is given up, and steps before that is judged. Steps with
+# MATCHES cost almost as little as plain ones where nothing matches, and gain in bursts: lower ratio, more steps.
+MIN_GAIN_RATIO, JUDGE_STEPS = (0.0, 0.98, 1.02), (0.0, 64.0, 24.0)
 
 
-@dataclass(slots=True)
-class _Rate:
-    """Tokens of one request, over seconds."""
+class Batch(NamedTuple):
+    """A step's number of requests, and their mean context in tokens."""
 
-    tokens: float
-    seconds: float
-    steps: float = 0.0
+    requests: int
+    context: int
+
+
+ByPromise = Callable[[Batch], list[Mode]]  # the modes that a batch may use, the most promising one first
+
+
+class ModeChoice:
+    """The mode of batches of about one size (1, 2, 3-4, 5-8, ... requests).
+
+    `mode` is the fastest known, `trial` another one while it is measured; `steps_left` until a trial begins or ends.
+    """
+
+    def __init__(self, costs: LiveCosts, by_promise: ByPromise, batch: Batch) -> None:
+        self._costs = costs
+        self._by_promise = by_promise
+        self.modes = modes = by_promise(batch)
+        self.mode = modes[0]
+        self.trial: Mode | None = None
+        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # rates are of tokens of one request over seconds
+        self._rates: dict[Mode, Rate] = {mode: Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN}
+        unpromising = modes == [Mode.PLAIN, Mode.ALL]
+        left = FIRST_TRIAL_STEPS if len(modes) > 2 else UNPROMISING_STEPS if unpromising else MIN_INTERVAL_STEPS
+        if (
+            modes[0] == Mode.MATCHES
+        ):  # the model's first trial may begin early with a prompt: not before any step of matches
+            left += PROMPT_WINDOW_STEPS
+        self.steps_left = left if len(modes) > 1 else NEVER_STEPS
+        self._steps = 0  # since a trial began or ended
+        self._trial_seconds = self._trial_tokens = 0.0  # tokens of one request
+        self._trials = 0
+        self._tried: dict[Mode, int] = {}  # the number of each mode's last trial
 
     @property
-    def value(self) -> float:
-        return self.tokens / self.seconds
-
-    def add(self, tokens: float, seconds: float) -> None:
-        keep = 1 - 1 / MEMORY
-        self.tokens = self.tokens * keep + tokens
-        self.seconds = self.seconds * keep + seconds
-        self.steps += 1
-
-
-@dataclass(slots=True)
-class _Size:
-    """Batches of about the same number of requests."""
-
-    ways: list[Way]
-    way: Way
-    left: int  # steps until a trial begins or ends
-    rates: dict[Way, _Rate]  # of those with drafts
-    trial: Way | None = None  # another way, for a few steps
-    lasted: int = 0  # steps since one began or ended
-    spent: float = 0.0  # by the trial: seconds
-    brought: float = 0.0  # and tokens of one request
-    trials: int = 0
-    tried: dict[Way, int] = field(default_factory=dict)  # the number of the last trial of each
+    def current(self) -> Mode:
+        """The mode of the next step."""
+        return self.mode if self.trial is None else self.trial
 
     @property
-    def doing(self) -> Way:
-        return self.way if self.trial is None else self.trial
+    def plain_steps_left(self) -> int:
+        """Plain steps until the next trial; 0 if steps have drafts, or a trial runs."""
+        return max(self.steps_left, 0) if self.mode == Mode.PLAIN and self.trial is None else 0
 
+    def tokens_per_second(self, batch: Batch) -> float:
+        """Of all requests of the batch, in the present mode."""
+        return batch.requests * self._rate(self.current, batch)
 
-class Earnings:
-    """By number of requests, because what pays for one does not for fifty."""
+    def settled(self, batch: Batch) -> bool:
+        """Whether no trial runs and the present mode has been measured for long enough."""
+        if self.trial is not None or self.mode == Mode.PLAIN:
+            return self.trial is None
+        rate = self._rates[self.mode]
+        clear = rate.samples >= EARLY_END_STEPS and rate.mean * self._costs.plain(*batch) >= CLEAR_GAIN_RATIO
+        return clear or rate.samples >= JUDGE_STEPS[self.mode]
 
-    def __init__(self, pace: Pace, ways: Ways) -> None:
-        self._pace = pace
-        self._ways = ways
-        self._sizes: dict[int, _Size] = {}
+    def prompt_started(self, batch: Batch) -> None:
+        """Begins a trial of the draft model now if one is due soon: the model then sees the whole prompt."""
+        if self.trial is None and self.steps_left <= PROMPT_WINDOW_STEPS and self._next_trial() == Mode.ALL:
+            self._begin_trial(batch)
 
-    def price(self, requests: int, context: int) -> float:
-        """What a second is worth, in tokens of all requests."""
-        size = self._of(requests, context)
-        return requests * self._value(size, size.doing, requests, context)
-
-    def way(self, requests: int, context: int) -> Way:
-        """Which way the next step shall go."""
-        return self._of(requests, context).doing
-
-    def trying(self, requests: int, context: int) -> bool:
-        """Whether that is a trial."""
-        return self._of(requests, context).trial is not None
-
-    def settled(self, requests: int, context: int) -> bool:
-        """Whether enough is known of the way gone, and no other is being tried."""
-        size = self._of(requests, context)
-        if size.trial is not None or size.way == Way.PLAIN:
-            return size.trial is None
-        rate = size.rates[size.way]
-        clear = rate.steps >= GLANCE and rate.value * self._pace.plain(requests, context) >= CLEAR
-        return clear or rate.steps >= ENOUGH[size.way]
-
-    def quiet(self, requests: int, context: int) -> int:
-        """For how many plain steps nothing is going to change; 0 if there are drafts, or trials."""
-        size = self._of(requests, context)
-        return max(size.left, 0) if size.way == Way.PLAIN and size.trial is None else 0
-
-    def prompted(self, requests: int, context: int) -> None:
-        """The next step has a prompt: the best moment to begin with a draft model, if it is about to be tried."""
-        size = self._of(requests, context)
-        if size.trial is None and size.left <= SOON and self._next(size) == Way.ALL:
-            self._try(size, requests, context)
-
-    def earned(self, requests: int, context: int, way: Way, tokens: int, seconds: float, steps: int = 1) -> None:
-        """By a step of `requests` that decode, planned that way. It stands for `steps` of its like."""
-        size = self._of(requests, context)
-        if way != size.doing or len(size.ways) == 1:
-            return  # planned before that was decided; or there is nothing to decide
-        size.left -= steps
-        size.lasted += steps
-        if way != Way.PLAIN:
-            size.rates[way].add(tokens / requests, seconds)
-        if size.trial is None:
-            due = size.left <= (-SOON if self._next(size) == Way.ALL else 0)
-            if due or self._fails(size, requests, context):
-                self._try(size, requests, context)
+    def record_step(self, batch: Batch, mode: Mode, tokens: int, seconds: float, steps: int = 1) -> None:
+        """A step of `batch` planned in `mode` gave `tokens` in `seconds`, one sample of `steps` such steps."""
+        if mode != self.current or len(self.modes) == 1:
+            return  # planned before the mode changed, or there is no choice
+        self.steps_left -= steps
+        self._steps += steps
+        if mode != Mode.PLAIN:
+            self._rates[mode].add(tokens / batch.requests, seconds, RATE_MEMORY_STEPS)
+        if self.trial is None:
+            due = self.steps_left <= (-PROMPT_WINDOW_STEPS if self._next_trial() == Mode.ALL else 0)
+            if due or self._too_slow(batch):
+                self._begin_trial(batch)
             return
-        size.spent += seconds
-        size.brought += tokens / requests
-        before = self._value(size, size.way, requests, context)
-        hopeless = way != Way.PLAIN and size.rates[way].steps >= GLANCE and size.rates[way].value < HOPELESS * before
-        if size.left <= 0 or hopeless:
-            self._judge(size, requests, context)
+        self._trial_seconds += seconds
+        self._trial_tokens += tokens / batch.requests
+        hopeless = False
+        if mode != Mode.PLAIN and self._rates[mode].samples >= EARLY_END_STEPS:
+            hopeless = self._rates[mode].mean < EARLY_END_RATIO * self._rate(self.mode, batch)
+        if self.steps_left <= 0 or hopeless:
+            self._end_trial(batch)
 
-    def _fails(self, size: _Size, requests: int, context: int) -> bool:
-        """Whether there is no need to go on until the next trial is due."""
-        if size.way == Way.PLAIN or size.lasted < GLANCE:
+    def _too_slow(self, batch: Batch) -> bool:
+        """Whether the present mode is so slow that the next trial begins at once."""
+        if self.mode == Mode.PLAIN or self._steps < EARLY_END_STEPS:
             return False
-        value = size.rates[size.way].value * self._pace.plain(requests, context)
-        if size.lasted < ENOUGH[size.way]:  # by the clock alone it might be a hard text
-            return value < HOPELESS and self._ways(requests, context)[0] != size.way
-        return value < LEAST[size.way]
+        value = self._rates[self.mode].mean * self._costs.plain(*batch)
+        if self._steps < JUDGE_STEPS[self.mode]:  # few steps may be a hard passage: the predicted order must agree
+            return value < EARLY_END_RATIO and self._by_promise(batch)[0] != self.mode
+        return value < MIN_GAIN_RATIO[self.mode]
 
-    def _pays(self, size: _Size, way: Way, requests: int, context: int) -> bool:
-        """As far as is known."""
-        if way == Way.PLAIN or size.rates[way].steps < (GLANCE if way == size.trial else ENOUGH[way]):
-            return True
-        return size.rates[way].value >= LEAST[way] / self._pace.plain(requests, context)
+    def _next_trial(self) -> Mode:
+        """The mode that has not been tried for longest."""
+        return min((mode for mode in self.modes if mode != self.mode), key=lambda m: (self._tried.get(m, -1), -m))
 
-    @staticmethod
-    def _next(size: _Size) -> Way:
-        """The way to be tried."""
-        return min((way for way in size.ways if way != size.way), key=lambda w: (size.tried.get(w, -1), -w))
+    def _begin_trial(self, batch: Batch) -> None:
+        self.trial = mode = self._next_trial()
+        self._trials += 1
+        self._tried[mode] = self._trials
+        self.steps_left = PLAIN_TRIAL_STEPS if mode == Mode.PLAIN else DRAFT_TRIAL_STEPS
+        self._steps, self._trial_seconds, self._trial_tokens = 0, 0.0, 0.0
+        if mode != Mode.PLAIN:
+            self._rates[mode] = Rate(RATE_PRIOR_STEPS, RATE_PRIOR_STEPS / self._rate(self.mode, batch))
 
-    def _try(self, size: _Size, requests: int, context: int) -> None:
-        """Begins a trial."""
-        size.trial = way = self._next(size)
-        size.trials += 1
-        size.tried[way] = size.trials
-        size.left, size.lasted, size.spent, size.brought = TURN if way == Way.PLAIN else TRIAL, 0, 0.0, 0.0
-        if way != Way.PLAIN:
-            size.rates[way] = _Rate(PRIOR, PRIOR / self._value(size, size.way, requests, context))
+    def _end_trial(self, batch: Batch) -> None:
+        """Keeps the fastest mode; the next trial waits until the loss is a small enough share of the time."""
+        assert self.trial is not None
+        plain = self._costs.plain(*batch)
 
-    def _judge(self, size: _Size, requests: int, context: int) -> None:
-        """Goes on with the best there is."""
-        assert size.trial is not None
+        def measured(mode: Mode) -> float:
+            value = self._rate(mode, batch)
+            if mode != Mode.PLAIN:
+                enough = EARLY_END_STEPS if mode == self.trial else JUDGE_STEPS[mode]
+                if self._rates[mode].samples >= enough and value < MIN_GAIN_RATIO[mode] / plain:
+                    return 0.0
+            return value * STAY_RATIO if mode == self.mode else value
 
-        def worth(way: Way) -> float:
-            value = self._value(size, way, requests, context) if self._pays(size, way, requests, context) else 0.0
-            return value * STAY if way == size.way else value
+        best = max({Mode.PLAIN, self.mode, self.trial}, key=measured)
+        slower, lost = self.trial, 0.0  # seconds
+        if best != self.trial:
+            lost = self._trial_seconds - self._trial_tokens / self._rate(best, batch)
+        elif best == Mode.PLAIN:  # the loss is that of the mode before
+            slower, rate = self.mode, self._rates[self.mode]
+            lost = rate.total - rate.hits * plain
+        self.steps_left = max(MIN_INTERVAL_STEPS, math.ceil(lost / TRIAL_LOSS_SHARE[slower] / plain))
+        self.mode, self.trial, self._steps = best, None, 0
 
-        best = max({Way.PLAIN, size.way, size.trial}, key=worth)
-        plain, worse, lost = self._pace.plain(requests, context), size.trial, 0.0
-        if best != size.trial:
-            lost = size.spent - size.brought / self._value(size, best, requests, context)
-        elif best == Way.PLAIN:  # what it took to find that out
-            worse, rate = size.way, size.rates[size.way]
-            lost = rate.seconds - rate.tokens * plain
-        size.left = max(PAUSE, math.ceil(lost / SPENT[worse] / plain))
-        size.way, size.trial, size.lasted = best, None, 0
+    def _rate(self, mode: Mode, batch: Batch) -> float:
+        """Tokens of one request per second."""
+        return 1 / self._costs.plain(*batch) if mode == Mode.PLAIN else self._rates[mode].mean
 
-    def _value(self, size: _Size, way: Way, requests: int, context: int) -> float:
-        """Tokens of one request, per second."""
-        return 1 / self._pace.plain(requests, context) if way == Way.PLAIN else size.rates[way].value
 
-    def _of(self, requests: int, context: int) -> _Size:
-        number = (requests - 1).bit_length()  # 1, 2, 3-4, 5-8, ...
-        size = self._sizes.get(number)
-        if size is None:
-            ways = self._ways(requests, context)
-            plain = self._pace.plain(requests, context)
-            rates: dict[Way, _Rate] = {way: _Rate(PRIOR, PRIOR * plain) for way in ways if way != Way.PLAIN}
-            left = EARLY if len(rates) > 1 else LATER if ways == [Way.PLAIN, Way.ALL] else PAUSE
-            left += SOON if ways[0] == Way.MATCHES else 0  # not before there has been one step of them
-            left = left if len(ways) > 1 else FOREVER
-            size = self._sizes[number] = _Size(ways, ways[0], left, rates)
-        return size
+class Modes:
+    """A ModeChoice for each size of batch, made when the size is first met; kept at hand for the steps in flight."""
+
+    def __init__(self, costs: LiveCosts, by_promise: ByPromise) -> None:
+        self._costs = costs
+        self._by_promise = by_promise
+        self._choices: dict[int, ModeChoice] = {}
+        self._in_flight: dict[int, tuple[Batch, ModeChoice]] = {}  # by number of the step
+
+    def of(self, plan: StepPlan) -> tuple[Batch, ModeChoice]:
+        """The batch of a plan as first asked for: drafts that are added later do not count."""
+        found = self._in_flight.get(plan.step)
+        if found is None:
+            n = len(plan.work)
+            batch = Batch(n, sum([w.end for w in plan.work]) // n)
+            found = self._in_flight[plan.step] = batch, self.choice(batch)
+            if len(self._in_flight) > IN_FLIGHT_STEPS:
+                del self._in_flight[next(iter(self._in_flight))]
+        return found
+
+    def choice(self, batch: Batch) -> ModeChoice:
+        size = (batch.requests - 1).bit_length()
+        choice = self._choices.get(size)
+        if choice is None:
+            choice = self._choices[size] = ModeChoice(self._costs, self._by_promise, batch)
+        return choice

@@ -1,80 +1,77 @@
-"""What a speculator knows of one request: its text, the chain behind it, and what matches say in the chain's place."""
+"""What is known of one request: its text, the draft model's chain after it, and the matches in the chain's place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perilune.core.step import MAX_DRAFTS
-from perilune.speculation.policy import Cell, Worth, model_cell, suffix_cell
-from perilune.speculation.suffix import Guess, Trail
+from perilune.speculation.acceptance_rates import Draft, Observation, of_match, of_model
+from perilune.speculation.policy import ChainGain
+from perilune.speculation.suffix import Match, SuffixMatcher
 
-LAG = 32  # tokens that matches may be behind and still be learned from
+LEARNED_TOKENS = 32  # A matcher that is more tokens behind skips them. Larger: more learned, longer pauses in Python.
 
-Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
-Lesson = tuple[int, Cell, int, bool]  # as Acceptance.learn
+Chain = tuple[tuple[int, float], ...]  # a draft model's tokens, each with the probability that the model gives it
 
 
 @dataclass(slots=True)
-class Mind:
-    trail: Trail | None  # its text, if matches are looked for
-    known: int  # its tokens
-    lag: list[int] = field(default_factory=list)  # the last of them, which the trail has not seen yet
-    chain: Chain = ()  # of the draft model, behind the known tokens
-    instead: list[Guess | None] = field(default_factory=list)  # what matches foretell in the place of each
-    behind: list[Guess] = field(default_factory=list)  # what they foretell behind it
-    planned: tuple[Cell, ...] | None = None  # the drafts in flight; None: the chain, as far as the step took it
-    worth: Worth | None = None  # of its chains
-    _told: list[Cell] | None = None
+class RequestState:
+    matcher: SuffixMatcher | None  # None: no source of drafts looks for matches
+    known_tokens: int  # prompt and output
+    pending: list[int] = field(default_factory=list)  # the last of them, which the matcher has not seen
+    chain: Chain = ()  # the draft model's, after the known tokens
+    alternatives: list[Match | None] = field(default_factory=list)  # the match in the place of each chain token
+    continuation: list[Match] = field(default_factory=list)  # matches after the chain
+    planned: Sequence[Draft] | None = None  # the drafts in flight; None: the chain, as far as the step verifies it
+    gain: ChainGain | None = None  # of its chains
+    _chain_drafts: list[Draft] | None = None
 
     @property
-    def ready(self) -> Trail | None:
-        """The trail if it has seen all of the text."""
-        return self.trail if self.trail is not None and not self.trail.behind and not self.lag else None
+    def ready(self) -> SuffixMatcher | None:
+        """The matcher, if it has seen the whole text."""
+        return self.matcher if self.matcher is not None and not self.matcher.unindexed and not self.pending else None
 
     @property
-    def told(self) -> list[Cell]:
-        """What the chain's drafts are told apart by; found out when it is first asked for."""
-        if self._told is None:
-            self._told = [
-                model_cell("eagle3", i, sure, None if guess is None else guess.token == token)
-                for i, ((token, sure), guess) in enumerate(zip(self.chain, self.instead))
+    def chain_drafts(self) -> list[Draft]:
+        """The chain with the cells of its tokens, made on first use."""
+        if self._chain_drafts is None:
+            self._chain_drafts = [
+                of_model(token, i, confidence, None if match is None else match.token == token)
+                for i, ((token, confidence), match) in enumerate(zip(self.chain, self.alternatives))
             ]
-        return self._told
+        return self._chain_drafts
 
-    def compare(self, chain: Chain) -> None:
-        """Takes note of a chain behind the known tokens, and of what matches say in its place."""
-        self.chain, self._told, self.instead, self.behind = chain, None, [None] * len(chain), []
-        if chain and (trail := self.ready) is not None:
-            self.instead, self.behind = trail.compare(MAX_DRAFTS - len(chain), [token for token, _ in chain])
+    def set_chain(self, chain: Chain) -> None:
+        """Stores the chain after the known tokens, with the matches in its place and after it."""
+        self.chain, self._chain_drafts, self.alternatives, self.continuation = chain, None, [None] * len(chain), []
+        if chain and (matcher := self.ready) is not None:
+            self.alternatives, self.continuation = matcher.compare(
+                MAX_DRAFTS - len(chain), [token for token, _ in chain]
+            )
 
-    def lessons(self, rid: int, came: Sequence[int]) -> list[Lesson]:
-        """What the tokens that came say about the chain, as far as it was right."""
+    def chain_observations(self, rid: int, tokens: Sequence[int]) -> list[Observation]:
+        """What the sampled `tokens` show about the chain, up to its first wrong draft."""
         found = []
-        for (token, _), cell, true in zip(self.chain, self.told, came):
-            found.append((rid, cell, token, token == true))
-            if token != true:
+        for draft, token in zip(self.chain_drafts, tokens):
+            found.append((rid, draft, draft[0] == token))
+            if draft[0] != token:
                 break
         return found
 
-    def rouse(self) -> None:
-        """Tells the trail of the latest tokens, from which nothing is learned."""
-        if self.trail is not None:
-            self.trail.skip(self.lag)
-        self.lag.clear()
+    def skip_pending(self) -> None:
+        """Gives the matcher the pending tokens; nothing is learned from them."""
+        if self.matcher is not None:
+            self.matcher.skip(self.pending)
+        self.pending.clear()
 
-    def catch_up(self, rid: int) -> list[Lesson]:
-        """Tells the trail of the latest tokens; what they say about what it had foretold."""
-        found: list[Lesson] = []
-        if len(self.lag) > LAG:
-            self.rouse()
-        if self.trail is not None:
-            for token in self.lag:
-                if (guess := self.trail.foretold()) is not None:
-                    found.append((rid, cells([guess])[0], guess.token, guess.token == token))
-                self.trail.append(token)
-        self.lag.clear()
+    def match_pending(self, rid: int) -> list[Observation]:
+        """Gives the matcher the pending tokens; returns which of its next drafts were right."""
+        found: list[Observation] = []
+        if len(self.pending) > LEARNED_TOKENS:
+            self.skip_pending()
+        if self.matcher is not None:
+            for token in self.pending:
+                if (match := self.matcher.next_match()) is not None:
+                    found.append((rid, of_match(match), match.token == token))
+                self.matcher.append(token)
+        self.pending.clear()
         return found
-
-
-def cells(guesses: Sequence[Guess]) -> list[Cell]:
-    """What suffix drafts are told apart by."""
-    return [suffix_cell(g.length, g.share, g.alone) for g in guesses]

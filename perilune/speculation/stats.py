@@ -1,37 +1,37 @@
-"""How many drafts were verified and how many stood, by source and position: what statistics report."""
+"""How many drafts were verified and accepted, by source and position: what statistics report."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 from perilune.core.messages import EngineStats
-from perilune.speculation.policy import Cell
+from perilune.speculation.acceptance_rates import Draft
 
 
 class Tally:
     def __init__(self) -> None:
-        self._verified = 0  # works that had drafts
+        self._verified = 0  # requests with drafts, summed over steps
         self._drafted: Counter[tuple[str, int]] = Counter()  # by source and position
         self._accepted: Counter[tuple[str, int]] = Counter()
-        self._chains: Counter[tuple[int, int]] = Counter()  # works that verified so many of a chain: how many stood
+        self._chains: Counter[tuple[int, int]] = Counter()  # chains by tokens verified and accepted
 
-    def chain(self, drafted: int, accepted: int) -> None:
-        """A work verified so many of a draft model's tokens, of which so many stood."""
+    def add_chain(self, drafted: int, accepted: int) -> None:
+        """A step verified `drafted` tokens of a draft model for one request, and accepted the first `accepted`."""
         self._verified += 1
         self._chains[drafted, accepted] += 1
 
-    def add(self, told: Sequence[Cell], accepted: int) -> None:
-        """As `chain`, of drafts told apart by `told`."""
-        if told and told[-1][0] == "eagle3":  # matches only ever come behind a chain
-            self.chain(len(told), accepted)
+    def add(self, drafts: Sequence[Draft], accepted: int) -> None:
+        """As `add_chain`, of these drafts."""
+        if drafts and drafts[-1][1][0] == "eagle3":  # matches only ever come after a chain
+            self.add_chain(len(drafts), accepted)
             return
         self._verified += 1
-        for position, (source, _, _) in enumerate(told):
+        for position, (_, (source, _, _)) in enumerate(drafts):
             self._drafted[source, position] += 1
             self._accepted[source, position] += position < accepted
 
     def report(self, stats: EngineStats) -> EngineStats:
-        """The statistics, with those of drafts."""
+        """`stats` with the numbers of drafts."""
         for (drafted, accepted), count in self._chains.items():
             for position in range(drafted):
                 self._drafted["eagle3", position] += count

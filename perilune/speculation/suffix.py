@@ -1,46 +1,46 @@
-"""Drafts without a model: what followed the last time the text went like this.
+"""Drafts without a model: what followed the last time that the same tokens came.
 
-A pointer is a place in some text whose past is the past of the request: its own prompt and output, or what requests
-finished lately said. With every token the pointers that foretold it move on and the others go; new ones come from an
-index of all places by the GRAM tokens before them. So a token costs a few microseconds however long the text is, and
-the length of a match, by which one can tell how far to trust it, is known without searching.
+A pointer is a position in some text after the same tokens that the request ends with: in the request's own prompt and
+output, or in the texts of requests that finished lately. With every new token, pointers to that token advance
+by one and the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens
+before them. So a token costs a few microseconds whatever the length of the text, and the length of a match, which
+says how reliable it is, is known without a search.
 
-Memory: about 250 bytes per token of a live request. What finished requests said is kept up to a bound, and the text
-not used for longest goes first.
+Memory: about 250 bytes per token of a live request. The texts of finished requests are kept up to STORE_BYTES, and the
+least recently used one is dropped first.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-GRAM = 2
-LONGEST = 32  # tokens of a match that are told apart
-POINTERS = 8
-LOOK_BACK = 5  # places of the same gram that are looked at in one text or store, latest first
-CONTEXT = 32  # tokens of the prompt kept before a finished answer
-TOKEN_BYTES = 256  # of a stored token with its index entry, about
-STORE_BYTES = 64 << 20
+GRAM_TOKENS = 2  # Tokens by which positions are indexed. Larger: fewer, longer matches.
+MAX_MATCH_TOKENS = 32  # Longer matches count as this long. Larger: one long match outweighs more short ones.
+MAX_POINTERS = 8  # Pointers of a request. More: more Python per token, surer drafts.
+MAX_PLACES = 5  # Positions of a gram that are tried in the own text and in the store, latest first.
+CONTEXT_TOKENS = 32  # Tokens of the prompt that are stored before a finished answer.
+TOKEN_BYTES = 256  # Of a stored token with its index entry, about.
+STORE_BYTES = 64 << 20  # Of all stored texts. Larger: older answers still match.
 
-_BITS = 21  # an id; grams of larger ones may share a key, which `_length` finds out
-_MASK = (1 << (_BITS * GRAM)) - 1
+_BITS = 21  # of an id; grams of larger ids may share a key, which `_match_length` finds out
+_MASK = (1 << (_BITS * GRAM_TOKENS)) - 1
 _NOWHERE = -1
-_PLACE_BITS = 32  # a place in the store: number of the text, then position
+_POSITION_BITS = 32  # a place in the store is the number of the text, then the position
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """A drafted token. `length` tokens before it match where it comes from, as far as `LONGEST`; `share` of the weight
-    of all matches is for it, `alone` if it was the only match there."""
+class Match:
+    """A drafted token. The `length` tokens before it match its source (MAX_MATCH_TOKENS at most). Matches with `share`
+    of the weight of all have this token next; `single`: there was only one match."""
 
     token: int
     length: int
     share: float
-    alone: bool
+    single: bool
 
 
 class Store:
-    """What finished requests said, by the order in which it was used. `limit` in bytes, about."""
+    """The texts of finished requests, of about `limit` bytes in all."""
 
     def __init__(self, limit: int = STORE_BYTES) -> None:
         self._limit = limit
@@ -53,51 +53,51 @@ class Store:
         return len(self._texts)
 
     def add(self, tokens: Sequence[int]) -> None:
-        if len(tokens) <= GRAM or len(tokens) * TOKEN_BYTES > self._limit:
+        if len(tokens) <= GRAM_TOKENS or len(tokens) * TOKEN_BYTES > self._limit:
             return
         number, self._count = self._count, self._count + 1
         text = self._texts[number] = _Text(list(tokens), [])
         key = 0
         for position, token in enumerate(tokens, 1):
             key = (key << _BITS | token) & _MASK
-            if position < GRAM:
+            if position < GRAM_TOKENS:
                 text.before.append(_NOWHERE)
                 continue
             text.before.append(self._latest.get(key, _NOWHERE))
-            self._latest[key] = number << _PLACE_BITS | position
+            self._latest[key] = number << _POSITION_BITS | position
         self.bytes += len(tokens) * TOKEN_BYTES
         while self.bytes > self._limit:
-            self._forget(*self._texts.popitem(last=False))
+            self._drop(*self._texts.popitem(last=False))
 
     def places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
-        """(number of the text, its tokens, position) after this gram, latest first."""
+        """(number of the text, its tokens, position after this gram), latest first."""
         place = self._latest.get(key, _NOWHERE)
-        for _ in range(LOOK_BACK):
+        for _ in range(MAX_PLACES):
             if place == _NOWHERE:
                 return
-            number, position = place >> _PLACE_BITS, place & ((1 << _PLACE_BITS) - 1)
+            number, position = place >> _POSITION_BITS, place & ((1 << _POSITION_BITS) - 1)
             text = self._texts.get(number)
-            if text is None:  # forgotten, and with it what came before
+            if text is None:  # dropped, and all older places with it
                 return
             yield number, text.tokens, position
             place = text.before[position - 1]
 
     def touch(self, number: int) -> None:
-        """The text was of use."""
+        """The text was used: it will be dropped later."""
         if number in self._texts:
             self._texts.move_to_end(number)
 
-    def _forget(self, number: int, text: "_Text") -> None:
+    def _drop(self, number: int, text: "_Text") -> None:
         key = 0
         for position, token in enumerate(text.tokens, 1):
             key = (key << _BITS | token) & _MASK
-            place = number << _PLACE_BITS | position
+            place = number << _POSITION_BITS | position
             if self._latest.get(key) == place:
-                # Only the latest of the text's own places is found here, and what it leads to may be of the same text.
+                # The index holds the latest place of a gram in this text; the one before it may be in this text too.
                 above = text.before[position - 1]
-                while above != _NOWHERE and above >> _PLACE_BITS == number:
-                    above = text.before[(above & ((1 << _PLACE_BITS) - 1)) - 1]
-                if above != _NOWHERE and above >> _PLACE_BITS in self._texts:
+                while above != _NOWHERE and above >> _POSITION_BITS == number:
+                    above = text.before[(above & ((1 << _POSITION_BITS) - 1)) - 1]
+                if above != _NOWHERE and above >> _POSITION_BITS in self._texts:
                     self._latest[key] = above
                 else:
                     del self._latest[key]
@@ -113,88 +113,88 @@ class _Text:
 @dataclass(slots=True)
 class _Pointer:
     tokens: list[int]
-    position: int  # of the token it foretells
+    position: int  # of the token that would come next
     length: int
-    number: int  # of a stored text, or _NOWHERE for the request's own
+    number: int  # of a stored text, or _NOWHERE for the request's own text
 
 
-class Trail:
-    """One request's text, and where it has been before."""
+class SuffixMatcher:
+    """One request's text, and the positions where the same tokens came before."""
 
     def __init__(self, prompt: Sequence[int], store: Store | None) -> None:
         self.tokens: list[int] = []
         self.prompt_len = len(prompt)
-        self._ahead = list(reversed(prompt))  # not indexed yet
+        self._unindexed = list(reversed(prompt))  # the prompt in reverse, as far as it is not indexed
         self._store = store
         self._latest: dict[int, int] = {}  # gram -> position after it
         self._before: list[int] = []
         self._key = 0
         self._pointers: list[_Pointer] = []
-        self._next: list[Guess] | None = None  # what `foretold` found, while it holds
+        self._next: list[Match] | None = None  # the result of `next_match` until the text changes
 
     @property
-    def behind(self) -> int:
-        """Tokens of the prompt that `catch_up` has not come to."""
-        return len(self._ahead)
+    def unindexed(self) -> int:
+        """Tokens that are not indexed yet: there are no drafts before all are."""
+        return len(self._unindexed)
 
-    def catch_up(self, most: int) -> int:
-        """Takes in up to that many tokens of the prompt; returns how many."""
-        count = min(most, len(self._ahead))
+    def index_prompt(self, max_tokens: int) -> int:
+        """Indexes up to `max_tokens` more tokens; returns how many."""
+        count = min(max_tokens, len(self._unindexed))
         for _ in range(count):
-            self._index(self._ahead.pop())
-        if not self._ahead:
-            self._look()
+            self._index(self._unindexed.pop())
+        if not self._unindexed:
+            self._find_pointers()
         return count
 
-    def foretold(self) -> Guess | None:
-        """The likeliest next token, if any match tells one."""
+    def next_match(self) -> Match | None:
+        """The likeliest next token; None without a match."""
         if self._next is None:
-            self._next = self.guesses(1)
+            self._next = self.drafts(1)
         return self._next[0] if self._next else None
 
     def append(self, token: int) -> None:
-        """The text goes on."""
-        if self._ahead:
-            self._ahead.insert(0, token)
+        """Indexes the next token of the text; matches that it continues grow by one."""
+        if self._unindexed:
+            self._unindexed.insert(0, token)
             return
         moved = []
         for pointer in self._pointers:
             if pointer.position < len(pointer.tokens) and pointer.tokens[pointer.position] == token:
                 pointer.position += 1
-                pointer.length = min(pointer.length + 1, LONGEST)
+                pointer.length = min(pointer.length + 1, MAX_MATCH_TOKENS)
                 moved.append(pointer)
                 if pointer.number != _NOWHERE and self._store is not None:
                     self._store.touch(pointer.number)
         self._pointers = moved
         self._index(token)
-        self._look()
+        self._find_pointers()
 
     def skip(self, tokens: Sequence[int]) -> None:
-        """As `append` of each, in a fraction of the time: matches are looked for anew behind the last."""
-        if self._ahead:
-            self._ahead[:0] = reversed(tokens)
+        """As `append` of each token, several times faster: matches are dropped, and looked up anew at the end."""
+        if self._unindexed:
+            self._unindexed[:0] = reversed(tokens)
             return
         for token in tokens:
             self._index(token)
         self._pointers.clear()
-        self._look()
+        self._find_pointers()
 
-    def guesses(self, most: int, after: Sequence[int] = ()) -> list[Guess]:
-        """How the text may go on after `after`, as far as it is foretold, `most` tokens at most."""
-        return self.compare(most, after)[1]
+    def drafts(self, max_drafts: int, after: Sequence[int] = ()) -> list[Match]:
+        """Drafts that continue the text and `after`, as long as there are matches: `max_drafts` at most."""
+        return self.compare(max_drafts, after)[1]
 
-    def compare(self, most: int, after: Sequence[int]) -> tuple[list[Guess | None], list[Guess]]:
-        """What had been foretold in the place of each of `after`, supposing those before it; and `guesses`."""
+    def compare(self, max_drafts: int, after: Sequence[int]) -> tuple[list[Match | None], list[Match]]:
+        """For each token of `after` the draft in its place, given the tokens before it; and `drafts`."""
         tokens, base = self.tokens, len(self.tokens)
         ahead = list(after)
-        instead: list[Guess | None] = []
-        found: list[Guess] = []
+        alternatives: list[Match | None] = []
+        found: list[Match] = []
         live = [(p.tokens, p.position, p.length) for p in self._pointers]
-        for i in range(len(after) + most):
+        for i in range(len(after) + max_drafts):
             if i == len(after) > 0:
-                live += self._behind(ahead, {(id(text), position) for text, position, _ in live})
+                live += self._places_after(ahead, {(id(text), position) for text, position, _ in live})
             votes: dict[int, int] = {}
-            foretold = []
+            voters = []
             for text, position, length in live:
                 if text is tokens and position >= base:
                     token = ahead[position - base] if position - base < len(ahead) else _NOWHERE
@@ -202,80 +202,79 @@ class Trail:
                     token = text[position] if position < len(text) else _NOWHERE
                 if token != _NOWHERE:
                     votes[token] = votes.get(token, 0) + length * length
-                    foretold.append((token, text, position, length))
-            guess = None
+                    voters.append((token, text, position, length))
+            draft = None
             if votes:
                 chosen = max(votes, key=votes.__getitem__)
-                longest = max(length for token, _, _, length in foretold if token == chosen)
-                guess = Guess(chosen, longest, votes[chosen] / sum(votes.values()), len(foretold) == 1)
+                longest = max(length for token, _, _, length in voters if token == chosen)
+                draft = Match(chosen, longest, votes[chosen] / sum(votes.values()), len(voters) == 1)
             if i < len(after):
-                instead.append(guess)
+                alternatives.append(draft)
                 chosen = after[i]
-            elif guess is None:
+            elif draft is None:
                 break
             else:
-                found.append(guess)
+                found.append(draft)
                 ahead.append(chosen)
-            live = [(t, p + 1, min(n + 1, LONGEST)) for token, t, p, n in foretold if token == chosen]
-        return instead, found
+            live = [(t, p + 1, min(n + 1, MAX_MATCH_TOKENS)) for token, t, p, n in voters if token == chosen]
+        return alternatives, found
 
-    def _behind(self, after: list[int], known: set[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-        """Places to go on from behind `after`, besides those `known`: (text, position, length of the match)."""
-        tail = [*self.tokens[-LONGEST:], *after]
-        if len(tail) < GRAM:
+    def _places_after(self, after: list[int], known: set[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
+        """Positions that match the text and `after`, except those `known`: (text, position, length of the match)."""
+        tail = [*self.tokens[-MAX_MATCH_TOKENS:], *after]
+        if len(tail) < GRAM_TOKENS:
             return []
         key = 0
-        for token in tail[-GRAM:]:
+        for token in tail[-GRAM_TOKENS:]:
             key = (key << _BITS | token) & _MASK
-        places = [*self._own_places(key), *(self._store.places(key) if self._store is not None else ())]
         found = []
-        for _, text, position in places:
+        for _, text, position in self._places(key):
             if position < len(text) and (id(text), position) not in known:
-                length = _length(text, position, tail)
-                if length >= GRAM:
+                length = _match_length(text, position, tail)
+                if length >= GRAM_TOKENS:
                     found.append((text, position, length))
         return found
 
-    def _own_places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
-        """As Store.places, in the request's own text."""
+    def _places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
+        """As Store.places, in the request's own text and then in the store."""
         place = self._latest.get(key, _NOWHERE)
-        for _ in range(LOOK_BACK):
+        for _ in range(MAX_PLACES):
             if place == _NOWHERE:
-                return
+                break
             yield _NOWHERE, self.tokens, place
             place = self._before[place - 1]
+        if self._store is not None:
+            yield from self._store.places(key)
 
     def answer(self) -> list[int]:
-        """What is worth keeping when the request has finished: its output, and a little before."""
-        return self.tokens[max(self.prompt_len - CONTEXT, 0) :] if not self._ahead else []
+        """The text to store when the request has finished: its output and CONTEXT_TOKENS tokens before it."""
+        return self.tokens[max(self.prompt_len - CONTEXT_TOKENS, 0) :] if not self._unindexed else []
 
     def _index(self, token: int) -> None:
         self._next = None
         self.tokens.append(token)
         self._key = key = (self._key << _BITS | token) & _MASK
         self._before.append(self._latest.get(key, _NOWHERE))
-        if len(self.tokens) >= GRAM:
+        if len(self.tokens) >= GRAM_TOKENS:
             self._latest[key] = len(self.tokens)
 
-    def _look(self) -> None:
-        """Adds pointers to where the last GRAM tokens stood before."""
-        if len(self.tokens) < GRAM or len(self._pointers) >= POINTERS:
+    def _find_pointers(self) -> None:
+        """Adds pointers to positions after the text's last GRAM_TOKENS tokens."""
+        if len(self.tokens) < GRAM_TOKENS or len(self._pointers) >= MAX_POINTERS:
             return
         known = {(p.number, p.position) for p in self._pointers}
-        own = self._own_places(self._key)
-        stored = self._store.places(self._key) if self._store is not None else ()
-        for number, tokens, position in chain(own, stored):
-            # The latest own place is where the text ends.
-            if position < len(tokens) and (number, position) not in known and len(self._pointers) < POINTERS:
-                length = _length(tokens, position, self.tokens)
-                if length >= GRAM:
+        for number, tokens, position in self._places(self._key):
+            # The latest own position is the end of the text.
+            if position < len(tokens) and (number, position) not in known and len(self._pointers) < MAX_POINTERS:
+                length = _match_length(tokens, position, self.tokens)
+                if length >= GRAM_TOKENS:
                     self._pointers.append(_Pointer(tokens, position, length, number))
 
 
-def _length(text: list[int], position: int, tokens: list[int]) -> int:
-    """How many tokens before `position` are the last of `tokens`, as far as LONGEST."""
-    end, most = len(tokens), min(position, LONGEST, len(tokens))
-    for n in range(1, most + 1):
+def _match_length(text: list[int], position: int, tokens: list[int]) -> int:
+    """How many tokens before `position` equal the last ones of `tokens`: MAX_MATCH_TOKENS at most."""
+    end, limit = len(tokens), min(position, MAX_MATCH_TOKENS, len(tokens))
+    for n in range(1, limit + 1):
         if text[position - n] != tokens[end - n]:
             return n - 1
-    return most
+    return limit

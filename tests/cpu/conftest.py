@@ -12,8 +12,8 @@ ALONE = Costs(  # kimi-nano's on two cores, once
     base=Curve(
         (1, 2, 3, 4, 6, 9, 16, 32, 64), (7.9e-3, 9.2e-3, 9.8e-3, 10.1e-3, 11e-3, 14e-3, 18.7e-3, 31.6e-3, 48.8e-3)
     ),
-    reach=Curve((1, 4, 9), (2.4e-6, 3.8e-6, 19e-6)),
-    ahead=Curve((1, 2, 4, 8, 16, 32), (7.2e-3, 8.8e-3, 10e-3, 14e-3, 18e-3, 31e-3)),
+    attention=Curve((1, 4, 9), (2.4e-6, 3.8e-6, 19e-6)),
+    overlapped=Curve((1, 2, 4, 8, 16, 32), (7.2e-3, 8.8e-3, 10e-3, 14e-3, 18e-3, 31e-3)),
 )
 CHAIN = Curve((1, 8), (1.2e-3, 2.4e-3))
 
@@ -27,7 +27,7 @@ def steps_have_a_price() -> Iterator[None]:
         return
 
     def measured(runner: Any, config: Any) -> Costs:
-        return ALONE if runner.drafter is None else Costs(ALONE.base, ALONE.reach, CHAIN, ALONE.ahead)
+        return ALONE if runner.drafter is None else Costs(ALONE.base, ALONE.attention, CHAIN, ALONE.overlapped)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "measure_costs", measured)

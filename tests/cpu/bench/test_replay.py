@@ -15,7 +15,7 @@ from perilune.core.step import LEFT_OUT
 from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 from perilune.speculation.drafting import Speculator
-from perilune.speculation.step_cost import Costs, Curve, How
+from perilune.speculation.step_cost import Costs, Curve, StepKind
 
 FLAT = Costs(Curve((1, 2, 9, 64), (1.0, 1.1, 1.3, 4.0)), Curve((1,), (0.0,)), Curve((1, 8), (0.05, 0.08)))
 DEAR = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)), Curve((1,), (1.0,)))  # every token its full price
@@ -63,7 +63,7 @@ class TestClock:
         assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
         step3 = FLAT.base(3)
         assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)
-        assert clock.step([1], [3], LEFT_OUT, How.AHEAD) == 1.0
+        assert clock.step([1], [3], LEFT_OUT, StepKind.OVERLAPPED) == 1.0
 
     def test_chains_end_where_no_request_has_hope(self) -> None:
         clock = Clock(FLAT, floor=0.4)
@@ -99,7 +99,7 @@ class TestPlay:
     def test_where_nothing_waits_it_is_as_good_and_never_beats_hindsight(self, users: int, matches: bool) -> None:
         for sure in (0.5, 0.8, 0.95):
             told, clock = made(40, 60, sure), Clock(TRAILING)
-            landed = Costs(TRAILING.base, TRAILING.reach, TRAILING.chain, TRAILING.ahead)
+            landed = Costs(TRAILING.base, TRAILING.attention, TRAILING.draft_token, TRAILING.overlapped)
 
             def policy(costs: Costs, fixed: int | None = None, matches: bool = matches) -> Speculator:
                 return Speculator(suffix=matches, longest=8, fixed=fixed, costs=None if fixed else costs, shared=False)
@@ -117,8 +117,8 @@ class TestPlay:
         speculator = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
         plain = play(told, users, clock, None).seconds
         play(told[: 20 * users], users, clock, speculator)
-        for mind in list(speculator._minds):
-            speculator.drop(mind)
+        for rid in list(speculator._requests.states):
+            speculator.drop(rid)
         assert play(told, users, clock, speculator).seconds < 1.02 * plain
 
     @pytest.mark.parametrize("users", [1, 4, 16])
@@ -134,8 +134,8 @@ class TestPlay:
         speculator = modelled(DEAR if what == "dear" else FLAT)
         plain = play(told, users, clock, None).seconds
         play(told[: count // 3], users, clock, speculator)  # it learns
-        for mind in list(speculator._minds):
-            speculator.drop(mind)
+        for rid in list(speculator._requests.states):
+            speculator.drop(rid)
         assert play(told, users, clock, speculator).seconds < 1.02 * plain
 
 

@@ -24,7 +24,7 @@ from perilune.model.kimi_k2 import KimiK2
 from perilune.model.names import draft_expected as expected
 from perilune.model.weights import Attention, Matrix, Weights
 from perilune.speculation.drafter import Followed
-from perilune.speculation.eagle3 import LONGEST, Eagle3Drafter, load_drafter
+from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter, load_drafter
 
 D, V, LAYERS = 32, 64, 6
 TARGET = {
@@ -271,10 +271,10 @@ def test_chains_with_a_cache_are_those_computed_anew(
             assert got.tokens[k].tolist() == drafts, (w.rid, stands)
             assert got.confidence[k].tolist() == pytest.approx(sure, abs=2e-5)
 
-    check({0: (0, 11, 10), 1: (0, 3, 2)}, LONGEST)
+    check({0: (0, 11, 10), 1: (0, 3, 2)}, MAX_CHAIN_TOKENS)
     # Request 1 verified four tokens of which two stand, and so rewrites them after; 2 is a prompt beside it.
     check({1: (3, 8, 5), 2: (0, 15, 14)}, 3)
-    check({0: (11, 12, 11), 1: (6, 9, 8), 2: (15, 16, 15)}, LONGEST)
+    check({0: (11, 12, 11), 1: (6, 9, 8), 2: (15, 16, 15)}, MAX_CHAIN_TOKENS)
     assert drafter.propose(followed([work(0, texts[0][12:13], 12, tables[0])], texts, aux, [12], size), 0) is None
     check({0: (13, 17, 14)}, 2)
 
@@ -291,7 +291,7 @@ def test_a_drafting_step_leaves_the_pool_alone(tmp_path: Path, target: tuple[Kim
     drafter.propose(step, 0)
     before = drafter._pages[:6].clone()
     assert before.abs().sum() > 0
-    drafter.propose(step, LONGEST)
+    drafter.propose(step, MAX_CHAIN_TOKENS)
     assert torch.equal(before, drafter._pages[:6])
     assert drafter.scratch_bytes(4, torch.float32, 2) == drafter._pages[6:].nbytes
     assert drafter.block_bytes(4, torch.float32) == drafter._pages[0].nbytes

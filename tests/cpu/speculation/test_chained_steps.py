@@ -1,4 +1,4 @@
-"""Steps planned behind drafts that have not landed: the same answers, whatever the device finds out meanwhile.
+"""Chained steps (queued behind drafts in flight): the same answers, however many drafts are accepted.
 
 Graphs run instead of replaying; what a draft model would draft is written into their buffers by hand, right or wrong.
 """
@@ -29,7 +29,7 @@ from tests.cpu.engine.test_graphs import Running, ungraphed
 from tests.cpu.speculation.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter, outcomes  # noqa: F401
 
 
-class Trailing(Scripted):
+class Chaining(Scripted):
     """Has steps planned behind one another wherever that is allowed, on chains that continue the true answers.
 
     `rng` None: all drafts are right and every step is planned so; else right as far as chance has it, of any number,
@@ -40,16 +40,16 @@ class Trailing(Scripted):
         super().__init__(truths, rng)
         self.slip = slip
         self.known: dict[int, int] = {}  # output tokens of each that the device has
-        self.behind_steps, self.works = 0, list[Work]()
+        self.chained_steps, self.works = 0, list[Work]()
 
-    def attach(self, engine: Engine) -> "Trailing":
+    def attach(self, engine: Engine) -> "Chaining":
         runner = engine.runner
         graphs = runner.graphs
         assert graphs is not None
 
         def seen(plan: StepPlan) -> Any:
             readout = Runner.run(runner, plan)
-            self.behind_steps += any(w.chained for w in plan.work)
+            self.chained_steps += any(w.chained for w in plan.work)
             self.works += [w for w in plan.work if w.chained]
             for w in plan.work:
                 if w.sample:
@@ -99,11 +99,11 @@ def test_answers_stay_the_same(tiny: Path, plain: LLM, drafter: Path, setting: d
         assert engine is not None
         ungraphed(engine)
         for seed in range(3 if hostile else 1):
-            trailing = Trailing([c.token_ids for c in expected], random.Random(seed) if hostile else None)
-            trailing.attach(engine)
+            chaining = Chaining([c.token_ids for c in expected], random.Random(seed) if hostile else None)
+            chaining.attach(engine)
             alike(llm.generate(PROMPTS, params), expected)
             engine.scheduler.check_integrity()
-            assert trailing.behind_steps > 5 and trailing.accepted > 30
+            assert chaining.chained_steps > 5 and chaining.accepted > 30
         assert not setting or engine.stats().preemptions > 0
 
 
@@ -117,10 +117,10 @@ def test_who_needs_the_host_between_steps_has_it(tiny: Path, plain: LLM, drafter
             engine = llm._engine
             assert engine is not None
             ungraphed(engine)
-            trailing = Trailing([c.token_ids for c in expected], random.Random(hurry)).attach(engine)
+            chaining = Chaining([c.token_ids for c in expected], random.Random(hurry)).attach(engine)
             alike(llm.generate(PROMPTS, params), expected)
-            assert trailing.drafted > 0
-            for w in trailing.works:
+            assert chaining.drafted > 0
+            for w in chaining.works:
                 assert not w.params.penalized and w.params.logprobs is None
 
 
@@ -131,26 +131,26 @@ def test_what_fails_behind_drafts_fails_where_it_would(
     drafter: Path,  # noqa: F811
     slip: int | None,
 ) -> None:
-    """Requests that say the poisonous token, and drafts that hold it where nobody would say it."""
+    """Requests that say the poisonous token, and drafts that have it where plain decoding would not."""
     path = poison(tiny, tmp_path / "poisoned")
     params = [SamplingParams(seed=i, max_tokens=120, temperature=4.0) for i in range(2 * len(PROMPTS))]
     requests = [Submit(i, tuple(PROMPTS[i % len(PROMPTS)]), p.ending_with(())) for i, p in enumerate(params)]
 
-    def outcome(trailing: Trailing | None) -> list[tuple[list[int], str | None]]:
+    def outcome(chaining: Chaining | None) -> list[tuple[list[int], str | None]]:
         setting = CONFIG | {"max_num_seqs": 4}
-        own = {"draft": "off"} if trailing is None else {"draft": "eagle3", "draft_tokens": 4, "drafter": str(drafter)}
+        own = {"draft": "off"} if chaining is None else {"draft": "eagle3", "draft_tokens": 4, "drafter": str(drafter)}
         engine = Engine(path, build(EngineConfig, setting | own))
-        if trailing is not None:
+        if chaining is not None:
             ungraphed(engine)
-            trailing.attach(engine)
+            chaining.attach(engine)
         return outcomes(engine, requests)
 
     expected = outcome(None)
     assert sum(end == "error" for _, end in expected) > 2
     for rng in (None, random.Random(3), random.Random(4)):
-        trailing = Trailing([tokens for tokens, _ in expected], rng, slip)
-        assert outcome(trailing) == expected
-        assert trailing.behind_steps > 10 and trailing.accepted > 10
+        chaining = Chaining([tokens for tokens, _ in expected], rng, slip)
+        assert outcome(chaining) == expected
+        assert chaining.chained_steps > 10 and chaining.accepted > 10
 
 
 def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
@@ -158,7 +158,7 @@ def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter
     expected = plain.generate(PROMPTS, params)
     engine = Engine(tiny, build(EngineConfig, drafted(drafter)))
     ungraphed(engine)
-    trailing = Trailing([c.token_ids for c in expected], random.Random(5)).attach(engine)
+    chaining = Chaining([c.token_ids for c in expected], random.Random(5)).attach(engine)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     for i, (prompt, p) in enumerate(zip(PROMPTS, params)):
         engine.submit(Submit(i, tuple(prompt), p))
@@ -171,7 +171,7 @@ def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter
         if steps in (5, 9):
             engine.cancel(steps - 5)
         engine.scheduler.check_integrity()
-    assert trailing.behind_steps > 5 and engine.scheduler.stats().blocks_owned == 0
+    assert chaining.chained_steps > 5 and engine.scheduler.stats().blocks_owned == 0
     for i, (got, want) in enumerate(zip(tokens, expected)):
         assert got == list(want.token_ids) if i not in (0, 4) else got == list(want.token_ids[: len(got)])
     engine.close()
@@ -230,10 +230,10 @@ def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain
         recorder = Running(runner.last_tokens.device)
         runner.graphs = graphs = Small(runner.model, runner.pages, runner.last_tokens, 256, recorder)
         runner.follow(runner.drafter)
-        trailing = Trailing([c.token_ids for c in expected], random.Random(2)).attach(engine)
+        chaining = Chaining([c.token_ids for c in expected], random.Random(2)).attach(engine)
         alike(llm.generate(PROMPTS, params), expected)
         assert graphs.broken is None and max(key.requests for key in graphs._graphs) <= 2
-        assert trailing.behind_steps > 10
+        assert chaining.chained_steps > 10
 
 
 FLAT = Costs(

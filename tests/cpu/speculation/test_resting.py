@@ -14,15 +14,17 @@ from perilune.core.messages import Delta, Submit
 from perilune.core.step import LEFT_OUT, PENDING, StepPlan, Work
 from perilune.engine.engine import Engine
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.speculation.drafting import REST, Speculator
-from perilune.speculation.modes import Way
+from perilune.speculation.adaptive import Adaptive
+from perilune.speculation.drafting import Speculator
+from perilune.speculation.modes import Batch, Mode, ModeChoice
+from perilune.speculation.pausing import PAUSE_STEPS
 from tests import oracle
 from tests.cpu.engine.test_graphs import ungraphed
 from tests.cpu.model.test_eagle3 import tensors_of, written
 from tests.cpu.speculation.test_chained_steps import FLAT
 from tests.cpu.speculation.test_speculation import CONFIG, DRAFTS
 
-USERS, STEPS = 3, 3 * REST
+USERS, STEPS = 3, 3 * PAUSE_STEPS
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield llm._engine
 
 
+def choice_of(speculator: Speculator, batch: Batch) -> ModeChoice:
+    assert isinstance(speculator._policy, Adaptive)
+    return speculator._policy.modes.choice(batch)
+
+
 def begun(engine: Engine, draft: str) -> dict[int, list[int]]:
     """Requests that decode, drafting given up for long; what they have said so far."""
     engine.use_drafts(draft, None, shared=False)
@@ -48,9 +55,8 @@ def begun(engine: Engine, draft: str) -> dict[int, list[int]]:
         engine.submit(Submit(rid, prompt, SamplingParams(temperature=0.7, seed=rid, max_tokens=900, ignore_eos=True)))
         said[rid] = []
     if (speculator := engine.speculator) is not None:
-        assert speculator._earnings is not None
-        size = speculator._earnings._of(USERS, 100)
-        size.way, size.trial, size.left = Way.PLAIN, None, 10**6
+        choice = choice_of(speculator, Batch(USERS, 100))
+        choice.mode, choice.trial, choice.steps_left = Mode.PLAIN, None, 10**6
     for _ in range(6):
         take(said, engine.step())
     return said
@@ -113,38 +119,37 @@ def test_what_was_said_meanwhile_is_known_afterwards(engine: Engine) -> None:
         take(said, engine.step())
     speculator = engine.speculator
     assert speculator is not None and speculator.paused > 1
-    speculator._wake()
-    for rid, mind in speculator._minds.items():
-        assert mind.trail is not None
-        assert [*mind.trail.tokens[mind.trail.prompt_len :], *mind.lag] == said[rid]
-        assert mind.known == 9 + len(said[rid])
+    speculator._resume()
+    for rid, state in speculator._requests.states.items():
+        assert state.matcher is not None
+        assert [*state.matcher.tokens[state.matcher.prompt_len :], *state.pending] == said[rid]
+        assert state.known_tokens == 9 + len(said[rid])
     ended(engine)
 
 
 def test_it_ends_with_the_trial_that_is_due_and_where_requests_come_or_go() -> None:
-    def resting(left: int) -> Speculator:
+    def paused(left: int) -> Speculator:
         s = Speculator(suffix=False, longest=8, costs=FLAT, shared=False)
-        assert s._earnings is not None
-        size = s._earnings._of(3, 10)
-        size.way, size.left = Way.PLAIN, left
+        choice = choice_of(s, Batch(3, 10))
+        choice.mode, choice.steps_left = Mode.PLAIN, left
         s.open(1, [1, 2, 3])
         work = Work(1, 1, 9, (PENDING,), (0,), True, 7, SamplingParams(), 0, left=50)
         for step in range(2):
             assert not s.paused and s.chain_length(StepPlan(step, (work, work, work))) == LEFT_OUT
-        assert s.paused == min(left, REST)
+        assert s.paused == min(left, PAUSE_STEPS)
         return s
 
     for left in (5, 1000):
-        s = resting(left)
-        for _ in range(min(left, REST)):
+        s = paused(left)
+        for _ in range(min(left, PAUSE_STEPS)):
             assert s.paused
             s.record_paused(3, [])
         assert not s.paused
     for requests, goes_on in ((4, True), (5, False), (2, False)):
-        s = resting(1000)
+        s = paused(1000)
         s.record_paused(requests, [])
         assert bool(s.paused) == goes_on
     for left, goes_on in ((1000, True), (20, False)):  # for a prompt
-        s = resting(left)
+        s = paused(left)
         s.open(2, [4, 5, 6])
         assert bool(s.paused) == goes_on

@@ -43,10 +43,10 @@ PROMPTS = [[t for t in p if t != POISON] for p in oracle.random_prompts(7, [9, 4
 
 
 class Scripted:
-    """In the engine's place of a Speculator: guesses from the answers that plain decoding gave, more or less true.
+    """Stands in for a Speculator: drafts from the answers of plain decoding, more or less right.
 
-    `truths` by request, in the order they are opened, or given in `by_rid`. `rng` None guesses everything right;
-    otherwise lengths and mistakes are random, and now and then it does not want to guess at all.
+    `truths` by request, in the order they are opened, or given in `by_rid`. `rng` None drafts everything right;
+    otherwise lengths and mistakes are random, and now and then it drafts nothing.
     """
 
     min_confidence = 0.0
@@ -91,9 +91,9 @@ class Scripted:
 
     def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
         self.steps += 1
-        return {w.rid: self.guess(w) for w in plan.work if w.sample and w.tokens[-1] != PENDING}
+        return {w.rid: self.drafts_of(w) for w in plan.work if w.sample and w.tokens[-1] != PENDING}
 
-    def guess(self, work: Work) -> Sequence[int]:
+    def drafts_of(self, work: Work) -> Sequence[int]:
         true = self.by_rid[work.rid][work.output_index :]
         if self.rng is None:
             return true[:MAX_DRAFTS]
@@ -203,14 +203,14 @@ class TestIdentity:
         with LLM(tiny, **CONFIG, draft="suffix", draft_tokens=3) as llm:
             alike(llm.generate(PROMPTS[0], params, n=2, best_of=4), expected)
 
-    def test_a_poisonous_draft_hurts_nobody(self, tiny: Path, tmp_path: Path) -> None:
+    def test_a_poisonous_draft_changes_no_answer(self, tiny: Path, tmp_path: Path) -> None:
         """A rejected draft's cache entries may hold anything: no row before it may see them."""
         path = poison(tiny, tmp_path / "poisoned")
         params = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={POISON: -100.0})
 
         class Poisoner(Scripted):
-            def guess(self, work: Work) -> Sequence[int]:
-                true = list(super().guess(work))
+            def drafts_of(self, work: Work) -> Sequence[int]:
+                true = list(super().drafts_of(work))
                 return [*true[:2], POISON, *true[2:4]]
 
         with LLM(path, **CONFIG, draft="off") as llm:
@@ -321,13 +321,15 @@ class TestAcceptance:
         rng = random.Random(0)
         for _ in range(200):
             drafts = [rng.randrange(5) for _ in range(rng.randrange(1, 6))]
-            guesses = [[rng.randrange(2) for _ in range(rng.randint(0, n))] for n in drafts]
+            drafts_given = [[rng.randrange(2) for _ in range(rng.randint(0, n))] for n in drafts]
             rows = [[rng.choice([0, 1, 0, 1, sampler.FAILED]) for _ in range(n + 1)] for n in drafts]
-            got = accept(torch.tensor([token for row in rows for token in row]), drafts, guesses, sampler.on_device)
+            got = accept(
+                torch.tensor([token for row in rows for token in row]), drafts, drafts_given, sampler.on_device
+            )
             lengths, spoilt, kept = [], [], []
-            for row, guess in zip(rows, guesses):
+            for row, draft in zip(rows, drafts_given):
                 n = 0
-                while n < len(guess) and row[n] == guess[n]:
+                while n < len(draft) and row[n] == draft[n]:
                     n += 1
                 spoilt.append(row[n] == sampler.FAILED)
                 n += row[n] != sampler.FAILED
@@ -344,14 +346,14 @@ class TestAcceptance:
         first, then = torch.randn(V), torch.randn(V, V)
         joint = (first.softmax(0)[:, None] * then.softmax(1)).flatten()
         params = SamplingParams(temperature=1.0)
-        guess = int(first.argmax())
+        draft = int(first.argmax())
         works = tuple(
-            Work(i, i, 0, (1, guess), (0,), True, 0, params, seed=sampler.uniform(3, i).hex().__hash__(), drafts=1)
+            Work(i, i, 0, (1, draft), (0,), True, 0, params, seed=sampler.uniform(3, i).hex().__hash__(), drafts=1)
             for i in range(N)
         )
-        logits = torch.stack([first, then[guess]]).repeat(N, 1)
+        logits = torch.stack([first, then[draft]]).repeat(N, 1)
         drawn = sampler.sample_tokens(logits, samples(works))
-        got = accept(drawn, [1] * N, [[guess]] * N, sampler.on_device)
+        got = accept(drawn, [1] * N, [[draft]] * N, sampler.on_device)
         pairs = []
         for work, length, (one, two) in zip(works, got.lengths.tolist(), drawn.view(N, 2).tolist()):
             if length == 1:  # rejected: what is kept is the correction, and the next step draws after it
@@ -361,7 +363,7 @@ class TestAcceptance:
         counts = np.bincount(pairs, minlength=V * V)
         chi = float(((counts - N * joint.numpy()) ** 2 / (N * joint.numpy())).sum())
         assert chi < 51.2  # 24 degrees of freedom: beyond that once in a thousand
-        assert abs(float((got.lengths == 2).float().mean()) - float(first.softmax(0)[guess])) < 0.015
+        assert abs(float((got.lengths == 2).float().mean()) - float(first.softmax(0)[draft])) < 0.015
 
     def test_a_row_alone_and_among_drafts_draws_the_same(self) -> None:
         """Row i of a work with drafts has the random number of output token number draw + i."""
@@ -409,7 +411,7 @@ def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 class Recorder(Scripted):
-    """Has chains drafted, verifies guesses of its own, and keeps the chains by the text they continue."""
+    """Has chains drafted, verifies drafts of its own, and keeps the chains by the text they continue."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -474,15 +476,15 @@ class TestDraftModel:
                 same = sum(whole.chains[t] == found[t] for t in texts)
                 assert same >= 24, f"{same} of 25"  # float32 in another order may turn a close choice
 
-    def test_chains_end_where_hope_does(self, tiny: Path, plain: LLM, drafter: Path) -> None:
-        """A shorter chain is the beginning of the longer one, and goes on as long as any request has hope."""
+    def test_chains_end_below_min_confidence(self, tiny: Path, plain: LLM, drafter: Path) -> None:
+        """A shorter chain is the beginning of the longer one, and goes on while any request is above min_confidence."""
         params = SamplingParams(temperature=0.0, max_tokens=20)
         truths = [c.token_ids for c in plain.generate(PROMPTS, params)]
         with LLM(tiny, **CONFIG, draft="eagle3", draft_tokens=4, drafter=str(drafter), prefix_cache=False) as llm:
             found = []
-            for hope in (0.0, 0.01, 1.0):
+            for confidence in (0.0, 0.01, 1.0):
                 recorder = Recorder(truths, None)
-                recorder.min_confidence = hope
+                recorder.min_confidence = confidence
                 llm._engine.speculator = recorder  # type: ignore[union-attr, assignment]
                 llm.generate(PROMPTS, params)
                 found.append(recorder.chains)

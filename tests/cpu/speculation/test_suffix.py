@@ -6,77 +6,77 @@ from collections.abc import Sequence
 import pytest
 
 from perilune.speculation import suffix
-from perilune.speculation.suffix import GRAM, LONGEST, TOKEN_BYTES, Store, Trail
+from perilune.speculation.suffix import GRAM_TOKENS, MAX_MATCH_TOKENS, TOKEN_BYTES, Store, SuffixMatcher
 
 
-def trail(text: Sequence[int], store: Store | None = None) -> Trail:
-    made = Trail(text, store)
-    made.catch_up(len(text))
+def matcher(text: Sequence[int], store: Store | None = None) -> SuffixMatcher:
+    made = SuffixMatcher(text, store)
+    made.index_prompt(len(text))
     return made
 
 
-def tokens(made: Trail, most: int, after: Sequence[int] = ()) -> list[int]:
-    return [g.token for g in made.guesses(most, after)]
+def tokens(made: SuffixMatcher, most: int, after: Sequence[int] = ()) -> list[int]:
+    return [g.token for g in made.drafts(most, after)]
 
 
-class TestTrail:
+class TestSuffixMatcher:
     def test_what_followed_last_time_follows_again(self) -> None:
-        made = trail([1, 2, 3, 4, 5, 9, 9, 2, 3])
+        made = matcher([1, 2, 3, 4, 5, 9, 9, 2, 3])
         assert tokens(made, 3) == [4, 5, 9]
         assert tokens(made, 2, after=[4, 5]) == [9, 9] and tokens(made, 2, after=[7]) == []
-        assert [g.length for g in made.guesses(3)] == [2, 3, 4]
+        assert [g.length for g in made.drafts(3)] == [2, 3, 4]
         made.append(4)
-        assert tokens(made, 2) == [5, 9] and made.foretold() == made.guesses(1)[0]
+        assert tokens(made, 2) == [5, 9] and made.next_match() == made.drafts(1)[0]
         made.append(8)
-        assert tokens(made, 2) == [] and made.foretold() is None
+        assert tokens(made, 2) == [] and made.next_match() is None
 
     def test_a_period_goes_on_beyond_the_end_of_the_text(self) -> None:
-        assert tokens(trail([7, 1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
-        assert tokens(trail([5, 5, 5, 5]), 4) == [5, 5, 5, 5]
+        assert tokens(matcher([7, 1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+        assert tokens(matcher([5, 5, 5, 5]), 4) == [5, 5, 5, 5]
 
-    def test_the_longer_match_wins_and_shares_are_told(self) -> None:
-        made = trail([1, 2, 3, 7, 0, 2, 3, 8, 9, 1, 2, 3])
-        (guess,) = made.guesses(1)
-        assert guess.token == 7 and guess.length == 3 and 0.5 < guess.share < 1 and not guess.alone
-        assert trail([1, 2, 3, 4, 2, 3]).guesses(1)[0].alone
+    def test_the_longer_match_wins_and_shares_add_up(self) -> None:
+        made = matcher([1, 2, 3, 7, 0, 2, 3, 8, 9, 1, 2, 3])
+        (match,) = made.drafts(1)
+        assert match.token == 7 and match.length == 3 and 0.5 < match.share < 1 and not match.single
+        assert matcher([1, 2, 3, 4, 2, 3]).drafts(1)[0].single
 
     @pytest.mark.parametrize("seed", range(20))
     def test_against_looking_through_the_whole_text(self, seed: int) -> None:
-        """The first guess follows one of the longest matches that the text has, as far as pointers were kept."""
+        """The first draft follows one of the longest matches that the text has, as far as pointers were kept."""
         rng = random.Random(seed)
-        made, text = trail([]), []
+        made, text = matcher([]), []
         for _ in range(150):
             text.append(rng.randrange(4) if rng.random() < 0.7 else text[len(text) // 2] if text else 0)
             made.append(text[-1])
             lengths = {}
-            for end in range(GRAM, len(text)):
+            for end in range(GRAM_TOKENS, len(text)):
                 n = 0
-                while n < min(end, LONGEST) and text[end - 1 - n] == text[len(text) - 1 - n]:
+                while n < min(end, MAX_MATCH_TOKENS) and text[end - 1 - n] == text[len(text) - 1 - n]:
                     n += 1
-                if n >= GRAM:
+                if n >= GRAM_TOKENS:
                     lengths[text[end]] = max(lengths.get(text[end], 0), n)
-            guess = made.foretold()
-            assert (guess is None) == (not lengths)
-            if guess is not None:
-                assert guess.length <= lengths[guess.token]
+            match = made.next_match()
+            assert (match is None) == (not lengths)
+            if match is not None:
+                assert match.length <= lengths[match.token]
 
     def test_a_prompt_is_taken_in_by_pieces(self) -> None:
         text = [random.Random(0).randrange(9) for _ in range(100)]
-        made = Trail(text, None)
-        assert [made.catch_up(40), made.behind, made.guesses(3)] == [40, 60, []]
+        made = SuffixMatcher(text, None)
+        assert [made.index_prompt(40), made.unindexed, made.drafts(3)] == [40, 60, []]
         made.append(3)  # while it is still behind
-        made.catch_up(1000)
-        assert made.tokens == [*text, 3] and made.guesses(4) == trail([*text, 3]).guesses(4)
+        made.index_prompt(1000)
+        assert made.tokens == [*text, 3] and made.drafts(4) == matcher([*text, 3]).drafts(4)
 
 
 class TestStore:
     def test_answers_of_others_are_found_behind_their_context(self) -> None:
         store = Store()
-        first = trail([1, 2, 3], store)
+        first = matcher([1, 2, 3], store)
         for token in (4, 5, 6, 7):
             first.append(token)
         store.add(first.answer())
-        assert tokens(trail([9, 9, 2, 3], store), 5) == [4, 5, 6, 7]
+        assert tokens(matcher([9, 9, 2, 3], store), 5) == [4, 5, 6, 7]
 
     def test_it_is_bounded_and_forgets_what_was_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rng = random.Random(3)
@@ -84,12 +84,12 @@ class TestStore:
         texts = [[rng.randrange(1000) for _ in range(10)] for _ in range(120)]
         for text in texts:
             store.add(text)
-            used = trail(texts[0][:3], store)
+            used = matcher(texts[0][:3], store)
             assert tokens(used, 3) == texts[0][3:6]
             used.append(texts[0][3])  # right: the text was of use
             assert store.bytes <= 50 * 10 * TOKEN_BYTES and len(store) <= 50
-        assert tokens(trail(texts[1][:3], store), 3) == []
-        assert tokens(trail(texts[-1][:3], store), 3) == texts[-1][3:6]
+        assert tokens(matcher(texts[1][:3], store), 3) == []
+        assert tokens(matcher(texts[-1][:3], store), 3) == texts[-1][3:6]
         assert len(store._latest) <= 50 * 9
         store.add([0] * 10**6)  # larger than the whole store
         assert len(store) == 50
@@ -103,26 +103,26 @@ class TestStore:
             store.touch(rng.choice(list(store._texts)))
             for place in store._latest.values():
                 assert place >> 32 in store._texts
-            probe = [rng.randrange(4) for _ in range(GRAM)]
+            probe = [rng.randrange(4) for _ in range(GRAM_TOKENS)]
             key = 0
             for token in probe:
                 key = key << 21 | token
             for _, text, position in store.places(key):
-                assert text[position - GRAM : position] == probe
+                assert text[position - GRAM_TOKENS : position] == probe
 
     def test_skipped_tokens_are_known_all_the_same(self) -> None:
         rng = random.Random(3)
         for begun in (0, 5, 30):
             text, more = ([rng.randrange(3) for _ in range(30)] for _ in "ab")
-            one, other = Trail(text, None), Trail(text, None)
-            one.catch_up(begun), other.catch_up(begun)
+            one, other = SuffixMatcher(text, None), SuffixMatcher(text, None)
+            one.index_prompt(begun), other.index_prompt(begun)
             for token in more:
                 one.append(token)
             other.skip(more)
-            one.catch_up(60), other.catch_up(60)
+            one.index_prompt(60), other.index_prompt(60)
             assert one.tokens == other.tokens == text + more and one._latest == other._latest
-            assert one.foretold() is None or other.foretold() is not None
+            assert one.next_match() is None or other.next_match() is not None
 
 
 def test_the_module_names_its_grams_in_63_bits() -> None:
-    assert suffix.GRAM * 21 <= 63
+    assert suffix.GRAM_TOKENS * 21 <= 63

@@ -12,7 +12,7 @@ import torch
 from perilune import LLM, SamplingParams
 from perilune.engine.graphs.decode import MAX_ROWS, DecodeGraphs
 from perilune.formats.hub import resolve_model
-from tests.cpu.speculation.test_chained_steps import Trailing
+from tests.cpu.speculation.test_chained_steps import Chaining
 from tests.cpu.speculation.test_speculation import PARAMS, PROMPTS, Recorder, Scripted, alike, drafter  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -110,11 +110,11 @@ def test_steps_behind_drafts_say_the_same(tiny: Path, drafter: Path, hostile: bo
         engine.speculator = None
         expected = llm.generate(PROMPTS, free)
         for seed in range(3):
-            trailing = Trailing([c.token_ids for c in expected], random.Random(seed) if hostile else None)
-            trailing.attach(engine)
+            chaining = Chaining([c.token_ids for c in expected], random.Random(seed) if hostile else None)
+            chaining.attach(engine)
             alike(llm.generate(PROMPTS, free), expected)
             engine.scheduler.check_integrity()
-            assert trailing.behind_steps > 5 and trailing.accepted > 30
+            assert chaining.chained_steps > 5 and chaining.accepted > 30
         captured(llm)
 
 

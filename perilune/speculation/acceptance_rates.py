@@ -1,0 +1,165 @@
+"""How often drafts are accepted: a table that every generated token teaches, and a factor for each request and token.
+
+Every token says whether the match before it was right, drafted or not. So the table of matches, by length of the match
+and agreement of the matches, costs nothing to learn, needs no trials, and has no bias towards what was drafted. Since a
+match grows by one with every accepted draft, the same table holds for later drafts. The drafts of a model are divided
+by the model's own confidence, and are known only where the model was asked to draft.
+
+Two factors come on top of the table: the request's, because some texts repeat themselves more than others, and the
+token's: commas and markers recur where they did before, digits and names less so.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from perilune.speculation.suffix import Match
+
+MEMORY_DRAFTS = 400.0  # Drafts that a cell averages over. Larger: smoother, slower to follow a change of text.
+MAX_PROBABILITY = 0.995  # Of one draft. Larger: longer chains where everything was right lately.
+PRIOR_DRAFTS = 4.0  # Drafts that the initial value of a cell counts for. Larger: slower to learn at first.
+FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
+REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0  # Of a request's factor. A larger prior: closer to the table.
+TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor, likewise.
+LEARN_PER_STEP = 4  # Requests per step to learn chains from where steps are chained, in turns: Python must stay below
+# the time of a step. Larger: learns faster, takes more Python per step.
+
+_LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
+_SHARES = (0.5, 0.8, 1.0)  # columns by share of the matches that agree; one more for a single match
+_CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, where chains are long
+_FIRST = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
+
+Cell = tuple[str, int, int]  # source, row and column: drafts of one cell share one acceptance rate
+Draft = tuple[int, Cell]  # its token comes first
+Observation = tuple[int, Draft, bool]  # rid, draft, and whether it was right
+
+
+def of_match(match: Match) -> Draft:
+    column = bisect_right(_SHARES, match.share) + (match.share == 1.0 and not match.single)
+    return match.token, ("suffix", bisect_right(_LENGTHS, match.length), column)
+
+
+def of_model(token: int, position: int, confidence: float, agrees: bool | None) -> Draft:
+    """The draft model's token number `position` of a chain; `agrees`: whether a match has the same token in its place,
+    None without a match."""
+    agreement = 0 if agrees is None else 1 + agrees
+    return token, ("eagle3", position, agreement * len(_FIRST) + bisect_right(_CONFIDENCES, confidence))
+
+
+@dataclass(slots=True)
+class Rate:
+    """A quotient of two sums in which `memory` samples count, recent ones more."""
+
+    hits: float
+    total: float
+    samples: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.hits / self.total
+
+    def add(self, value: float, weight: float, memory: float) -> None:
+        keep = 1 - 1 / memory
+        self.hits = self.hits * keep + value
+        self.total = self.total * keep + weight
+        self.samples += 1
+
+
+class AcceptanceRates:
+    """How often drafts of each cell are right if those before them are.
+
+    `observations` are learned at the next `apply`, and requests that have `ended` are forgotten: while a step runs,
+    because it takes Python. `by_turns`: chains of LEARN_PER_STEP requests per step only; `turn` counts the steps.
+    """
+
+    def __init__(self, *, by_turns: bool = False) -> None:
+        self.observations: list[Observation] = []
+        self.ended: list[int] = []
+        self.turn = 0
+        self._by_turns = by_turns
+        self._suffix: dict[Cell, Rate] = {}
+        self._model = [Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _FIRST * 3]  # by column of the cell
+        self._positions: list[Rate] = []  # of a draft model's chains
+        self._requests: dict[int, dict[str, Rate]] = {}  # by rid and source: hits over expected hits
+        self._tokens: dict[int, Rate] = {}  # of suffix drafts: hits over expected hits
+
+    @property
+    def chains(self) -> float:
+        """Chains learned from, recent ones weighted more."""
+        return self._positions[0].total if self._positions else 0.0
+
+    def probability(self, rid: int, draft: Draft) -> float:
+        """P(a draft is right), given that those before it are."""
+        return self.survival(rid, (draft,))[0]
+
+    def survival(self, rid: int, drafts: Iterable[Draft]) -> list[float]:
+        """P(the first k of these drafts are all right), k = 1, 2, ..."""
+        alive, survival = 1.0, []
+        columns, model, suffix = self._model, self._factor(rid, "eagle3"), self._factor(rid, "suffix")
+        for token, cell in drafts:
+            if cell[0] == "suffix":
+                p = self._cell(cell).mean * suffix
+                if (factor := self._tokens.get(token)) is not None:
+                    p *= factor.mean
+            else:
+                rate = columns[cell[2]]
+                p = rate.hits / rate.total * model
+            alive *= p if p < MAX_PROBABILITY else MAX_PROBABILITY
+            survival.append(alive)
+        return survival
+
+    def typical(self, rid: int, length: int) -> list[float]:
+        """P(the first k drafts are all right), k = 1 .. `length`, for a chain not drafted yet (mean over chains)."""
+        alive, survival, p, factor = 1.0, [], FIRST_PROBABILITY, self._factor(rid, "eagle3")
+        for position in range(length):
+            if position < len(self._positions):  # with few samples as the position before it: chains decay slowly
+                rate = self._positions[position]
+                p = (rate.hits + PRIOR_DRAFTS * p) / (rate.total + PRIOR_DRAFTS)
+            alive *= min(p * factor, MAX_PROBABILITY)
+            survival.append(alive)
+        return survival
+
+    def learn(self, rid: int, draft: Draft, right: bool) -> None:
+        token, cell = draft
+        source, position, _ = cell
+        rate, hit = self._cell(cell), float(right)
+        request = self._requests.setdefault(rid, {}).setdefault(
+            source, Rate(REQUEST_PRIOR_DRAFTS, REQUEST_PRIOR_DRAFTS)
+        )
+        request.add(hit, rate.mean, REQUEST_MEMORY_DRAFTS)
+        if source == "suffix":
+            factor = self._tokens.setdefault(token, Rate(TOKEN_PRIOR_DRAFTS, TOKEN_PRIOR_DRAFTS))
+            factor.add(hit, rate.mean, TOKEN_MEMORY_DRAFTS)
+        else:
+            while len(self._positions) <= position:
+                self._positions.append(Rate(0.0, 0.0))
+            self._positions[position].add(hit, 1.0, MEMORY_DRAFTS)
+        rate.add(hit, 1.0, MEMORY_DRAFTS)
+
+    def has_turn(self, rid: int, requests: int) -> bool:
+        """Whether to learn from the chain of request `rid`, of so many in this step."""
+        if not self._by_turns or requests <= LEARN_PER_STEP:
+            return True
+        return (rid + self.turn) % (-(-requests // LEARN_PER_STEP)) == 0
+
+    def apply(self) -> None:
+        for observation in self.observations:
+            self.learn(*observation)
+        self.observations.clear()
+        for rid in self.ended:
+            self._requests.pop(rid, None)
+        self.ended.clear()
+
+    def _factor(self, rid: int, source: str) -> float:
+        rate = self._requests.get(rid, {}).get(source)
+        return 1.0 if rate is None else rate.mean
+
+    def _cell(self, cell: Cell) -> Rate:
+        source, row, column = cell
+        if source != "suffix":  # given the confidence, the position in the chain says little
+            return self._model[column]
+        found = self._suffix.get(cell)
+        if found is None:
+            first = min((0.3 + 0.08 * row) * (0.5, 0.8, 0.9, 1.0, 1.2)[column], 0.95)
+            found = self._suffix[cell] = Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS)
+        return found

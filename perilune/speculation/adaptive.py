@@ -1,0 +1,169 @@
+"""Drafting by measured gain: whether to wait for drafts, how many to verify, and how long the next chains are."""
+
+from collections.abc import Sequence
+
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.speculation.acceptance_rates import AcceptanceRates, of_match
+from perilune.speculation.chain_length import ChainLengths
+from perilune.speculation.live_costs import KindCosts, LiveCosts
+from perilune.speculation.modes import Batch, Mode, ModeChoice, Modes
+from perilune.speculation.pausing import Pause
+from perilune.speculation.policy import Candidates, choose
+from perilune.speculation.requests import Requests
+from perilune.speculation.step_records import StepRecords
+
+LOOKUP_SECONDS = 60e-6  # Python time of one request's matches per step, about. Larger: matches only with longer steps.
+LOOKUP_BUDGET = (
+    0.03  # Share of a step. For requests that already have a draft chain: if n-gram lookups would take more,
+)
+# do them while the next step runs. Larger: more chains are continued by matches, and more steps wait for Python.
+LOOKUP_LIMIT = (
+    0.1  # Share of a step. If n-gram lookups would take more where no step waits for Python (chained or plain
+)
+# steps), do none. Larger: matches are used with smaller models too, and slow their steps.
+KNOWN_CHAINS = 8.0  # Chains learned from before a batch size may begin without the draft model. Larger: later.
+PROMISING_RATIO = (
+    1.05  # A batch size then begins with the draft model if that is predicted to be 5 % faster than plain.
+)
+
+
+class Adaptive:
+    """The policy of an engine with measured costs. `longest`: tokens that a draft model can draft, 0 without."""
+
+    def __init__(
+        self, costs: LiveCosts, longest: int, requests: Requests, rates: AcceptanceRates, pause: Pause
+    ) -> None:
+        self._costs = costs
+        self._longest = longest
+        self._requests = requests
+        self._rates = rates
+        self._pause = pause
+        self.modes = Modes(costs, self._by_promise)
+        self._lengths = ChainLengths(longest, costs, rates, requests.states)
+        self.records = StepRecords(costs, self.modes, self._lengths, rates, pause, drafter=longest > 0)
+        self._last_mode = Mode.ALL
+
+    def can_look_up(self, requests: int) -> bool:
+        """Whether a step of so many requests leaves Python enough time to look up matches."""
+        if not self._requests.suffix or (self._longest and not self._costs.can_chain):
+            return self._requests.suffix
+        step = self._costs.verifying.base(requests) if self._longest else self._costs.plain(requests, 0)
+        return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT * step
+
+    def defers_lookup(self, requests: int) -> bool:
+        """Whether requests that have a chain are looked up while the next step runs."""
+        return requests * LOOKUP_SECONDS > LOOKUP_BUDGET * self._costs.waited.base(requests)
+
+    def worth_waiting(self, running: StepPlan) -> bool:
+        """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
+        if running.chain <= 0 and not self._requests.lookup:
+            return False
+        batch, choice = self.modes.of(running)
+        if choice.current == Mode.PLAIN:
+            return False
+        if running.chain > 0:
+            return True
+        candidates = []
+        for work in running.work:
+            state = self._requests.states.get(work.rid)
+            candidate = Candidates(1 if work.sample else work.count, work.end)
+            candidates.append(candidate)
+            if state is None or not work.sample:
+                continue
+            if (matcher := state.ready) is not None and matcher.next_match() is not None:
+                candidate.possible, *rest = self._rates.survival(
+                    work.rid, map(of_match, matcher.drafts(MAX_DRAFTS + 1))
+                )
+                candidate.survival = [s / candidate.possible for s in rest]
+        if not any(c.survival for c in candidates):
+            return False
+        n, costs = batch.requests, self._waiting_costs(choice)
+        return choose(candidates, costs, MAX_DRAFTS * n, choice.tokens_per_second(batch), costs.overhead(n)) > 0.0
+
+    def chained(self, running: StepPlan) -> int | None:
+        """How many tokens of the chain after `running` the next step verifies, planned before they are known; None if
+        it is not planned so."""
+        drafted = any(w.drafts for w in running.work)
+        if running.chain <= 0 and not drafted:
+            return None
+        batch, choice = self.modes.of(running)
+        if running.chain <= 0 or choice.current != Mode.ALL:
+            return 0 if drafted else None
+        return None if self.can_look_up(batch.requests) and self._matches_win(running, batch, choice) else running.chain
+
+    def max_drafts(self, plan: StepPlan) -> int:
+        """Of one request; 0 if the step's mode has no drafts."""
+        return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
+
+    def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
+        """Sets how many drafts are `taken`."""
+        if any(c.survival for c in candidates):
+            batch, choice = self.modes.of(plan)
+            tokens_per_second = choice.tokens_per_second(batch)
+            choose(candidates, self._waiting_costs(choice), MAX_DRAFTS * batch.requests, tokens_per_second)
+
+    def chain_length(self, plan: StepPlan) -> int:
+        """How many tokens the draft model drafts after this step, or LEFT_OUT; may begin a pause."""
+        batch, choice = self.modes.of(plan)
+        if self._longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
+            choice.prompt_started(batch)
+        mode = choice.current
+        plain_twice = mode == self._last_mode == Mode.PLAIN
+        if plain_twice and not self._pause.resumed and not any(w.drafts or w.chained for w in plan.work):
+            self._pause.begin(choice.plain_steps_left, batch.requests)
+        self._last_mode = mode
+        self.records.plan(plan.step, mode)
+        if self._longest and mode != Mode.ALL:
+            self._lengths.drafter_left_out()
+            return LEFT_OUT
+        if not self._longest or not any(w.sample for w in plan.work):
+            return 0
+        return self._lengths.choose(plan, batch, choice)
+
+    def _by_promise(self, batch: Batch) -> list[Mode]:
+        """As modes.ByPromise."""
+        matches = [Mode.MATCHES] if self.can_look_up(batch.requests) else []
+        if not self._longest:
+            return [*matches, Mode.PLAIN]
+        if self._rates.chains < KNOWN_CHAINS:
+            return [Mode.ALL, *matches, Mode.PLAIN]
+        n, plain = batch.requests, self._costs.plain(batch.requests, 0)
+        tokens, best = 1.0, 0.0
+        for length, survival in enumerate(self._rates.typical(-1, self._longest), 1):
+            tokens += survival
+            step = self._costs.verifying.base((1 + length) * n) + length * self._costs.draft_token(n)
+            best = max(best, tokens * plain / step)
+        return [Mode.ALL, *matches, Mode.PLAIN] if best >= PROMISING_RATIO else [*matches, Mode.PLAIN, Mode.ALL]
+
+    def _waiting_costs(self, choice: ModeChoice) -> KindCosts:
+        """Of steps that are planned after their predecessor landed."""
+        left_out = self._longest and choice.current != Mode.ALL
+        return self._costs.waited_without_drafter if left_out else self._costs.waited
+
+    def _matches_win(self, running: StepPlan, batch: Batch, choice: ModeChoice) -> bool:
+        """Whether matches after `running` promise more than its chains, by more than waiting for `running` costs."""
+        gain, longest = 0.0, 0
+        for work in running.work:
+            state = self._requests.states.get(work.rid)
+            if state is None or not work.sample:
+                continue
+            self._rates.observations += state.match_pending(work.rid)
+            if (matcher := state.ready) is None:
+                continue
+            before = [token for token, _ in state.chain[: work.drafts]] if work.chained else list(work.guesses)
+            if len(before) < work.drafts:
+                continue
+            matched = matcher.drafts(MAX_DRAFTS + 1, before)
+            if len(matched) <= running.chain + 1:
+                continue
+            drafts = state.chain_drafts if state.planned is None else state.planned
+            drafts = [*drafts[: len(before)], *map(of_match, matched)]
+            possible, *rest = self._rates.survival(work.rid, drafts)[len(before) :]
+            more = sum(rest) / possible - sum(self._rates.typical(work.rid, running.chain))
+            if more > 0:
+                gain, longest = gain + possible * more, max(longest, len(matched) - 1)
+        if not gain:
+            return False
+        n = batch.requests
+        seconds = self._costs.waited.base(n * (1 + longest)) - self._costs.verifying.base(n * (1 + running.chain))
+        return gain > choice.tokens_per_second(batch) * seconds

@@ -1,0 +1,113 @@
+"""Measured steps: how each was planned, its seconds and tokens, and what costs and modes learn from it."""
+
+from dataclasses import dataclass
+
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.speculation.acceptance_rates import AcceptanceRates
+from perilune.speculation.chain_length import ChainLengths
+from perilune.speculation.live_costs import LiveCosts
+from perilune.speculation.modes import IN_FLIGHT_STEPS, Mode, Modes
+from perilune.speculation.pausing import Pause
+from perilune.speculation.step_cost import StepKind
+
+PLAIN_STEPS_PER_SAMPLE = (
+    8  # Where steps are chained: plain steps of which one is recorded. Larger: less Python per step.
+)
+DRAFT_STEPS_PER_SAMPLE = 3  # There too: steps of a settled mode with a draft model of which one is recorded.
+SETTLED_CHAINS = (
+    16.0  # Chains to learn from before every step is no longer recorded. Larger: surer, more Python at first.
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step that landed."""
+
+    plan: StepPlan
+    seconds: float
+    mode: Mode
+    kind: StepKind
+    tokens: int  # that all requests got
+    chain: int  # tokens of the longest chain drafted after it
+    steps: int  # of which this is a sample
+
+
+class StepRecords:
+    """Whether and how steps are recorded is decided by how they were planned. `drafter`: there is a draft model."""
+
+    def __init__(
+        self,
+        costs: LiveCosts,
+        modes: Modes,
+        lengths: ChainLengths,
+        rates: AcceptanceRates,
+        pause: Pause,
+        *,
+        drafter: bool,
+    ) -> None:
+        self._costs, self._modes, self._lengths = costs, modes, lengths
+        self._rates, self._pause, self._drafter = rates, pause, drafter
+        self._planned: dict[int, Mode] = {}  # by number of the step
+        self.landed = 0, 0  # tokens of the step that landed last, and of the longest chain after it
+        self._samples: list[Sample] = []
+        self._unrecorded, self._mode = 0, Mode.PLAIN  # steps since the last sample, all planned in this mode
+        self.learns = True  # chains of the next step that lands are learned from
+
+    def plan(self, step: int, mode: Mode) -> None:
+        """The step is planned in this mode."""
+        self._planned[step] = mode
+        if len(self._planned) > IN_FLIGHT_STEPS:
+            del self._planned[next(iter(self._planned))]
+
+    def record_paused(self) -> None:
+        """A step landed during a pause."""
+        self._planned.clear()
+        self._unrecorded += 1
+
+    def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
+        """The step that landed took `seconds` from when its predecessor landed; `alone`: it was planned after that."""
+        mode = self._planned.pop(plan.step, Mode.PLAIN)
+        if any(w.count > MAX_DRAFTS + 1 for w in plan.work):  # a prompt: no sample of decoding
+            return
+        if mode != self._mode:
+            self._unrecorded, self._mode = 0, mode
+        self._unrecorded += 1
+        every = self._steps_per_sample(plan, mode)
+        self.learns = mode != Mode.ALL or self._unrecorded + 1 >= every
+        if self._unrecorded < every and not self._pause.resumed:
+            return
+        self.learns = mode != Mode.ALL or every == 1
+        kind = self._kind(plan, mode, alone)
+        self._samples.append(Sample(plan, seconds, mode, kind, *self.landed, self._unrecorded))
+        self._unrecorded, self._pause.resumed = 0, False
+
+    def apply(self) -> None:
+        """Updates costs, modes and lengths of chains by the samples; a step should be running meanwhile."""
+        for s in self._samples:
+            counts, contexts = [w.count for w in s.plan.work], [w.end for w in s.plan.work]
+            batch, choice = self._modes.of(s.plan)
+            self._costs.record(counts, contexts, s.chain, s.kind, s.seconds)
+            # A mode is credited with the predicted seconds: a page fault or another process must not count against it.
+            seconds = self._costs.step(counts, contexts, s.chain, s.kind)
+            choice.record_step(batch, s.mode, s.tokens, seconds, s.steps)
+            if s.plan.chain > 0:
+                self._lengths.record(s.plan, batch, choice)
+        self._samples.clear()
+
+    def _steps_per_sample(self, plan: StepPlan, mode: Mode) -> int:
+        """Steps of which one is recorded: chained steps leave little time for Python."""
+        if not self._costs.can_chain or mode == Mode.MATCHES:
+            return 1
+        if mode == Mode.PLAIN:
+            return PLAIN_STEPS_PER_SAMPLE
+        batch, choice = self._modes.of(plan)
+        settled = self._rates.chains >= SETTLED_CHAINS and choice.settled(batch)
+        return DRAFT_STEPS_PER_SAMPLE if settled else 1
+
+    def _kind(self, plan: StepPlan, mode: Mode, alone: bool) -> StepKind:
+        with_drafter = self._drafter and plan.chain != LEFT_OUT
+        if alone:
+            return StepKind.NO_DRAFTER if self._drafter and not with_drafter else StepKind.WAITED
+        if with_drafter and self._costs.can_chain:
+            return StepKind.CHAINED
+        return StepKind.OVERLAPPED if mode == Mode.PLAIN else StepKind.OVERLAPPED_AFTER_LOOKUP
