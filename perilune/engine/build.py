@@ -1,7 +1,6 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,9 +48,7 @@ class Parts:
     config: EngineConfig
     choices: Choices
     scheduler: Scheduler
-    grammars: Grammars
     runner: Runner
-    drafter: Drafter | None
     rejected: RejectedLog | None
 
     def info(self, name: str) -> EngineInfo:
@@ -87,16 +84,17 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     except BaseException:
         worker.shutdown(cancel_futures=True)
         raise
-    grammars = Grammars(partial(_vocabulary, model_dir))
-    return Parts(
-        config,
-        choices,
-        _scheduler(config),
-        grammars,
-        _runner(config, model, pages, grammars, worker, drafter),
-        drafter,
-        rejected,
+    assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
+    scheduler = Scheduler(
+        num_blocks=config.kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        max_model_len=config.max_model_len,
+        prefix_cache=config.prefix_cache,
     )
+    runner = Runner(model, pages, config, Grammars(partial(_vocabulary, model_dir)), worker, drafter)
+    return Parts(config, choices, scheduler, runner, rejected)
 
 
 def speculator(
@@ -109,40 +107,6 @@ def speculator(
         fixed=tokens,
         costs=costs if tokens is None else None,
         shared=shared,
-    )
-
-
-def _scheduler(config: EngineConfig) -> Scheduler:
-    assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
-    return Scheduler(
-        num_blocks=config.kv_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_step_tokens,
-        max_model_len=config.max_model_len,
-        prefix_cache=config.prefix_cache,
-    )
-
-
-def _runner(
-    config: EngineConfig,
-    model: KimiK2,
-    pages: Pages,
-    grammars: Grammars,
-    worker: ThreadPoolExecutor,
-    drafter: Drafter | None,
-) -> Runner:
-    assert config.max_model_len
-    return Runner(
-        model,
-        pages,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        absorb_limit=config.absorb_limit,
-        overrides=config.ops,
-        grammars=grammars,
-        worker=worker,
-        drafter=drafter,
     )
 
 

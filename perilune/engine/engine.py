@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, model_dir: Path, config: EngineConfig, *, progress: bool = False, source: Source = load):
         parts = build(model_dir, config, progress=progress, source=source)
         self.config, self.scheduler, self.runner = parts.config, parts.scheduler, parts.runner
-        self._grammars, self._drafter, self._rejected = parts.grammars, parts.drafter, parts.rejected
+        self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
         self._committed_at: float | None = None  # when the last step's result came; None after a gap without steps
         self.drafting_seconds = self.waiting_seconds = 0.0

@@ -23,7 +23,7 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import Work, samples
 from perilune.engine.allowed import Answer, NoTokenLeft, TokenRules, allowed
-from perilune.engine.sampler import on_device, to_host
+from perilune.engine.sampler import done_event, on_device, to_host
 from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.matcher import GrammarError, Vocabulary, Words, forbid
 from perilune.ops.sampling.mask_logits import mask_logits
@@ -231,10 +231,7 @@ class Grammars:
             return
         host = to_host(tokens)
         counts = None if lengths is None else to_host(lengths)
-        arrived = None
-        if tokens.device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-            arrived.record()
+        arrived = done_event(tokens.device)
         for index, first, w, session in held:
             session.job = self._worker.submit(_advance, session, host, counts, index, first, w, arrived)
 

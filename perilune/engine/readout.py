@@ -71,32 +71,24 @@ class Readout:
 
     def result(self) -> StepResult:
         """The outputs; to be called after `wait`."""
-        if self.records is None and not self.scores and not self.refused:
-            return StepResult(self.step, tuple(map(_output, self.work, self.kept())))
         scored = {output.rid: output for output in (score() for score in self.scores)}
-        outputs = dict(scored)
         records = {} if self.records is None else self.records()
-        first = 0
-        for w, kept in zip(self.work, self.kept()):
-            output = outputs[w.rid] = _output(w, kept)
-            mine = scored.get(w.rid)
-            error = (None if mine is None else mine.error) or self.refused.get(w.rid) or output.error
+        outputs, first = dict(scored), 0
+        for w, (tokens, failed, chain) in zip(self.work, self.kept()):
+            prompt = scored.get(w.rid)
+            again = failed and w.drafts > 0
+            error = (None if prompt is None else prompt.error) or self.refused.get(w.rid)
+            if error is None and failed and not again:
+                error = sampler.NOT_FINITE
             if error is not None:
                 outputs[w.rid] = Output(w.rid, error=error)
             else:
-                rows = range(first, first + len(output.tokens))
-                output.logprobs = tuple(records[i] for i in rows if i in records)
-                output.prompt_logprobs = () if mine is None else mine.prompt_logprobs
+                rows = range(first, first + len(tokens))
+                logprobs = tuple([records[i] for i in rows if i in records]) if records else ()
+                scores = () if prompt is None else prompt.prompt_logprobs
+                outputs[w.rid] = Output(w.rid, tokens, logprobs, scores, None, again, () if again else chain)
             first += w.drafts + 1
         return StepResult(self.step, tuple(outputs.values()))
-
-
-def _output(w: Work, kept: Kept) -> Output:
-    tokens, failed, chain = kept
-    if not failed:
-        return Output(w.rid, tokens, (), (), None, False, chain)
-    # After drafts the row is computed again without them: see Output.again.
-    return Output(w.rid, tokens, again=True) if w.drafts else Output(w.rid, error=sampler.NOT_FINITE)
 
 
 def from_graph(plan: StepPlan, arriving: Arriving, sampled: Sampled | None = None) -> Readout:
@@ -126,7 +118,7 @@ def from_calls(
 ) -> Readout:
     """The readout of a step queued op by op: queues the copies to the host. `accepted` None: no work has drafts."""
     kept = _ragged(sampled, accepted, chains)
-    done = _event(sampled.tokens.device)
+    done = sampler.done_event(sampled.tokens.device)
     return Readout(step, sampled.work, kept, sampled.records, scores, done, sampled.refused)
 
 
@@ -155,12 +147,3 @@ def _ragged(sampled: Sampled, accepted: Accepted | None, chains: Drafts | None) 
             first += w.drafts + 1
 
     return kept
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    """A point in the device's queue, after all that is queued so far."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves its constructor without types
-    event.record()
-    return event

@@ -41,10 +41,9 @@ def resolve_device(config: EngineConfig, choices: Choices) -> torch.device:
         return torch.device("cpu")
     try:
         device = torch.device(config.device)
-    except RuntimeError as e:
+        WORKSPACE_BYTES[device.type]
+    except (RuntimeError, KeyError) as e:
         raise ConfigError(f"device must be auto, cpu or cuda, not {config.device!r}") from e
-    if device.type not in WORKSPACE_BYTES:
-        raise ConfigError(f"device must be auto, cpu or cuda, not {config.device!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here: use --device cpu")
     return device

@@ -1,7 +1,7 @@
 """Runs step plans on the device, one after the other, on the thread that plans them or on one of its own."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.core.config import EngineConfig
 from perilune.core.messages import EngineStats
 from perilune.core.step import LEFT_OUT, StepPlan, Work, samples
 from perilune.engine import exclusive_kernels, sampler
@@ -43,29 +44,25 @@ class Runner:
         self,
         model: KimiK2,
         pages: Pages,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        absorb_limit: int,
-        overrides: Mapping[str, str],
+        config: EngineConfig,
         grammars: Grammars,
         worker: ThreadPoolExecutor,
-        drafter: Drafter | None = None,
+        drafter: Drafter | None,
     ):
+        """`config` is resolved: it has no None where a number is needed."""
+        assert config.max_model_len
         device = pages.data.device
-        self.model = model
-        self.pages = pages
-        self.absorb_limit = absorb_limit
-        self.overrides = {**exclusive_kernels.claim(device, self), **overrides}
+        self.model, self.pages, self.grammars = model, pages, grammars
+        self.absorb_limit = config.absorb_limit
+        self.overrides = {**exclusive_kernels.claim(device, self), **config.ops}
         self.workspaces = workspace.Workspaces()
         # One row per slot and the padding row, which is written but never read.
-        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self.adjuster = Adjuster(max_num_seqs)
-        self.grammars = grammars
+        self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.adjuster = Adjuster(config.max_num_seqs)
         self.drafter: Drafter | None = None
         self.graphs: DecodeGraphs | None = None
         if device.type == "cuda":
-            self.graphs = DecodeGraphs(model, pages, self.last_tokens, max_model_len, Recorder(device))
+            self.graphs = DecodeGraphs(model, pages, self.last_tokens, config.max_model_len, Recorder(device))
         self.busy_seconds = 0.0
         self.follow(drafter)
         self._worker = worker

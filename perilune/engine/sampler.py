@@ -86,6 +86,15 @@ def to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
+def done_event(device: torch.device) -> torch.cuda.Event | None:
+    """A point in the device's queue, after all that is queued so far; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+    event.record()
+    return event
+
+
 def token_logprobs(
     logits: Tensor, tokens: Tensor, samples: Sequence[Sample]
 ) -> Callable[[], dict[int, TokenLogprob]] | None:

@@ -10,7 +10,7 @@ next step goes on from stays on the device too, by slot: the last token, how man
 was drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
 before its graph (ops/drafts/advance_inputs) moves its inputs to where that step ended.
 
-A draft model's graphs (draft.py) run behind the step's. All graphs share one memory pool (recorder.py). When they hold
+A draft model's graphs (draft.py) run after the step's. All graphs share one memory pool (recorder.py). When they hold
 more than MAX_BYTES all are dropped, and traffic brings back those it needs.
 """
 
@@ -18,7 +18,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
 from perilune.engine.graphs.draft import DraftGraphs
-from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Size
+from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Key
 from perilune.engine.graphs.recorder import Recorder, Replay
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
@@ -47,17 +46,6 @@ CHAIN_COLUMN = max(EACH) + 2  # first column of a chain's ids in a step's result
 COLUMNS = CHAIN_COLUMN + 2 * MAX_DRAFTS
 MIN_TABLE_BLOCKS = 24  # table width of the smallest graphs: of 64 positions, what mla_decode.attend_one has room for
 WIDENING = 4  # from one table width to the next
-
-
-class Key(NamedTuple):
-    """A graph's size: `requests` of `each` tokens, block tables `width` wide. `whole`: the graph samples and accepts.
-    `followed`: it gives the features that the draft model reads."""
-
-    requests: int
-    each: int
-    width: int
-    whole: bool
-    followed: bool
 
 
 def rounded_up(requests: int) -> int:
@@ -92,7 +80,7 @@ class Graph:
     last       [B] int64: the row of each request's last accepted position
     logits     [T, V] float32, unless the graph samples
     features   [T, A D], for a draft model
-    follow     the draft model's graph behind this one
+    follow     the draft model's graph that runs after this one
     """
 
     inputs: Inputs
@@ -318,7 +306,7 @@ class DecodeGraphs:
             log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
             self.close()
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
-        inputs = Inputs(Size(*key[:3]), device, self._arrays, block_size=self._pages.block_size, padding_row=padding)
+        inputs = Inputs(key, device, self._arrays, block_size=self._pages.block_size, padding_row=padding)
         rows = requests * each
         graph = Graph(
             inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests]
@@ -356,7 +344,7 @@ class DecodeGraphs:
         return drafts.record_follow(followed, graph.inputs.fields.stores, key.width, f"{key}, following")
 
     def _step(self, inputs: Inputs) -> Step:
-        fields, (requests, each, _) = inputs.fields, inputs.size
+        fields, (requests, each, *_) = inputs.fields, inputs.size
         rows = requests * each
         starts = torch.arange(0, rows + 1, each, dtype=torch.int32, device=fields.ids.device)
         span = Span(fields.tables, starts, fields.context, slice(0, rows))

@@ -28,6 +28,13 @@ class _Chains:
     slots: Tensor
     replays: dict[int, Replay] = field(default_factory=dict)
 
+    def begin(self, start: Start) -> None:
+        """Copies where chains begin: of at most B requests, with tables at most as wide."""
+        room, (count, used) = self.start, start.tables.shape
+        for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
+            to[:count] = of
+        room.tables[:count, :used] = start.tables
+
 
 class DraftGraphs:
     """The graphs of one draft model.
@@ -48,15 +55,11 @@ class DraftGraphs:
         """The graph with which the draft model reads a step; `slots` [B] int64 are the requests' rows of the draft
         buffer. Afterwards `draft` may be called for B requests with tables of this width."""
         chains = self._room(len(slots), width)
-        room = chains.start
 
         def follow() -> None:
             start = self.drafter.follow(followed())
             assert start is not None
-            room.states.copy_(start.states)
-            room.features.copy_(start.features)
-            room.positions.copy_(start.positions)
-            room.tables.copy_(start.tables)
+            chains.begin(start)
             chains.slots.copy_(slots)
 
         return self._recorder.record_or_run(follow, name)
@@ -83,15 +86,11 @@ class DraftGraphs:
     def draft_from(self, start: Start, length: int, requests: int, width: int) -> Drafts:
         """As Drafter.draft from `start`, which has at most `requests` rows and tables up to `width`; valid until the
         next step. The draft buffer stays as it is."""
-        count, used = start.tables.shape
         chains = self._room(requests, width)
         chains.slots.fill_(len(self._buffer) - 1)
-        room = chains.start
-        for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
-            to[:count] = of
-        room.tables[:count, :used] = start.tables
+        chains.begin(start)
         self.draft(requests, width, length)
-        ids, probabilities = self._out[:count].chunk(2, 1)
+        ids, probabilities = self._out[: len(start.tables)].chunk(2, 1)
         return Drafts(ids[:, :length], probabilities[:, :length])
 
     def _room(self, requests: int, width: int) -> _Chains:

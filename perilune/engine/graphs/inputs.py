@@ -26,12 +26,15 @@ A = TypeVar("A")
 _WORD = (1 << 64) - 1
 
 
-class Size(NamedTuple):
-    """B requests of m tokens each, with block tables M wide."""
+class Key(NamedTuple):
+    """A graph's size: B `requests` of m = `each` tokens, block tables M = `width` wide. `whole`: the graph samples and
+    accepts. `followed`: it gives the features that the draft model reads."""
 
     requests: int
     each: int
     width: int
+    whole: bool
+    followed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,14 @@ _DTYPES = {
 }
 
 
-def _shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    B, m, M = size
+def _shapes(size: Key) -> dict[str, tuple[int, ...]]:
+    B, m, M, *_ = size
     by_request = ("stores", "sources", "seeds", "output_index", "context", "front", "stop", "chained")
     special = {**dict.fromkeys(by_request, (B,)), "tables": (B, M)}
     return {f.name: special.get(f.name, (B, m)) for f in fields(Fields)}
 
 
-def _views(buffer: Tensor, size: Size) -> list[Tensor]:
+def _views(buffer: Tensor, size: Key) -> list[Tensor]:
     views, at = [], 0
     for name, shape in _shapes(size).items():
         dtype = _DTYPES[name]
@@ -122,7 +125,7 @@ class Inputs:
     `padding_row` is the row of the last-token buffer that padding rows write to; it is never read.
     """
 
-    def __init__(self, size: Size, device: torch.device, arrays: Arrays, *, block_size: int, padding_row: int) -> None:
+    def __init__(self, size: Key, device: torch.device, arrays: Arrays, *, block_size: int, padding_row: int) -> None:
         self.size = size
         nbytes = sum(_DTYPES[name].itemsize * int(np.prod(shape)) for name, shape in _shapes(size).items())
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)

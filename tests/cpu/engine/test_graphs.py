@@ -18,7 +18,8 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.messages import Submit
 from perilune.core.step import StepPlan
 from perilune.engine.engine import Engine
-from perilune.engine.graphs.decode import MAX_BYTES, DecodeGraphs, Key
+from perilune.engine.graphs.decode import MAX_BYTES, DecodeGraphs
+from perilune.engine.graphs.inputs import Key
 from perilune.engine.graphs.recorder import Recorder as GraphRecorder
 from perilune.engine.graphs.recorder import Replay
 from perilune.engine.sampler import FAILED, on_device, uniform, uniforms

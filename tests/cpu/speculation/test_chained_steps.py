@@ -18,7 +18,8 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.messages import Delta, Submit
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.engine.graphs.decode import DecodeGraphs, Key
+from perilune.engine.graphs.decode import DecodeGraphs
+from perilune.engine.graphs.inputs import Key
 from perilune.engine.runner import Runner
 from perilune.engine.sampler import uniforms
 from perilune.formats.hub import resolve_model
