@@ -67,7 +67,7 @@ def command(
 
 
 def _build() -> None:
-    """What would otherwise happen on first use. A source whose compiler is missing is named and skipped."""
+    """What would otherwise happen on first use. A source without its compiler is named and skipped."""
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, built in zip(build.sources(), pool.map(build.library, build.sources())):
@@ -129,11 +129,11 @@ def _check(
     rows = []
     for case in check.cases(op, device, pattern):
         for dtype in dtypes:
-            for verdict in check.check(op, case, dtype, device, names):
-                row = {"case": repr(case), "dtype": check.short(dtype), **vars(verdict)}
+            for result in check.check(op, case, dtype, device, names):
+                row = {"case": repr(case), "dtype": check.short(dtype), **vars(result)}
                 rows.append(row)
-                if verdict.failed and not quiet:
-                    click.echo(f"FAILED {verdict.impl} {row['dtype']} {case}: {verdict.failed}")
+                if result.failed and not quiet:
+                    click.echo(f"FAILED {result.impl} {row['dtype']} {case}: {result.failed}")
     ran = [r for r in rows if r["refused"] is None]
     failed = sum(r["failed"] is not None for r in ran)
     if not quiet:
