@@ -21,9 +21,12 @@ from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
+from perilune.engine.graphs.decode import Graph
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import DenseExperts, Fp8Experts, Int4CompactExperts, Int4Experts, Moe, NvFp4Experts
 from perilune.ops.harness.timing import measure_roof
+
+REPLAYS = 20  # of a step's graph in a row, to time one
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def measure(
         rows = []
         _time_steps(engine, max(batches), context, 8)  # warm-up: compilation, page faults, clocks
         for batch in batches:
-            prefill, step, each, accepted, drafting = _time_steps(engine, batch, context, tokens)
+            timed = _time_steps(engine, batch, context, tokens)
+            step = timed.step
             middle = context + tokens // 2
             floor = foot.step_bytes(batch, middle) / rate
             row = {
@@ -112,25 +116,30 @@ def measure(
                 "context": middle,
                 "draft": engine.config.draft_tokens or 0,
                 "draft_source": engine.config.draft,
-                "acceptance_length": round(accepted, 3),
+                "acceptance_length": round(timed.accepted, 3),
                 "acceptance": "measured",
-                "draft_ms": round(drafting * 1e3, 4),
+                "draft_ms": round(timed.drafting * 1e3, 4),
                 "expert_format": _expert_format(runner.model),
                 "rest_dtype": engine.config.dtype,
                 "kv_dtype": engine.config.kv_dtype,
                 "distinct_experts": round(foot.distinct(batch), 2),
                 "step_ms": round(step * 1e3, 4),
-                "tokens_per_s": round(each / step, 1),
+                "tokens_per_s": round(timed.tokens / step, 1),
                 "floor_ms": round(floor * 1e3, 4),
                 "fraction": round(floor / step, 4),
                 "read_gb_per_s": round(rate / 1e9, 2),
-                "prefill_tokens_per_s": round(batch * context / prefill, 1),
+                "prefill_tokens_per_s": round(batch * context / timed.prefill, 1),
                 "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
                 **ledger.circumstances(),
             }
+            bound = ""
+            if timed.device is not None:
+                row |= {"device_ms": round(timed.device * 1e3, 4), "host_ms": round(timed.host * 1e3, 4)}
+                bound = "device" if timed.device > timed.host else "host"
+                bound = f"{bound}-bound (device {row['device_ms']} ms, host {row['host_ms']} ms), "
             rows.append(row)
             report(
-                f"batch {batch:>3}, context {middle}: {row['tokens_per_s']:>8} tok/s, step {row['step_ms']} ms, "
+                f"batch {batch:>3}, context {middle}: {row['tokens_per_s']:>8} tok/s, step {row['step_ms']} ms, {bound}"
                 f"{row['acceptance_length']} tokens per verified step, "
                 f"floor {row['floor_ms']} ms, {100 * row['fraction']:.1f} % of the ceiling; "
                 f"prompts {row['prefill_tokens_per_s']} tok/s"
@@ -140,23 +149,46 @@ def measure(
         engine.close()
 
 
-def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, float, float, float, float]:
-    """Seconds until every request has its first token; of the steps in which all decode the median seconds and the
-    mean tokens; tokens per request's share of a step with drafts; seconds per step of making them (suffix drafts)."""
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Of the steps in which all requests decode; seconds.
+
+    prefill         until every request has its first token
+    step, tokens    median of a step, and mean of its tokens
+    accepted        tokens per request's share of a step with drafts
+    drafting        of making drafts, per step (suffix drafts)
+    host            median of a step's time in which the engine's thread did not wait for the device
+    device          a replay of the step's graph; None where there is none
+    """
+
+    prefill: float
+    step: float
+    tokens: float
+    accepted: float
+    drafting: float
+    host: float
+    device: float | None
+
+
+def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed:
     rng = random.Random(batch * 7919 + context)
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     begin = time.perf_counter()
     for rid in range(batch):
         prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
         engine.submit(Submit(rid, prompt, params))
-    waiting, first, last, spans, sizes = set(range(batch)), 0.0, 0.0, [], []
-    before, spent = engine.stats(), engine.drafting_seconds
+    waiting, first, last, spans, hosts, sizes = set(range(batch)), 0.0, 0.0, [], [], []
+    before, spent, graph = engine.stats(), engine.drafting_seconds, None
     while engine.busy:
+        waited = engine.waiting_seconds
         deltas = [d for d in engine.step() if d.tokens]
         now = time.perf_counter()
         if not waiting and len(deltas) == batch:
             spans.append(now - last)
+            hosts.append(spans[-1] - (engine.waiting_seconds - waited))
             sizes.append(sum(len(d.tokens) for d in deltas))
+            if len(spans) == tokens // 2 and (graphs := engine.runner.graphs) is not None and len(graphs):
+                graph = engine.runner.call(graphs.latest)
         if waiting:
             waiting -= {d.rid for d in deltas}
             first = now - begin
@@ -164,9 +196,27 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> tuple[
     after = engine.stats()
     accepted = sum(a for *_, a in after.drafts) - sum(a for *_, a in before.drafts)
     verified, steps = after.verified - before.verified, after.steps - before.steps
-    length = 1 + accepted / verified if verified else 1.0
-    drafting = (engine.drafting_seconds - spent) / steps
-    return first, statistics.median(spans), statistics.mean(sizes), length, drafting
+    return _Timed(
+        prefill=first,
+        step=statistics.median(spans),
+        tokens=statistics.mean(sizes),
+        accepted=1 + accepted / verified if verified else 1.0,
+        drafting=(engine.drafting_seconds - spent) / steps,
+        host=statistics.median(hosts),
+        device=None if graph is None else engine.runner.call(_replay_seconds, graph),
+    )
+
+
+def _replay_seconds(graph: Graph) -> float:
+    """One replay of a step's graph behind others, on the device's clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "01")  # type: ignore[no-untyped-call]  # torch's own
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / REPLAYS / 1e3
 
 
 _FORMATS = {

@@ -109,7 +109,7 @@ def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int], setting: 
     """The whole trace for each number of users at once; with a `setting`, which begins anew for each."""
     result = Round({}, {}, 0, 0, 0, 0, [])
     graphs = engine.runner.graphs
-    captured = graphs.captured if graphs is not None else 0
+    captured = graphs.recorder.captured if graphs is not None else 0
     for most in users:
         if setting is not None:
             engine.use_drafts(*setting, shared=True)
@@ -140,7 +140,7 @@ def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int], setting: 
             engine.step()  # what was planned ahead in vain
         result.tokens += sum(map(len, answers))
         result.answers += map(tuple, answers)
-    result.captured = graphs.captured - captured if graphs is not None else 0
+    result.captured = graphs.recorder.captured - captured if graphs is not None else 0
     return result
 
 
@@ -260,7 +260,7 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
             costs=None if count else costs,
             shared=True,
         )
-        floor = 0.0 if engine.on_gpu else speculator.hope
+        floor = 0.0 if engine.runner.graphs is not None else speculator.min_confidence
         clock = replay.Clock(costs if speculator.longest else costs.alone(), floor=floor)
         return replay.play(told, most, clock, speculator).seconds
 

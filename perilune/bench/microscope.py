@@ -32,7 +32,7 @@ from perilune.loading.synthetic import random_weights
 from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
-from perilune.model.weights import Dense, Int4Experts, Moe, Weights
+from perilune.model.weights import Int4Experts, Moe, Weights
 from perilune.ops.attention import mla_pre_attention, mla_project_query
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
@@ -123,7 +123,7 @@ class Bench:
         many = batch > router.MAX_ROWS  # then the shared expert and the router's gate are kernels of their own
         return [
             *([("shared gate and up", size(moe.shared.gate_up))] if many else []),
-            *([("silu", 0.0)] if many and isinstance(moe.shared.gate_up, Dense) else []),
+            *([("silu", 0.0)] if many and moe.shared.gate_up.format == "dense" else []),
             *([("shared down", size(moe.shared.down))] if many else []),
             *(
                 [("norm, qkv_a, q_b, W_UK", size(a.qkv_a, a.q_b, a.w_uk))]
@@ -289,7 +289,7 @@ def _scatter(engine: Engine) -> None:
     same, and so do drafts of a random draft model."""
     assert engine.runner.graphs is not None
     with torch.inference_mode():
-        for tokens in (engine.runner.last_tokens, engine.runner.graphs.ahead):
+        for tokens in (engine.runner.last_tokens, engine.runner.graphs.draft_buffer):
             tokens.random_(0, engine.info.vocab_size)
 
 

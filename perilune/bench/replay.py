@@ -86,7 +86,7 @@ class Listener(Speculator):
     def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
         return {}
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         return None
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
@@ -126,9 +126,9 @@ def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator 
             if speculator is not None:
                 speculator.open(rid, told[rid].prompt)
         behind = drafts = None
-        asked = None if speculator is None or speculator.resting else speculator
+        asked = None if speculator is None or speculator.paused else speculator
         if running is not None and asked is not None and clock.costs.followed is not None:
-            drafts = asked.behind(running[0])
+            drafts = asked.chained(running[0])
         if running is not None and drafts is not None:
             behind = _behind(told, known, running[0], drafts, number)
         first = behind is None and running is not None and asked is not None and _waits(asked, running[0])
@@ -136,8 +136,8 @@ def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator 
             _land(told, known, *running, clock, speculator, tally)
         following = behind or _launch(told, known, None if first else running, number, asked)
         if following is not None and asked is not None:
-            following = StepPlan(following.step, following.work, asked.chain(following))
-            asked.tidy()
+            following = StepPlan(following.step, following.work, asked.chain_length(following))
+            asked.maintain()
         elif following is not None:
             following = StepPlan(following.step, following.work, LEFT_OUT)
         if running is not None and not first:
@@ -158,7 +158,7 @@ def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | No
 def _behind(
     told: Sequence[Told], known: dict[int, int], running: StepPlan, drafts: int, number: int
 ) -> StepPlan | None:
-    """As Scheduler.plan_behind."""
+    """As Scheduler.plan_chained."""
     flying = {w.rid: w.drafts for w in running.work}
     work = []
     for rid, count in known.items():
@@ -174,13 +174,13 @@ def _behind(
         start = len(one.prompt) + at - 1
         params, later = SamplingParams(), rid in flying
         work.append(
-            Work(rid, rid, start, tokens, (), True, at, params, 0, left=one.most - at, drafts=more, behind=later)
+            Work(rid, rid, start, tokens, (), True, at, params, 0, left=one.most - at, drafts=more, chained=later)
         )
     return StepPlan(number, tuple(work)) if work else None
 
 
 def _waits(speculator: Speculator, running: StepPlan) -> bool:
-    return any(w.drafts for w in running.work) or speculator.wanted(running)
+    return any(w.drafts for w in running.work) or speculator.worth_waiting(running)
 
 
 def _launch(
@@ -219,7 +219,7 @@ def _launch(
                 (*w.tokens, *guesses),
                 (),
                 True,
-                w.draw,
+                w.output_index,
                 w.params,
                 0,
                 (),
@@ -246,7 +246,7 @@ def _land(
             continue  # computed once more for nothing
         one, at = told[w.rid], known[w.rid]
         right = 0
-        guesses = tuple(token for token, _ in one.chains[at - 1]) if w.behind else w.guesses
+        guesses = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.guesses
         while right < w.drafts and at + right < len(one.answer) - 1 and guesses[right] == one.answer[at + right]:
             right += 1
         tokens = one.answer[at : at + right + 1]
@@ -268,11 +268,11 @@ def _land(
     seconds = clock.step(counts, [w.end for w in plan.work], length, how)
     tally.seconds += seconds
     tally.steps += 1
-    if speculator is not None and speculator.resting:
-        speculator.rest(len(plan.work), deltas)
+    if speculator is not None and speculator.paused:
+        speculator.record_paused(len(plan.work), deltas)
     elif speculator is not None:
         speculator.observe(deltas, outputs)
-        speculator.timed(plan, seconds, how in (How.WAITED, How.BARE))
+        speculator.record_time(plan, seconds, how in (How.WAITED, How.BARE))
 
 
 def oracle(told: Sequence[Told], clock: Clock) -> float:

@@ -9,7 +9,7 @@ import click
 import torch
 
 from perilune.core.errors import ConfigError
-from perilune.ops.harness import build, check, registry, timing
+from perilune.ops.harness import build, check, registry, timing, workspace
 from perilune.ops.harness.case import Make
 from perilune.ops.harness.registry import REFERENCE, Op
 
@@ -57,9 +57,10 @@ def command(
     if not check.cases(op, where, pattern) or not dtypes:
         raise ConfigError(f"op {name} has no case of type {dtype} on {where} that contains {pattern or ''!r}")
     names = impls or tuple(c.name for c in op.candidates)
-    checks = _check(op, where, dtypes, pattern, names, as_json)
-    failed = sum(row["failed"] is not None for row in checks)
-    times = [] if check_only or failed else _time(op, where, dtypes, pattern, names, as_json)
+    with workspace.owned():
+        checks = _check(op, where, dtypes, pattern, names, as_json)
+        failed = sum(row["failed"] is not None for row in checks)
+        times = [] if check_only or failed else _time(op, where, dtypes, pattern, names, as_json)
     if as_json:
         click.echo(json.dumps({"op": name, "device": _describe(where), "checks": checks, "times": times}))
     if failed:

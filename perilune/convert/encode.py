@@ -24,6 +24,7 @@ from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.served import SERVED
 from perilune.loading.survey import Survey, read_parts
 from perilune.model import names
+from perilune.ops.harness.workspace import Workspaces
 
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats whose weights are q * s
@@ -67,6 +68,7 @@ class Encoder:
         self._checkpoint, self._found, self._target = checkpoint, found, target
         self._devices, self._threads, self._own = devices, itertools.count(), threading.local()
         self._scales = scales
+        self._workspaces = Workspaces()
         self.inputs = Inputs()
         self._factors: dict[tuple[str, ...], Tensor] = {}
         self._lock = threading.Lock()
@@ -141,7 +143,8 @@ class Encoder:
             else:
                 exponent, often = math.frexp(factor.item())[1] - 1, self._often(name)
                 if form in GRID:
-                    done = search.from_int4(*self._grid(name, rows), exponent, often)
+                    with self._workspaces.use():
+                        done = search.from_int4(*self._grid(name, rows), exponent, often)
                 else:
                     done = search.from_weights(self._weights(name, rows), exponent, often)
             return Piece(done.values, (done.scale,), done.signal, done.error)

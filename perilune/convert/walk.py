@@ -22,7 +22,8 @@ from perilune.loading.survey import read_linear, survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Span, Step, mla
-from perilune.model.weights import Attention, Dense
+from perilune.model.weights import Attention, Matrix
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
@@ -86,9 +87,8 @@ class Walk:
         out = torch.empty_like(self.x)
         for piece in self._pieces:
             rows = piece.rows
-            out[rows] = mla(
-                w, self.x[rows], self._cos[rows], self._sin[rows], piece.step, self._pages, self._eps, self._scale
-            )
+            rotary, latents = Rotary(self._cos[rows], self._sin[rows]), Latents(self._pages, piece.step.slots)
+            out[rows] = mla(w, self.x[rows], rotary, piece.step, latents, self._eps, self._scale)
         self.x = add_rmsnorm(self._h, out, self._plain(*at["post_norm"]), self._eps)
 
     def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:
@@ -144,13 +144,13 @@ class Walk:
         heads, n, latent = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
         kv_b = self._linear(at["kv_b"][0]).view(heads, n + c.v_head_dim, latent)
         return Attention(
-            qkv_a=Dense(torch.cat([self._linear(name) for name in at["qkv_a"]])),
+            qkv_a=Matrix(torch.cat([self._linear(name) for name in at["qkv_a"]])),
             q_a_norm=self._plain(*at["q_a_norm"]),
-            q_b=Dense(self._linear(at["q_b"][0])),
+            q_b=Matrix(self._linear(at["q_b"][0])),
             kv_a_norm=self._plain(*at["kv_a_norm"]),
             w_uk=kv_b[:, :n].contiguous(),
             w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
-            o=Dense(self._linear(at["o"][0])),
+            o=Matrix(self._linear(at["o"][0])),
         )
 
     def _triple(self, at: names.Names) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +205,7 @@ def _piece(group: Sequence[Sequence[int]], begin: int, device: torch.device) -> 
     positions = torch.cat([torch.arange(n) for n in lengths])
     owner = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(lengths))
     slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
-    span = Span(slice(0, total), tables.to(device), ends.to(torch.int32), torch.tensor(lengths, dtype=torch.int32))
+    span = Span(tables.to(device), ends.to(torch.int32), torch.tensor(lengths, dtype=torch.int32), slice(0, total))
     tokens = torch.tensor([t for ids in group for t in ids])
     step = Step(tokens.to(device), positions.to(device), slots.to(device), None, span)
     return _Piece(slice(begin, begin + total), step, sum(needed))

@@ -56,15 +56,15 @@ class EngineConfig:
         16,
     )
     threads: int | None = _doc("CPU threads of the engine; default: torch's choice", None)
-    seed: int | None = _doc("seed of requests that bring none; default: drawn from the system", None)
+    seed: int | None = _doc("seed of requests that bring none; default: the system's random numbers", None)
     tp: int = _doc("tensor-parallel ranks", 1)
     ep: int = _doc("expert-parallel ranks", 1)
     draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
-        "what guesses tokens ahead, never changing an answer: a draft model, matches with earlier text, or both; "
+        "source of draft tokens, which never change an answer: a draft model, matches with earlier text, or both; "
         "auto: both where there is a draft model",
         "auto",
     )
-    draft_tokens: int | None = _doc("tokens guessed per request and step, 1 to 8; default: as many as pay", None)
+    draft_tokens: int | None = _doc("drafts per request and step, 1 to 8; default: as many as pay", None)
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
@@ -74,11 +74,11 @@ class EngineConfig:
         "auto",
     )
     log_rejected: str | None = _doc(
-        "directory for drafts that were not followed, with the text before, for `draft mine`; default: none is kept",
+        "directory for rejected drafts, with the text before, for `draft mine`; default: none is kept",
         None,
     )
-    log_rejected_share: float = _doc("share of the requests that are logged, drawn by lot", 0.1)
-    log_rejected_mb: int = _doc("megabytes of that log; the oldest files give way", 64)
+    log_rejected_share: float = _doc("share of the requests that are logged, chosen at random", 0.1)
+    log_rejected_mb: int = _doc("megabytes of that log; the oldest files are deleted", 64)
     ops: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},

@@ -10,12 +10,10 @@ from perilune.core.constraint import Constraint
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import TokenLogprob
 
-FINISH_REASONS = ("stop", "length", "cancelled", "error")
-
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Front end -> engine: run this prompt. `rid` is unique among the front end's live requests.
+    """Front end -> engine: run this prompt. `rid` is unique among the front end's unfinished requests.
 
     `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): only for a `constraint` on the
     answer does the engine read the tokenizer.
@@ -32,7 +30,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Front end -> engine: nobody waits for this request any more. Unknown ids are ignored; no Delta answers."""
+    """Front end -> engine: end this request without a Delta. Unknown ids are ignored."""
 
     rid: int
 
@@ -42,16 +40,19 @@ class Shutdown:
     """Front end -> engine: finish the step and exit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """Engine -> front end: new tokens of a request.
+    """Engine -> front end: new tokens of a request. Not frozen for speed, as core/step.py's Work.
 
-    The token that ended the request (an end token) is included in `tokens`. `finish_reason` is None until the last
-    delta: "stop" (an id of stop_token_ids), "length", "cancelled" (engine shut down) or "error" (see `error`).
-    `logprobs` is parallel to `tokens` when asked for. `prompt_logprobs` arrives in pieces, in order of position.
-    `closed_by_grammar`: the answer's form is complete, but only because the grammar took other tokens than the model's
-    near the end of its room; `finish_reason` is then "length".
-    `drafted` tokens had been guessed for the step that brought these, of which the first `accepted` of `tokens` are.
+    tokens             the end token that ended the request is included
+    logprobs           parallel to `tokens`, if asked for
+    prompt_logprobs    arrive in pieces, in order of position
+    finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length" or "error"
+    error              one line for the user, with finish_reason "error"
+    cached_tokens      prompt tokens taken from the prefix cache; in the first delta only
+    drafted, accepted  drafts that the step verified for the request; the first `accepted` of `tokens` were drafts
+    closed_by_grammar  the answer's form is complete only because the grammar replaced tokens of the model near
+                       max_tokens; finish_reason is then "length"
     """
 
     rid: int
@@ -60,13 +61,13 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
-    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     closed_by_grammar: bool = False
 
     def singly(self) -> "Iterator[Delta]":
-        """The same news, a token at a time: for whoever may stop at any of them."""
+        """The same, one delta per token: for callers that may stop at any token."""
         if len(self.tokens) < 2:
             yield self
             return
@@ -126,7 +127,3 @@ class Failed:
     """Engine -> front end: the engine cannot start or go on."""
 
     error: str
-
-
-ToEngine = Submit | Cancel | Shutdown
-FromEngine = Delta | EngineInfo | EngineStats | Failed

@@ -1,14 +1,14 @@
-"""The engine's record of one live request: counters, not phases.
+"""The engine's record of one unfinished request: counters, not phases.
 
-Positions of a request, at the moment a step is planned while the previous one still runs:
+Positions of a request when a step is planned while the previous one still runs:
 
     0 ........ computed ........ planned ..... known . horizon ......... limit
     |-- committed --|-- in flight --|-- to do --|pending|-- not sampled yet --|
 
 known    prompt and committed output tokens, whose ids the host has
-pending  tokens that steps in flight will sample; at most one when a step is planned, two while its predecessor and it
-         are both in flight. A step with drafts counts as one, though it may bring more: what is planned before it has
-         landed lies up to `drafted` positions further, and `planned` does not count the drafts
+pending  tokens that steps in flight will sample: at most one when a step is planned, two while that step and the one
+         before it are both in flight. A step with drafts counts as one, though it may bring more: then a step planned
+         before its result is known computes up to `drafted` positions further on. `planned` does not count drafts
 horizon  known + pending
 limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
 """
@@ -39,10 +39,10 @@ class Request:
     planned: int = 0
     pending: int = 0
     drafted: int = 0  # drafts in flight, of all steps: their KV needs blocks beyond `planned`
-    doubted: bool = False  # the next step must do without drafts, because one of the last step's spoilt it
+    doubted: bool = False  # the next step must not have drafts: logits after a draft of the last step were not finite
     counted: bool = False  # the device has the counts of its tokens, if its parameters look back
-    life: int = 0  # preemptions so far; work planned in an earlier life no longer has its blocks
-    scored: int = 0  # prompt positions whose successor's log-probability was delivered
+    life: int = 0  # preemptions so far; work planned in an earlier life has lost its blocks
+    scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
     finished: bool = False
     _table: tuple[int, ...] | None = field(default=None, repr=False)
@@ -60,13 +60,14 @@ class Request:
 
     @property
     def todo(self) -> int:
-        """Positions a step could compute now; 0 once the steps in flight sample the last token, and while it is not
-        known how many tokens they bring."""
-        return self.horizon - self.planned if self.horizon < self.limit and not self.drafted else 0
+        """Positions a step could compute now. 0 when the steps in flight sample the last token, and while they have
+        drafts, because the number of tokens they bring is then unknown."""
+        horizon = len(self.tokens) + self.pending
+        return horizon - self.planned if horizon < self.limit and not self.drafted else 0
 
     @property
     def table(self) -> tuple[int, ...]:
-        """`blocks` as a tuple, rebuilt only after a change: a long context is not copied for every token."""
+        """`blocks` as a tuple, made anew only after a change: the table of a long context is not copied every step."""
         if self._table is None:
             self._table = tuple(self.blocks)
         return self._table
@@ -80,7 +81,7 @@ class Request:
         self._table = None
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
-        """Ids at the next `count` positions to plan, the last one PENDING if it is still being sampled."""
+        """Ids at the next `count` positions to plan; the last one is PENDING while a step in flight samples it."""
         assert 0 < count <= self.horizon - self.planned, (self.rid, count, self)
         end = self.planned + count
         ids = tuple(self.tokens[self.planned : end])
@@ -90,15 +91,15 @@ class Request:
         """The prompt tokens that follow the next `count` positions to plan."""
         return tuple(self.tokens[self.planned + 1 : min(self.planned + count + 1, self.prompt_len)])
 
-    def ahead(self, count: int) -> int:
+    def next_token(self, count: int) -> int:
         """The token that follows the next `count` positions to plan; PENDING if it is not known."""
         end = self.planned + count
         return self.tokens[end] if end < self.known else PENDING
 
     def history(self, count: int) -> tuple[int, ...]:
-        """All tokens, for the first sample of a run that looks back at them, after the next `count` positions; empty
-        for any other: from then on the device counts them itself."""
-        if not self.params.penalized or self.counted or self.planned + count != self.horizon:
+        """All tokens, if the next `count` positions sample the first token since the request started to run and its
+        parameters look back; else (): from then on the device counts the tokens itself."""
+        if self.counted or not self.params.penalized or self.planned + count != self.horizon:
             return ()
         assert not self.pending, self
         return tuple(self.tokens)
@@ -109,12 +110,11 @@ class Request:
         sample = self.planned == self.horizon
         self.pending += sample
         self.counted |= sample
-        self.check()
         return sample
 
     def land(self, count: int, drafts: int, accepted: int, again: bool) -> None:
-        """Counts `count` more positions as computed, besides those of `accepted` of the step's `drafts`. `again`: less
-        the last one, because a draft spoilt it."""
+        """Counts `count` more positions as computed, and those of `accepted` of the step's `drafts`; with `again` one
+        position less (see Output.again)."""
         self.computed += count + accepted - again
         self.planned += accepted - again
         self.drafted -= drafts
@@ -122,7 +122,7 @@ class Request:
         assert self.computed <= self.known and self.drafted >= 0, self
 
     def withdraw(self, drafts: int) -> None:
-        """Takes back a launch of one position with `drafts` drafts, which were none."""
+        """Takes back a launch of one position with `drafts` drafts, whose result is not used."""
         self.planned -= 1
         self.pending -= 1
         self.drafted -= drafts
@@ -142,7 +142,7 @@ class Request:
 
     def start(self, slot: int, blocks: list[int], block_size: int) -> None:
         """Starts to run, with the KV of the leading `blocks` already there."""
-        # A token still being sampled sits in the last-token row of the slot it was planned with, which is gone.
+        # A token still being sampled will be in the last-token row of the slot it was planned with, not of this one.
         assert self.slot is None and not self.blocks and self.pending == 0, (self.rid, self.slot, self.pending)
         self.slot = slot
         self.blocks = blocks

@@ -42,7 +42,7 @@ class SamplingParams:
                     the others. A prompt's tokens do not count
     min_tokens      output tokens before which neither stop_token_ids nor the model's own end tokens can be chosen;
                     a stop string still ends the text sooner
-    seed            makes the request reproducible whatever else is in the batch; None draws one
+    seed            makes the request reproducible whatever else is in the batch; None: a random one
     max_tokens      None: until the context is full
     stop            strings that end the text (never part of it); a single string is accepted
     stop_token_ids  ids that end the request, besides the model's own end tokens
@@ -161,7 +161,7 @@ def sibling(params: SamplingParams, index: int) -> SamplingParams:
 
     Number 0 runs as the request alone would. Another one's seed is the finaliser of splitmix64 over
     seed + index * 0x9E3779B97F4A7C15 modulo 2^64, without its lowest bit: as reproducible as the request's. Without a
-    seed each candidate draws its own.
+    seed each candidate gets a random one.
     """
     if index == 0 or params.seed is None:
         return params

@@ -1,7 +1,11 @@
-"""What one engine step does, and what came of it: the records that pass between scheduler and runner.
+"""What one engine step computes, and what it brought: the records that pass between scheduler and runner.
 
 There are no prefill and decode phases. Every request has known tokens and computed tokens; a step lets computed
 catch up with known by `count` positions. A prompt, a chunk of one and a single decoded token differ only in `count`.
+
+`Work` and `Output` are made once per request and step, 64 times in a step of 32 requests, while the device waits. They
+are not frozen, because a frozen dataclass of 15 fields takes 4 us to make and a plain one 0.6 us. No code changes one
+after its step was launched.
 """
 
 from collections.abc import Sequence
@@ -10,30 +14,35 @@ from typing import Protocol
 
 from perilune.core.sampling import SamplingParams
 
-PENDING = -1
-LEFT_OUT = -1  # as a chain's length
-MAX_DRAFTS = 8  # tokens guessed ahead of a request in one step
+PENDING = -1  # the id of a token that the step before is still sampling
+LEFT_OUT = -1  # StepPlan.chain of a step that the draft model does not follow
+MAX_DRAFTS = 8  # drafts of one request in one step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """One request's share of a step: compute positions start .. start + count - 1.
 
-    `tokens` are the ids at those positions. The last id may be `PENDING`: it is the token the previous step samples
-    for this request, which the host has not seen when the step is planned; the runner takes it from row `slot` of its
-    last-token buffer. `blocks` is the block table covering positions 0 .. start + count - 1.
-    `sample` is true when the last position's logits choose the token at position start + count; `draw` is that
-    token's index in the output (0-based), which with the seed determines the random number used.
-    `history` is every token of the request, prompt and the `draw` outputs: given when its parameters look back and the
-    host knows them all (so at each start and resumption); otherwise row `slot` of the token counts is up to date.
-    `left` is how many tokens the request may still come to have, the one sampled here included.
-    `ahead` is the known token at position start + count, for a draft model; PENDING where it is sampled here.
-    `prompt_logprobs` asks for the log-probability of the prompt tokens at positions start+1 .. start+count.
-    The last `drafts` of `tokens` are guesses. Each of the last drafts + 1 positions then draws a token, as if the
-    guesses before it were right; what stands are the draws up to and including the first that is not the next guess.
-    `behind` a step in flight that may bring the request several tokens: all `tokens` are PENDING, what that step draws
-    last and then the chain a draft model drafts behind it; start, draw and left are as if it brought one token only,
-    and `blocks` reach as far as all of them may.
+    slot            the request's row of the device's buffers (last token, draft chain, token counts)
+    tokens          the ids at those positions. The last may be PENDING: the previous step samples it, and the host had
+                    not seen it when the step was planned; the runner takes it from row `slot` of its last-token buffer.
+                    The last `drafts` of them are guesses
+    blocks          the block table covering positions 0 .. start + count - 1; the same tuple until it changes
+    sample          the last position's logits choose the token at position start + count
+    output_index    that token's index in the output, from 0; with `seed` it determines the random number used
+    prompt_targets  the prompt tokens at positions start + 1 .. start + count, if their log-probabilities are wanted
+    history         all tokens of the request, prompt and `output_index` outputs: given when its parameters look back
+                    (penalties) and the host knows them all, so at each start and resumption; else () and row `slot` of
+                    the token counts is up to date
+    left            tokens the request may still get, the one sampled here included
+    drafts          how many of `tokens` are guesses. Each of the last drafts + 1 positions samples a token, as if the
+                    guesses before it were right; accepted are the guesses that equal the token sampled before them, up
+                    to the first that does not, and the request gets those and one sampled token more
+    next_token      the known token at position start + count, for a draft model; PENDING if it is sampled here
+    chained         the step before may bring the request several tokens, and the host has not seen how many. All
+                    `tokens` are PENDING: the device puts there the last token of that step and then the chain that a
+                    draft model drafted after it. start, output_index and left are as if that step brought one token,
+                    and `blocks` reach as far as all its drafts may
     """
 
     rid: int
@@ -42,15 +51,15 @@ class Work:
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     sample: bool
-    draw: int
+    output_index: int
     params: SamplingParams
     seed: int
-    prompt_targets: tuple[int, ...] = ()  # ids whose log-probability is wanted, one per position
+    prompt_targets: tuple[int, ...] = ()
     history: tuple[int, ...] = ()
     left: int = 0
     drafts: int = 0
-    ahead: int = PENDING
-    behind: bool = False
+    next_token: int = PENDING
+    chained: bool = False
 
     @property
     def count(self) -> int:
@@ -62,7 +71,7 @@ class Work:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """As a Draw: a work's first token is drawn after no guess."""
+        """As in Sample: a work's first token is sampled after no guess."""
         return ()
 
     @property
@@ -70,10 +79,10 @@ class Work:
         return self.start + len(self.tokens)
 
 
-class Draw(Protocol):
-    """One token to be drawn: a Work without drafts, or one Row of a Work with some. Fields as there.
+class Sample(Protocol):
+    """One token to be sampled: a Work without drafts, or one Row of a Work with drafts. Fields as in Work.
 
-    `before` are the guesses that this draw supposes to be right.
+    `before` are the guesses that this token takes to be right.
     """
 
     @property
@@ -81,7 +90,7 @@ class Draw(Protocol):
     @property
     def slot(self) -> int: ...
     @property
-    def draw(self) -> int: ...
+    def output_index(self) -> int: ...
     @property
     def left(self) -> int: ...
     @property
@@ -96,7 +105,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a work with drafts draws its token number `index`, should the guesses before it be right."""
+    """Where a work with drafts samples after its first `index` guesses, taking them to be right."""
 
     work: Work
     index: int
@@ -110,8 +119,8 @@ class Row:
         return self.work.slot
 
     @property
-    def draw(self) -> int:
-        return self.work.draw + self.index
+    def output_index(self) -> int:
+        return self.work.output_index + self.index
 
     @property
     def left(self) -> int:
@@ -134,8 +143,8 @@ class Row:
         return self.work.guesses[: self.index]
 
 
-def draws(work: Sequence[Work]) -> tuple[Draw, ...]:
-    """What is drawn for works that sample: a token each, and one more for every draft, in order of position."""
+def samples(work: Sequence[Work]) -> tuple[Sample, ...]:
+    """The tokens sampled for works that sample: one each and one more for every draft, in order of position."""
     if not any(w.drafts for w in work):
         return tuple(work)
     return tuple(Row(w, i) if w.drafts else w for w in work for i in range(w.drafts + 1))
@@ -145,15 +154,16 @@ def draws(work: Sequence[Work]) -> tuple[Draw, ...]:
 class StepPlan:
     """Everything the runner needs for one step; printable and replayable.
 
-    A draft model, if there is one, drafts `chain` tokens behind what the step draws, for the next one to verify; with
-    LEFT_OUT it does not even follow the step. Where that can be seen for free, it stops when every request's chain is
-    less probable than `hope` by its own confidence.
+    chain           tokens that the draft model, if there is one, drafts after the sampled token of each request, for
+                    the next step to verify; LEFT_OUT: the draft model does not even read the step
+    min_confidence  where the host sees the draft model's probabilities without waiting (CPU), drafting stops when every
+                    request's chain has a lower product of them than this
     """
 
     step: int
     work: tuple[Work, ...]
     chain: int = 0
-    hope: float = 0.0
+    min_confidence: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -169,14 +179,16 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
     """What a step brought one request: tokens if it sampled, prompt log-probabilities if asked, or an error.
 
-    The tokens are the accepted drafts and one more. `logprobs` is parallel to them, if asked for. `again`: there is no
-    such one more, because logits behind accepted drafts were not finite. A wrong draft may be to blame, whose values
-    reach the rows before it where an attention kernel multiplies them by zero; so that row counts as not computed, and
-    must be computed again without drafts.
+    tokens    the accepted drafts and one sampled token more
+    logprobs  parallel to `tokens`, if asked for
+    again     the one more is missing, because the logits after the accepted drafts were not finite. A wrong draft may
+              be the cause: where an attention kernel multiplies its values by zero they reach the rows before it. So
+              the row of the last accepted token counts as not computed, and must be computed again without drafts
+    chain     (id, probability) of what the draft model drafted after `tokens`
     """
 
     rid: int
@@ -185,7 +197,7 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     again: bool = False
-    chain: tuple[tuple[int, float], ...] = ()  # what a draft model drafts behind the tokens: id, its probability
+    chain: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class _Walk:
                 tokens=self._rows[i].ids[span.start : span.stop],
                 blocks=self._blocks[i],
                 sample=True,
-                draw=0,
+                output_index=0,
                 params=GREEDY,
                 seed=0,
             )

@@ -17,13 +17,12 @@ from perilune.loading.eagle3 import read_tensors
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.names import DRAFT_HEAD
-from perilune.model.weights import Dense
 
 
 def reopen(draft: Path, model: KimiK2) -> Trainee:
     """The draft of a directory as the trainer has it, on the device of its target `model`."""
     config, tensors, head = Eagle3Config.from_directory(draft), read_tensors(draft), model.weights.lm_head
-    if not isinstance(head, Dense):
+    if head.format != "dense":
         raise ConfigError("mining needs the target's lm_head as floating-point numbers: load it with rest_dtype=dtype")
     vocabulary = None
     if config.draft_vocab_size != config.vocab_size:

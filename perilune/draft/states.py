@@ -28,7 +28,7 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
 from perilune.model import names
 from perilune.model.config import KimiConfig
-from perilune.model.weights import Dense, Weights
+from perilune.model.weights import Matrix, Weights
 
 ABOUT = "states.json"
 DTYPE = torch.bfloat16
@@ -187,4 +187,4 @@ def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[
             return checkpoint.read(full).to(device, dtype)
 
         embed, norm, head = (read(tensor.name) for tensor in names.ends(config))
-        return config, Weights(embed, [], norm, Dense(head))
+        return config, Weights(embed, [], norm, Matrix(head))

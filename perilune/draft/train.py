@@ -35,7 +35,6 @@ from perilune.draft.vocabulary import most_frequent
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.names import DRAFT_HEAD
-from perilune.model.weights import Dense
 
 STATE = "state.safetensors"
 LOG = "log.jsonl"
@@ -114,7 +113,7 @@ def train(
     stop_after  leave after so many steps of this call, saved (0: at the end)
     tell        gets every line of the log
     """
-    if not isinstance(model.weights.lm_head, Dense):
+    if model.weights.lm_head.format != "dense":
         raise ConfigError(
             "training needs the target's lm_head as floating-point numbers: load it with rest_dtype=dtype"
         )

@@ -54,20 +54,20 @@ class TokenRules:
 
 
 class Answer:
-    """One answer on its way. One thread at a time.
+    """One unfinished answer. Used by one thread at a time.
 
-    `tight`: the next token has to go through `settle`.
+    `tight`: few tokens are left, so the next one has to go through `settle`.
     """
 
     def __init__(self, enforcer: Enforcer | None, rules: TokenRules | None) -> None:
         assert enforcer is not None or rules is not None
-        self.closed = False  # its form took a token that was not drawn, because few tokens were left
+        self.closed = False  # `settle` replaced a sampled token, because few tokens were left
         self._enforcer = enforcer
         self._rules = rules
         self._tail: tuple[int, ...] = ()
 
     def copy(self) -> "Answer":
-        """The same answer, to go on with separately."""
+        """A copy that can go on with other tokens."""
         made = copy.copy(self)
         if self._enforcer is not None:
             made._enforcer = self._enforcer.copy()
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def formed(self) -> bool:
-        """Whether the answer has a form to keep to."""
+        """Whether a grammar constrains the answer."""
         return self._enforcer is not None
 
     @property
@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def safe(self) -> bool:
-        """Whether `settle` cannot fail: the token it would take instead of the drawn one is not forbidden."""
+        """Whether `settle` cannot fail: the token it would take instead of the sampled one is not forbidden."""
         if self._enforcer is None or self._rules is None or not self._enforcer.tight:
             return True
         return self._rules.permits(self._enforcer.fallback, self._tail)
@@ -105,7 +105,8 @@ class Answer:
             raise self._stuck()
 
     def settle(self, token: int, left: int) -> int:
-        """The token to take for the drawn one. Raises GrammarError if bad words and the like forbid it."""
+        """The token to take instead of the sampled `token`, so that the answer's form is complete within `left` tokens.
+        Raises GrammarError if bad words or allowed_token_ids forbid it."""
         assert self._enforcer is not None
         taken = self._enforcer.settle(token, left)
         if taken != token:

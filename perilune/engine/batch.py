@@ -1,4 +1,4 @@
-"""StepPlan -> the tensors of one step. The only place where plans become numbers."""
+"""StepPlan -> the tensors of a step that runs op by op (graphs/inputs.py for one that is a CUDA graph)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,19 @@ from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.speculation.drafter import Followed
 
-ALIGNED = 256  # bytes, as memory of its own would be
+ALIGNED = 256  # bytes: each array of a common copy begins as aligned as torch allocates tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's tensors, and which of its rows are read out.
+    """A step's tensors, and the rows that are sampled.
 
-    work           the plan's work in row order
-    sampled        the works that sample, in the order of `rows`
-    rows           [R] the rows they draw from: the last of each, and one more for every draft it has
-    firsts         [S] the first of each one's rows
-    slots          [S] last-token row that each of them stores its last token to
+    work      the plan's work in row order
+    starts    the first row of each work
+    sampled   the S works that sample, in the order of `rows`
+    rows      [R] int64: the rows that are sampled: of each such work the last, and one more for every draft
+    firsts    [S] int64: the first of each work's rows in `rows`
+    slots     [S] int64: the row of the last-token buffer that each work's last token goes to
     """
 
     step: Step
@@ -38,7 +39,8 @@ class Batch:
 
 
 def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: int) -> Batch:
-    """`last_tokens` [>= max_num_seqs] int64 on the device: what each slot sampled last, for PENDING ids."""
+    """`last_tokens` [> max_num_seqs] int64 on the device: the last token of each slot, for PENDING ids. Works of up to
+    `absorb_limit` tokens come first and attend in the absorbed form, the others in the plain form."""
     device = last_tokens.device
     few = [w for w in plan.work if w.count <= absorb_limit]
     many = [w for w in plan.work if w.count > absorb_limit]
@@ -83,21 +85,21 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
     if len(pending):
         ids[pending_at] = last_tokens[source]
     split = int(ends[len(few) - 1]) if few else 0
-    # The plain form's kernels are launched by request, from counts on the host.
+    # The plain form's kernels are launched per request, so their counts stay on the host.
     counted = torch.from_numpy(spans[1].query_start), torch.from_numpy(spans[1].context)
     step = Step(
         tokens=ids,
         positions=at,
         slots=places,
-        absorbed=Span(slice(0, split), *blocks[:3]) if few else None,
-        plain=Span(slice(split, total), blocks[3], *counted) if many else None,
+        absorbed=Span(*blocks[:3], slice(0, split)) if few else None,
+        plain=Span(blocks[3], *counted, slice(split, total)) if many else None,
     )
     return Batch(step, work, tuple(starts.tolist()), tuple(work[i] for i in sampling), rows, first_rows, stores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """A span's, as in Span."""
+    """Arrays of a Span, as there."""
 
     tables: NDArray[np.int32]
     query_start: NDArray[np.int32]
@@ -114,7 +116,7 @@ class _Arrays:
 
 
 def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays there, in one copy, without waiting for the device."""
+    """The arrays as tensors on `device`, in one copy, without waiting for it."""
     if device.type != "cuda":
         return [torch.from_numpy(a) for a in arrays]
     begins = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
@@ -122,20 +124,21 @@ def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     filled = host.numpy()
     for begin, a in zip(begins, arrays):
         filled[begin : begin + a.nbytes] = a.reshape(-1).view(np.uint8)
-    there = host.to(device, non_blocking=True)  # the pinned memory is torch's to reuse, once the copy is over
+    there = host.to(device, non_blocking=True)  # torch reuses the pinned memory only after the copy
     types = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
     return [there[b : b + a.nbytes].view(types[a.dtype]).view(a.shape) for b, a in zip(begins, arrays)]
 
 
-def followed(batch: Batch, features: Tensor, drawn: Tensor, lengths: Tensor | None) -> Followed:
-    """What a drafter has to know of a step that drew `drawn` [R], of which each request keeps `lengths` [S], or one."""
-    device = drawn.device
+def followed(batch: Batch, features: Tensor, sampled_tokens: Tensor, lengths: Tensor | None) -> Followed:
+    """What a draft model reads of a step that sampled `sampled_tokens` [R] int64, of which each request gets `lengths`
+    [S] int64; None: one."""
+    device = sampled_tokens.device
     following = batch.step.tokens.roll(-1)
-    inside = [(start + w.count - 1, w.ahead) for w, start in zip(batch.work, batch.starts) if not w.sample]
+    inside = [(start + w.count - 1, w.next_token) for w, start in zip(batch.work, batch.starts) if not w.sample]
     if inside:
         rows, tokens = on_device(np.array(inside, np.int64).T.copy(), device)
         following[rows] = tokens
-    following[batch.rows] = drawn
+    following[batch.rows] = sampled_tokens
     last = batch.firsts if lengths is None else batch.firsts + (lengths - 1).clamp_min(0)
     sampled = tuple(i for i, w in enumerate(batch.work) if w.sample)
     return Followed(batch.work, batch.starts, batch.step, features, following, sampled, last)

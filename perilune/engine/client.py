@@ -115,8 +115,8 @@ class EngineClient:
 
         Cached KV is shared only with requests of equal `cache_keys`.
 
-        Raises RequestError for a prompt that cannot run, or whose constraint leaves no room for an answer, and
-        EngineError if the engine is or goes down.
+        Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
+        allows, and EngineError if the engine is down or ends meanwhile.
         """
         check_prompt(prompt, self.info)
         if constraint is not None:
@@ -164,7 +164,7 @@ class EngineClient:
             while True:
                 for message in await _read(self._reader):
                     if isinstance(message, Delta):
-                        # Absent: cancelled while the delta was under way.
+                        # Absent: cancelled before the delta arrived.
                         if (inbox := self._inboxes.get(message.rid)) is not None:
                             inbox.put_nowait(message)
                     elif isinstance(message, EngineStats):

@@ -1,4 +1,4 @@
-"""Times steps of an engine that nobody uses yet, for the table by which draft lengths are chosen
+"""Times steps of an engine before its first request, for the table by which draft lengths are chosen
 (speculation/step_cost.py)."""
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger("perilune.engine")
 
 
 def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
-    """Overwrites the cache, which must not hold anything yet."""
+    """Seconds of steps of this runner, by their size. Overwrites the cache, which must be empty."""
     assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
     begin = time.perf_counter()
     most_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
@@ -27,14 +27,14 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
         most_tokens=config.max_step_tokens,
         longest=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
         chains=runner.drafter is not None,
-        trails=runner.trails,
+        trails=runner.can_chain,
     )
     log.info("costs measured in %.1f s: %s", time.perf_counter() - begin, table)
     return table
 
 
 class _Timer:
-    """A costs.Timer. Requests share blocks where there are too few: what they hold does not matter here."""
+    """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         assert config.block_size and config.kv_blocks
@@ -59,7 +59,7 @@ class _Timer:
                 tokens=tuple(self._random.randrange(vocabulary) for _ in range(count)),
                 blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
                 sample=True,
-                draw=0,
+                output_index=0,
                 params=SamplingParams(temperature=0.0),
                 seed=0,
                 left=count,
@@ -69,17 +69,17 @@ class _Timer:
         )
         begin = time.perf_counter()
         before = None
-        for _ in range(ahead):  # as the engine does: a step is queued, then the one before it is read
+        for _ in range(ahead):  # as the engine does: queue a step, then read the one before
             queued = self._runner.run(StepPlan(0, work, chain))
             if before is not None:
-                before.result()
+                before.wait().result()
             before = queued
         assert before is not None
-        before.result()
+        before.wait().result()
         return (time.perf_counter() - begin) / ahead
 
     def _clear(self, blocks: int) -> None:
-        """Makes the first blocks hold numbers: whatever memory held may be slow to compute with."""
+        """Zeroes the first blocks: CPUs compute slowly with the denormal numbers that fresh memory may hold."""
         if blocks > self._cleared:
             self._runner.pages.data[:, self._cleared : blocks] = 0
             self._cleared = blocks

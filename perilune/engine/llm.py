@@ -31,13 +31,13 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of a prompt.
+    """The result of a prompt.
 
     `token_ids` include the end token if one ended the text; `text` does not, and is None when the model directory has
     no tokenizer. `logprobs` and `prompt_logprobs` are filled when asked for (the first prompt token has none).
-    `closed_by_grammar`: the form asked for is complete, but only because the grammar ended it where max_tokens ran out;
+    `closed_by_grammar`: the answer's form is complete only because the grammar ended it where max_tokens ran out;
     `finish_reason` is then "length".
-    Of `drafted_tokens` that were guessed ahead (see EngineConfig.draft), `accepted_tokens` became part of `token_ids`.
+    Of `drafted_tokens` (see EngineConfig.draft), `accepted_tokens` became part of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -299,7 +299,7 @@ class LLM:
                             if run.finish_reason == "error":
                                 failure = delta.error
             finally:
-                # Also on Ctrl-C or a failed submit: nothing of this call may live on in the engine.
+                # Also on Ctrl-C or a failed submit: no request of this call may stay in the engine.
                 for rid, run in runs.items():
                     if run.finish_reason is None:
                         engine.cancel(rid)
@@ -326,7 +326,7 @@ class LLM:
 
 
 class _Run:
-    """One prompt's way through the engine."""
+    """What one prompt has brought so far."""
 
     def __init__(self, index: int):
         self.index = index

@@ -2,17 +2,17 @@
 
 A form (tools, a schema), allowed_token_ids and bad words all constrain an answer (engine/allowed.py).
 
-A mask depends on the token before it, which the host learns one step late. So as soon as a step's tokens are drawn, a
-thread of its own waits for them, advances the answers and prepares the masks of the next step, while that step's
-forward pass runs; the runner waits for the masks only before it draws. Grammars are compiled on yet another thread,
-before a request enters the scheduler. Nothing here costs requests without a constraint anything.
+A mask depends on the token before it, which the host learns one step late. So when a step's tokens are sampled, a
+thread waits for them, advances the answers and prepares the masks of the next step, while the next step's forward pass
+runs; the runner waits for the masks only before it samples. Grammars are compiled on another thread, before a request
+enters the scheduler. Requests without a constraint are not touched.
 
-Drafts are walked on copies of the answer's state, one for each, so there is nothing to take back: the answer goes on
-from the copy at which the accepted ones end. Where the answer may not go, or cannot be followed, its drafts end.
+Drafts are followed on copies of the answer's state, one per draft, so no state has to be taken back: the answer goes on
+from the copy after the accepted drafts. A work's drafts end before the first that the constraint forbids.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from perilune.core.errors import CheckpointError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import Work, draws
+from perilune.core.step import Work, samples
 from perilune.engine.allowed import Answer, NoTokenLeft, TokenRules, allowed
 from perilune.engine.sampler import on_device, to_host
 from perilune.grammar.enforcer import Enforcer
@@ -30,28 +30,28 @@ from perilune.ops.sampling.mask_logits import mask_logits
 
 
 class Session:
-    """One request's answer. Touched by one thread at a time: whoever has waited for `job`."""
+    """One request's answer. Used by one thread at a time: by the grammar thread during `job`, else by the runner."""
 
     def __init__(self, answer: Answer, words: int) -> None:
         self.answer = answer
-        self.mask: Words = np.zeros(words, np.uint32)  # for output token number `draw`
-        self.draw = -1
-        self.states: list[Answer] = []  # of a step with drafts: before each token it draws
+        self.mask: Words = np.zeros(words, np.uint32)  # for output token number `output_index`
+        self.output_index = -1
+        self.states: list[Answer] = []  # of the running step: before each token it samples
         self.job: Future[None] | None = None
         self.error: str | None = None
 
-    def prepare(self, draw: int, left: int) -> None:
-        """Fills the mask for output token number `draw`, when `left` tokens are left, it included."""
+    def prepare(self, output_index: int, left: int) -> None:
+        """Fills the mask for output token number `output_index`; `left` tokens may still come, this one included."""
         try:
             self.answer.fill(self.mask, left)
         except NoTokenLeft as e:
             self.error = str(e)
         except GrammarError as e:
             self.error = f"the answer cannot go on as its grammar wants: {e}"
-        self.draw = draw
+        self.output_index = output_index
 
-    def advance(self, token: int, draw: int, left: int) -> None:
-        """Takes output token number `draw`, and prepares for the next one."""
+    def advance(self, token: int, output_index: int, left: int) -> None:
+        """Takes output token number `output_index`, and prepares the mask of the next one."""
         if self.error is not None:
             return
         try:
@@ -60,12 +60,13 @@ class Session:
             self.error = f"the answer does not follow its grammar: {e}"
             return
         if left > 1:
-            self.prepare(draw + 1, left - 1)
+            self.prepare(output_index + 1, left - 1)
 
     def walk(self, work: Work, first: Words) -> list[Words]:
-        """The masks for a work's draws: `first`, the one prepared, and one after each draft that may be followed."""
+        """The masks for a work's samples: `first`, for the token before the drafts, and one after each draft, up to the
+        first draft that the constraint forbids."""
         masks, self.states = [first], [self.answer]
-        for row, guess in zip(draws((work,)), work.guesses):
+        for row, guess in zip(samples((work,)), work.guesses):
             state = self.states[-1].copy()
             if not allowed(masks[-1], guess) or row.left < 2:
                 break
@@ -76,8 +77,8 @@ class Session:
                 state.advance(guess)
                 state.fill(mask, row.left - 1)
             except GrammarError:
-                break  # for plain decoding to meet, should it come to that
-            mask = _ends_forbidden(mask, work, row.draw + 1)
+                break  # if the draft is sampled after all, the next step reports the error
+            mask = _ends_forbidden(mask, work, row.output_index + 1)
             if not mask.any() or not state.safe:
                 break
             masks.append(mask)
@@ -85,27 +86,45 @@ class Session:
         return masks
 
 
+# The answer's beginning, whose future raises EngineError if its grammar does not compile; the request; its seed.
+Compiled = tuple[Future[Session], Submit, int]
+
+
 class Grammars:
     """The constrained requests of an engine.
 
-    `open` and `drop` belong to the engine's owner, `mask`, `settle` and `refusals` to the runner. `load` gives the
-    vocabulary, once, when the first constrained request comes; it may raise CheckpointError.
+    The engine's thread calls `compile`, `compiled`, `open` and `drop`; the runner's calls `mask`, `settle`, `follow`
+    and `refusals`. `load` gives the vocabulary, once, for the first constrained request; it may raise CheckpointError.
     """
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         self._load = load
         self._vocabulary: Vocabulary | None = None
+        self._compiling: dict[int, Compiled] = {}  # by rid; not in the scheduler yet
         self._sessions: dict[int, Session] = {}  # by rid; of requests in the scheduler
         self._compiler = ThreadPoolExecutor(1, "perilune-compile-grammar")
         self._worker = ThreadPoolExecutor(1, "perilune-grammar")
 
-    def compile(self, request: Submit) -> "Future[Session]":
-        """The answer's beginning; the future raises EngineError if it cannot be."""
-        return self._compiler.submit(self._compile, request)
+    @property
+    def compiling(self) -> bool:
+        """Whether `compiled` has not returned every request given to `compile`."""
+        return bool(self._compiling)
+
+    def compile(self, request: Submit, seed: int) -> None:
+        """Compiles the request's constraint on a thread of its own; `seed` comes back with it."""
+        self._compiling[request.rid] = self._compiler.submit(self._compile, request), request, seed
+
+    def compiled(self, timeout: float) -> list[Compiled]:
+        """The requests whose constraints are compiled, once each. If none is, waits up to `timeout` seconds for one."""
+        wait([compiling for compiling, *_ in self._compiling.values()], timeout, FIRST_COMPLETED)
+        done = {rid: found for rid, found in self._compiling.items() if found[0].done()}
+        for rid in done:
+            del self._compiling[rid]
+        return list(done.values())
 
     @staticmethod
     def unformed(params: SamplingParams, vocab_size: int) -> Session | None:
-        """The beginning of an answer without a form; None where any token may come."""
+        """The beginning of an answer without a form; None if no token is forbidden."""
         words = -(-vocab_size // 32)
         return Session(Answer(None, TokenRules(params, words)), words) if params.restricted else None
 
@@ -114,6 +133,7 @@ class Grammars:
 
     def drop(self, rid: int) -> None:
         """Forgets a request; unknown ids are ignored."""
+        self._compiling.pop(rid, None)
         self._sessions.pop(rid, None)
 
     def holds(self, work: Work) -> bool:
@@ -121,8 +141,8 @@ class Grammars:
         return work.rid in self._sessions
 
     def closed(self, rid: int) -> bool:
-        """Whether the request's form has ended its answer, at least in part, because few tokens were left. Asked when
-        its last tokens have arrived on the host."""
+        """Whether the grammar replaced tokens of the answer's end because few were left. To be called when the
+        request's last tokens have reached the host."""
         session = self._sessions.get(rid)
         if session is None:
             return False
@@ -136,11 +156,11 @@ class Grammars:
         self._worker.shutdown(cancel_futures=True)
 
     def mask(self, logits: Tensor, work: tuple[Work, ...]) -> tuple[Tensor, dict[int, int]]:
-        """The logits [R, V] float32 with -inf for what row i's request may not choose; `logits` stays as it is.
+        """The logits [R, V] float32 with -inf for tokens that row i's request may not choose; `logits` stays as it is.
 
-        Also the works, by index, whose drafts cannot all be followed, with how many can. Waits for the masks that are
-        still being worked out, not for the device. A request for which nothing is left to choose is not masked:
-        `refusals` has it.
+        Also, by index in `work`, how many of its first drafts the constraint allows, if not all. Waits for masks that
+        the grammar thread is preparing, not for the device. A request with no token left to choose is not masked;
+        `refusals` names it.
         """
         held, cut = self._held(work), dict[int, int]()
         if not held:
@@ -153,12 +173,13 @@ class Grammars:
                 session.job.result()  # which reads the states of the step before
                 session.job = None
             elif session.error is None:
-                session.prepare(w.draw, w.left)
+                session.prepare(w.output_index, w.left)
             session.states = [session.answer]
             if session.error is not None:
                 continue
-            assert session.draw == w.draw, f"request {w.rid}: a mask for draw {session.draw} at draw {w.draw}"
-            given = [_ends_forbidden(session.mask, w, w.draw)]
+            index_now = session.output_index
+            assert index_now == w.output_index, f"request {w.rid}: mask of token {index_now} at token {w.output_index}"
+            given = [_ends_forbidden(session.mask, w, w.output_index)]
             if not given[0].any():
                 why = "the answer's form is complete before" if session.answer.formed else "only its end is allowed"
                 session.error = f"min_tokens is {w.params.min_tokens}, but {why}"
@@ -181,9 +202,10 @@ class Grammars:
         return logits.index_copy(0, where, mask_logits(logits.index_select(0, where), bits)), cut
 
     def settle(self, tokens: Tensor, work: tuple[Work, ...]) -> Tensor:
-        """The tokens [R] int64 to take for those drawn from what `mask` returned last.
+        """The tokens [R] int64 to take instead of those sampled from the logits that `mask` returned last.
 
-        They differ, and the host waits for the device, only near the end of a request's tokens.
+        They differ, and the host waits for the device, only when few tokens are left: the grammar may then need a token
+        that leads to the answer's end.
         """
         tight = [
             (first + i, state, left, session)
@@ -194,16 +216,16 @@ class Grammars:
         ]
         if not tight:
             return tokens
-        drawn = tokens.tolist()
+        taken = tokens.tolist()
         for row, state, left, session in tight:
             try:
-                drawn[row] = state.settle(drawn[row], left)
-            except NoTokenLeft as e:  # not behind a draft, which would not be followed there
+                taken[row] = state.settle(taken[row], left)
+            except NoTokenLeft as e:  # not after a draft: `walk` ends the drafts before
                 session.error = str(e)
-        return on_device(np.array(drawn), tokens.device)
+        return on_device(np.array(taken), tokens.device)
 
     def follow(self, tokens: Tensor, lengths: Tensor | None, work: tuple[Work, ...]) -> None:
-        """The answers go on with `tokens` [R] int64: each with the first `lengths` [S] of its rows, None being one."""
+        """The answers go on with `tokens` [R] int64: each with the first `lengths` [S] of its rows; None: with one."""
         held = self._held(work)
         if not held:
             return
@@ -211,7 +233,7 @@ class Grammars:
         counts = None if lengths is None else to_host(lengths)
         arrived = None
         if tokens.device.type == "cuda":
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             arrived.record()
         for index, first, w, session in held:
             session.job = self._worker.submit(_advance, session, host, counts, index, first, w, arrived)
@@ -237,7 +259,7 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             known = self._vocabulary
-            # Behind <think> the prompt may hold the beginning of the thought, which is text.
+            # After <think> the prompt may hold the beginning of the thought, which is text.
             last = next(filter(known.tokenizer.is_special, reversed(request.prompt)), None)
             opened = last is not None and last == known.tokenizer.special_id("<think>")
             enforcer = Enforcer(known, request.constraint, opened=opened)
@@ -247,9 +269,9 @@ class Grammars:
             raise EngineError(f"the constraint cannot be enforced: {e}") from e
 
 
-def _ends_forbidden(mask: Words, work: Work, draw: int) -> Words:
-    """The mask without the tokens that end the request, if output token number `draw` comes before min_tokens."""
-    if draw >= work.params.min_tokens:
+def _ends_forbidden(mask: Words, work: Work, output_index: int) -> Words:
+    """The mask without the tokens that end the request, if output token number `output_index` is before min_tokens."""
+    if output_index >= work.params.min_tokens:
         return mask
     mask = mask.copy()
     for token in work.params.stop_token_ids:
@@ -270,9 +292,9 @@ def _advance(
     if arrived is not None:
         arrived.synchronize()
     accepted = 0 if lengths is None else int(lengths[index]) - 1
-    if accepted < 0:  # nothing came: the mask is prepared already
+    if accepted < 0:  # the request got no token: the mask is prepared already
         return
     closed = any(state.closed for state in session.states[: accepted + 1])
     session.answer = session.states[accepted]
     session.answer.closed = closed
-    session.advance(int(tokens[first + accepted]), work.draw + accepted, work.left - accepted)
+    session.advance(int(tokens[first + accepted]), work.output_index + accepted, work.left - accepted)

@@ -1,11 +1,11 @@
-"""What a request's parameters do to its logits before anything is drawn: penalties, bias, and no end before min_tokens.
+"""What a request's parameters do to its logits before sampling: penalties, bias, and no end before min_tokens.
 
-Step N+1 is planned, and may be queued, before the host knows the token of step N. So what a request has generated is
-counted on the device: each request that looks back has a row of counts, found by its slot, to which every token drawn
-is added at once. A row is written anew when a work brings the request's whole history: when it starts or resumes.
+Step N+1 is planned, and may be queued, before the host knows the token of step N. So the device counts what a request
+has generated: each request with penalties has a row of counts, found by its slot, to which every sampled token is added
+at once. A row is written from the host when a work brings the request's whole history: when it starts or resumes.
 
-A draw that supposes drafts to be right looks back at them too: it is penalized by a copy of the counts to which they
-are added. The counts themselves get only what stands in the end.
+A token sampled after drafts is penalized for them too, by a copy of the counts to which they are added. The counts
+themselves get only accepted tokens.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import Draw
+from perilune.core.step import Sample
 from perilune.engine.sampler import on_device
 from perilune.ops.sampling.penalize import PROMPT, penalize
 
-FEWEST = 4  # rows of counts to begin with
+MIN_ROWS = 4  # rows of counts allocated first; doubled when slots beyond them need counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Terms:
 class Adjuster:
     """Adjusts logits; holds the token counts, 4 bytes per id of the vocabulary for each slot that ever needed them.
 
-    Nothing here waits for the device, and a step in which no request asks for anything costs nothing.
+    No method waits for the device, and a step in which no request wants an adjustment copies nothing.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -48,38 +48,38 @@ class Adjuster:
 
     @property
     def counting(self) -> bool:
-        """Whether `count` has anything to do with the tokens drawn from what `adjust` returned last."""
+        """Whether `count` has to be called with the tokens sampled from the logits that `adjust` returned last."""
         return self._open is not None
 
     @staticmethod
-    def asked(draw: Draw) -> bool:
-        """Whether a request wants anything of `adjust` for this token."""
-        p = draw.params
-        return p.penalized or bool(p.logit_bias) or (draw.draw < p.min_tokens and bool(p.stop_token_ids))
+    def wanted(sample: Sample) -> bool:
+        """Whether `adjust` changes the logits of this token."""
+        p = sample.params
+        return p.penalized or bool(p.logit_bias) or (sample.output_index < p.min_tokens and bool(p.stop_token_ids))
 
-    def adjust(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """The logits [S, V] float32 to choose from, row i for draws[i]; the very same tensor if nobody asks."""
+    def adjust(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """The logits [S, V] float32 to choose from, row i for samples[i]; `logits` itself if none is changed."""
         V = logits.shape[1]
-        looking = [(i, d) for i, d in enumerate(draws) if d.params.penalized]
-        terms = [(i, t) for i, d in enumerate(draws) if (t := self._terms_of(d, V)) is not None]
+        looking = [(i, s) for i, s in enumerate(samples) if s.params.penalized]
+        terms = [(i, t) for i, s in enumerate(samples) if (t := self._terms_of(s, V)) is not None]
         self._open = None
         if not looking and not terms:
             return logits
-        per_draw = [
+        per_sample = [
             (
                 i,
-                self._row(d, logits),
-                d.params.presence_penalty,
-                d.params.frequency_penalty,
-                d.params.repetition_penalty,
+                self._row(s, logits),
+                s.params.presence_penalty,
+                s.params.frequency_penalty,
+                s.params.repetition_penalty,
             )
-            for i, d in looking
+            for i, s in looking
         ]
         size = 5 * len(looking)
         staged = on_device(
             np.concatenate(
                 [
-                    np.array(per_draw, np.float64).T.reshape(size),
+                    np.array(per_sample, np.float64).T.reshape(size),
                     *(np.full(len(t.ids), i, np.float64) for i, t in terms),
                     *(t.ids for _, t in terms),
                     *(t.values for _, t in terms),
@@ -93,20 +93,20 @@ class Adjuster:
             indices, rows = staged[: 2 * len(looking)].long().view(2, -1)
             amounts = staged[2 * len(looking) : size].float().view(3, -1)
             counts = (self._counts, rows)
-            if any(d.before for _, d in looking):
-                counts = self._supposing([d.before for _, d in looking], rows)
+            if any(s.before for _, s in looking):
+                counts = self._counts_after([s.before for _, s in looking], rows)
             penalized = penalize(logits.index_select(0, indices), *counts, *amounts)
             adjusted.index_copy_(0, indices, penalized)
             self._open = indices, rows
         if terms:
             owners, ids, values = staged[size:].view(3, -1)
             where = (owners.long(), ids.long())
-            adjusted.index_put_(where, adjusted[where] + values.float())  # no place occurs twice
+            adjusted.index_put_(where, adjusted[where] + values.float())  # no index occurs twice
         return adjusted
 
     def count(self, tokens: Tensor, kept: Tensor | None = None) -> None:
-        """Counts the tokens [S] int64 that were drawn from what `adjust` returned last; of them those `kept` [S] bool,
-        which must be given if a request drew several."""
+        """Counts the tokens [S] int64 sampled from the logits that `adjust` returned last: those that are `kept` [S]
+        bool, which must be given if a request sampled several."""
         if self._open is None:
             return
         assert self._counts is not None
@@ -117,8 +117,8 @@ class Adjuster:
         else:
             self._counts.index_put_(where, kept.index_select(0, indices).int(), accumulate=True)
 
-    def _supposing(self, before: Sequence[Sequence[int]], rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(counts, rows) of draws that look back at `rows` of the counts and suppose the tokens `before` besides."""
+    def _counts_after(self, before: Sequence[Sequence[int]], rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(counts, rows): copies of the `rows` of the counts, each with the tokens `before` added."""
         assert self._counts is not None
         owners = np.repeat(np.arange(len(before)), [len(b) for b in before])
         tokens = np.fromiter((t for b in before for t in b), np.int64, len(owners))
@@ -127,36 +127,36 @@ class Adjuster:
         counts.index_put_((where[0], where[1]), torch.ones_like(where[0], dtype=torch.int32), accumulate=True)
         return counts, torch.arange(len(before), device=rows.device)
 
-    def _row(self, draw: Draw, logits: Tensor) -> int:
-        """The draw's row of counts, up to date but for tokens not drawn yet."""
-        row = self._rows.setdefault(draw.slot, len(self._rows))
+    def _row(self, sample: Sample, logits: Tensor) -> int:
+        """The request's row of counts, which holds all tokens sampled so far."""
+        row = self._rows.setdefault(sample.slot, len(self._rows))
         if self._counts is None or row >= len(self._counts):
             self._grow(row + 1, logits)
         assert self._counts is not None
-        if draw.history:
-            prompt = len(draw.history) - draw.draw
-            counts = np.bincount(np.array(draw.history[prompt:], np.int64), minlength=logits.shape[1]).astype(np.int32)
-            counts[np.array(draw.history[:prompt], np.int64)] |= PROMPT
+        if history := sample.history:
+            prompt = len(history) - sample.output_index
+            counts = np.bincount(np.array(history[prompt:], np.int64), minlength=logits.shape[1]).astype(np.int32)
+            counts[np.array(history[:prompt], np.int64)] |= PROMPT
             self._counts[row].copy_(on_device(counts, logits.device))
         return row
 
     def _grow(self, least: int, logits: Tensor) -> None:
-        rows = min(max(2 * least, FEWEST), self._max_rows)
+        rows = min(max(2 * least, MIN_ROWS), self._max_rows)
         counts = torch.zeros(rows, logits.shape[1], dtype=torch.int32, device=logits.device)
         if self._counts is not None:
             counts[: len(self._counts)] = self._counts
         self._counts = counts
 
-    def _terms_of(self, draw: Draw, V: int) -> _Terms | None:
-        params = draw.params
-        masked = draw.draw < params.min_tokens and bool(params.stop_token_ids)
+    def _terms_of(self, sample: Sample, V: int) -> _Terms | None:
+        params = sample.params
+        masked = sample.output_index < params.min_tokens and bool(params.stop_token_ids)
         if not masked and not params.logit_bias:
             return None
-        found = self._terms.get((draw.slot, masked))
+        found = self._terms.get((sample.slot, masked))
         if found is None or found.params is not params:
             values = dict(params.logit_bias)
             if masked:
                 values.update((t, -np.inf) for t in params.stop_token_ids if t < V)
             found = _Terms(params, np.array([*values], np.float64), np.array([*values.values()], np.float64))
-            self._terms[draw.slot, masked] = found
+            self._terms[sample.slot, masked] = found
         return found

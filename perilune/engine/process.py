@@ -1,7 +1,7 @@
 """The engine process: reads requests from a socket, steps the engine, writes deltas back.
 
 Started by engine/client.py as `python -m perilune.engine.process FD`; the first frame holds the model directory and
-the configuration. It ends when told to, or when the other side of the socket is gone.
+the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
 import os
@@ -62,7 +62,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             if isinstance(message, Submit):
                 try:
                     engine.submit(message)
-                except RequestError as e:  # the client checks first; this is the second fence
+                except RequestError as e:  # the client has checked; this is the second check
                     deltas.append(Delta(message.rid, finish_reason="error", error=str(e)))
             elif isinstance(message, Cancel):
                 engine.cancel(message.rid)
@@ -97,11 +97,11 @@ def main() -> None:
         finally:
             engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the server is gone, and with it everyone who waits
+        return  # the server is gone, and all its clients with it
 
 
 if __name__ == "__main__":
     main()
-    # The engine is closed; taking torch apart as well would cost every stop of a server most of a second.
+    # The engine is closed; unloading torch as well would take most of a second at every stop of a server.
     sys.stderr.flush()
     os._exit(0)

@@ -18,7 +18,7 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
-# Left free besides weights and KV: activations, logits and the allocator's own slack.
+# Kept free besides weights and KV: for activations, logits and memory that the allocator cannot use.
 WORKSPACE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
 
@@ -69,7 +69,7 @@ def resolve_dtypes(
 def resolve_draft(
     config: EngineConfig, model_dir: Path, device: torch.device, choices: Choices
 ) -> tuple[EngineConfig, Path | None]:
-    """Says who drafts, and if a draft model does, where it lies and what its weights become."""
+    """The config with `draft` and `draft_dtype` resolved, and the draft model's directory, if one drafts."""
     path = model_dir / DRAFTER if config.drafter is None else resolve_model(config.drafter)
     found = (path / "config.json").is_file()
     if config.drafter is not None and not found:
@@ -106,9 +106,10 @@ def resolve_sizes(
     choices: Choices,
     drafter: Drafter | None = None,
 ) -> EngineConfig:
-    """Fills block_size, max_model_len, max_step_tokens and kv_blocks; called when the weights are on the device."""
+    """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
+    the weights are on the device. Raises ConfigError."""
     if config.block_size is None:
-        # A tile of the attention kernel is one copy from a block of 64, up to 36 from blocks of 16.
+        # The attention kernel reads a tile in one copy from blocks of 64 tokens, in up to 36 copies from blocks of 16.
         size, why = (64, "one copy per tile of attention") if device.type == "cuda" else (16, "default on cpu")
         config = dataclasses.replace(config, block_size=size)
         choices.note("block_size", size, why)
@@ -164,7 +165,7 @@ def resolve_sizes(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on `device`."""
+    """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -8,25 +8,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.step import Draw, Output, TokenLogprob, Work
+from perilune.core.step import Output, Sample, TokenLogprob, Work
 from perilune.ops.sampling.argmax import argmax
 from perilune.ops.sampling.logprobs import logprobs
 from perilune.ops.sampling.sample import sample
 
 LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at most this many bytes of logits
 
-FAILED = -1  # drawn from logits that are not finite
+FAILED = -1  # the token sampled from logits that are not finite
 
 _MASK = (1 << 64) - 1
 
 
-def uniform(seed: int, draw: int) -> float:
-    """The random number in [0, 1) of a request's output token number `draw`.
+def uniform(seed: int, index: int) -> float:
+    """The random number in [0, 1) of a request's output token number `index`.
 
-    A hash (splitmix64's finaliser over seed and counter), not a stream: the same request draws the same numbers
-    whatever else is in the batch, on any device, and again after preemption.
+    A hash (splitmix64's finaliser over seed and counter), not a stream: a request gets the same numbers whatever else
+    is in the batch, on any device, and again after preemption.
     """
-    z = (seed * 0x9E3779B97F4A7C15 + (draw + 1) * 0xD1B54A32D192ED03) & _MASK
+    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
     for _ in range(2):
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -34,10 +34,10 @@ def uniform(seed: int, draw: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
-def uniforms(seeds: Sequence[int], draws: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`uniform` of many at once: [S, m] for S seeds and draws [S, m]."""
+def uniforms(seeds: Sequence[int], indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`uniform` of many at once: [S, m] for S seeds and indices [S, m]."""
     z = np.array([s & _MASK for s in seeds], np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
-    z = z + (draws + 1).astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    z = z + (indices + 1).astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
     for _ in range(2):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,32 +46,32 @@ def uniforms(seeds: Sequence[int], draws: NDArray[np.int64]) -> NDArray[np.float
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as a tensor there, without waiting for the device: one copy, from pinned memory if it is a GPU.
+    """`array` as a tensor on `device`, without waiting for it: one copy, from pinned memory if it is a GPU.
 
-    The pinned memory is torch's to reuse, which it does not before the copy is over.
+    torch reuses the pinned memory only after the copy is over.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def finite(logits: Tensor) -> Tensor:
-    """[S] bool, on the device: the rows that hold neither nan nor infinity. Ask before anything is masked."""
+    """[S] bool, on the device: the rows that hold neither nan nor infinity. To be called before logits are masked."""
     return torch.isfinite(logits).all(-1)
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sample_tokens(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen.
 
     FAILED for a row that holds nan or +inf, or nothing but -inf.
 
-    The host does not wait for the device, and every request's numbers travel in one copy.
+    The host does not wait for the device, and the numbers of all requests travel in one copy.
     """
-    if all(d.params.greedy for d in draws):
+    if all(s.params.greedy for s in samples):
         return argmax(logits)
-    S = len(draws)
+    S = len(samples)
     numbers = np.empty(6 * S, np.float32)
-    numbers[: 2 * S].view(np.float64)[:] = [uniform(d.seed, d.draw) for d in draws]
-    params = [d.params for d in draws]
+    numbers[: 2 * S].view(np.float64)[:] = [uniform(s.seed, s.output_index) for s in samples]
+    params = [s.params for s in samples]
     numbers[2 * S : 5 * S].reshape(S, 3, order="F")[:] = [(p.temperature, p.top_p, p.min_p) for p in params]
     numbers[5 * S :].view(np.int32)[:] = [min(p.top_k, 2**31 - 1) for p in params]
     there = on_device(numbers, logits.device)
@@ -80,31 +80,30 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """`x` in host memory; from a GPU only once the stream has come this far."""
+    """`x` in host memory; from a GPU it is complete once the stream has reached this point."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, draws: Sequence[Draw]
+    logits: Tensor, tokens: Tensor, samples: Sequence[Sample]
 ) -> Callable[[], dict[int, TokenLogprob]] | None:
-    """By row, for those whose request asked; to be called when the device is done. None if nobody asked.
-
-    One call for all: the number of alternatives is the largest asked for.
+    """Gives, when called after the device is done, the log-probabilities by row of the requests that want them; None if
+    no request does. One call of the op serves all: the number of alternatives is the largest asked for.
     """
-    rows = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
+    rows = [i for i, s in enumerate(samples) if s.params.logprobs is not None]
     if not rows:
         return None
-    most = max(draws[i].params.logprobs or 0 for i in rows)
-    if len(rows) < len(draws):
+    most = max(samples[i].params.logprobs or 0 for i in rows)
+    if len(rows) < len(samples):
         index = on_device(np.array(rows), logits.device)
         logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
     table = _table(logits, tokens, most)
 
     def records() -> dict[int, TokenLogprob]:
         return {
-            i: TokenLogprob(r.token, r.logprob, r.top[: draws[i].params.logprobs])
+            i: TokenLogprob(r.token, r.logprob, r.top[: samples[i].params.logprobs])
             for i, r in zip(rows, _records(table, most))
         }
 
@@ -112,7 +111,8 @@ def token_logprobs(
 
 
 def prompt_logprobs(work: Work, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Callable[[], Output]:
-    """Log-probabilities of `work.prompt_targets`, from the work's hidden rows [count, D]; as `token_logprobs`."""
+    """Gives, when called after the device is done, the log-probabilities of `work.prompt_targets`, from the work's
+    hidden rows [count, D]."""
     wanted = len(work.prompt_targets)
     targets = on_device(np.array(work.prompt_targets), hidden.device)
     most = work.params.prompt_logprobs or 0
@@ -142,7 +142,8 @@ def _pieces(hidden: Tensor, wanted: int, head: Callable[[Tensor], Tensor]) -> It
 
 
 def _table(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """[rows, 2 + 2 most] on its way to the host. float64 holds ids and float32 values alike: one copy for all."""
+    """[rows, 2 + 2 most] on its way to the host: token, its log-probability, the most likely ids, theirs. float64 holds
+    ids and float32 values alike, so one copy is enough."""
     lp, top_ids, top_lp = logprobs(logits, tokens, most)
     return to_host(torch.cat([x.double() for x in (tokens.unsqueeze(1), lp.unsqueeze(1), top_ids, top_lp)], 1))
 

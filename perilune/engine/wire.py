@@ -48,7 +48,7 @@ def body_length(header: bytes) -> int:
 
 
 def decode(body: bytes) -> list[Any]:
-    """The messages of a frame's body. EngineError if it is not one of ours."""
+    """The messages of a frame's body. EngineError if it is malformed."""
     try:
         return [_decoders[name].decode(payload) for name, payload in _frame_decoder.decode(body)]
     except (msgspec.DecodeError, KeyError) as e:

@@ -16,7 +16,7 @@ from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
+from perilune.model.weights import Attention, Matrix, Mlp, Weights
 
 FP8_WIDTH = 64  # inputs of an FP8 matrix come in so many
 _IDS = (torch.int64, torch.int32)
@@ -43,11 +43,11 @@ def load_draft(
             pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in parts]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-        def linear(field: str) -> Dense:
-            return Dense(read(*at[field]))
+        def linear(field: str) -> Matrix:
+            return Matrix(read(*at[field]))
 
         if names.DRAFT_HEAD in stored:
-            lm_head: Linear = linear("lm_head")
+            lm_head: Matrix = linear("lm_head")
         elif config.draft_vocab_size == target.vocab_size and config.hidden_size == target.hidden_size:
             lm_head = shared.lm_head
         else:
@@ -87,10 +87,15 @@ def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
     for holder in (weights, weights.attention, weights.mlp):
         for field in dataclasses.fields(holder):
             old = getattr(holder, field.name)
-            if isinstance(old, Dense) and old is not target.lm_head and old.weight.shape[1] % FP8_WIDTH == 0:
+            if (
+                isinstance(old, Matrix)
+                and old.format == "dense"
+                and old is not target.lm_head
+                and old.weight.shape[1] % FP8_WIDTH == 0
+            ):
                 setattr(holder, field.name, quantize(old.weight)[0])
     a = weights.attention
-    if isinstance(a, Attention) and isinstance(a.o, Fp8):
+    if isinstance(a, Attention) and a.o.format == "fp8":
         a.uv_fp8 = round_values(a.w_uv)[0]
 
 
@@ -105,7 +110,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _attention(
-    c: Eagle3Config, at: names.Names, read: Callable[..., Tensor], linear: Callable[[str], Dense]
+    c: Eagle3Config, at: names.Names, read: Callable[..., Tensor], linear: Callable[[str], Matrix]
 ) -> Attention | HeadAttention:
     if c.form == "mha":
         return HeadAttention(linear("qkv"), linear("o"))

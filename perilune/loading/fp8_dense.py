@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perilune.model.weights import Dense, Fp8, Mlp, Moe, Weights
+from perilune.model.weights import Matrix, Mlp, Moe, Weights
 from perilune.ops.linear.linear_fp8 import quantize_exactly, quantize_rows
 
 PIECE_ROWS = 4096  # quantised at once: bounds the float32 copy
@@ -45,47 +45,45 @@ def to_fp8(weights: Weights) -> Loss:
 
     for name, holder, field in _places(weights):
         old = getattr(holder, field)
-        if not isinstance(old, Dense) or old.weight.shape[1] % 64:
+        if old.format != "dense" or old.weight.shape[1] % 64:
             continue
         new, s, e = quantize(old.weight)
         setattr(holder, field, new)
-        saved += old.weight.nbytes - new.weight.nbytes - new.scale.nbytes
+        saved += old.weight.nbytes - new.nbytes
         count(name, s, e)
     for i, layer in enumerate(weights.layers):
         a = layer.attention
-        if isinstance(a.o, Fp8) and a.uv_fp8 is None:
+        if a.o.format == "fp8" and a.uv_fp8 is None:
             a.uv_fp8, s, e = round_values(a.w_uv)
-            saved -= a.uv_fp8.weight.nbytes + a.uv_fp8.scale.nbytes
+            saved -= a.uv_fp8.nbytes
             count(f"layers.{i}.attention.w_uv", s, e)
     return Loss(matrices, saved, _decibels(signal, error), worst_db, worst)
 
 
-def round_values(w_uv: Tensor) -> tuple[Fp8, float, float]:
+def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
     """Rounds W_UV [H, R, v] in place: (the same in FP8, scale [H, v], its energy before, the energy of the error)."""
     q, scale = quantize_exactly(w_uv, 1)
     rounded = q.float() * scale
     signal, error = w_uv.double().square().sum(), (rounded - w_uv).double().square().sum()
     w_uv.copy_(rounded)
-    return Fp8(q, scale.squeeze(1)), float(signal), float(error)
+    return Matrix(q, scale.squeeze(1)), float(signal), float(error)
 
 
-def quantize(weight: Tensor) -> tuple[Fp8, float, float]:
+def quantize(weight: Tensor) -> tuple[Matrix, float, float]:
     """(the matrix in FP8, its energy, the energy of the error)."""
     rows = weight.shape[0]
-    new = Fp8(
-        torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device),
-        torch.empty(rows, dtype=torch.float32, device=weight.device),
-    )
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=weight.device)
     signal = torch.zeros((), dtype=torch.float64, device=weight.device)
     error = signal.clone()
     for begin in range(0, rows, PIECE_ROWS):
         part = slice(begin, begin + PIECE_ROWS)
         exact = weight[part].float()
         q, scale = quantize_rows(exact)
-        new.weight[part], new.scale[part] = q, scale
+        values[part], scales[part] = q, scale
         signal += exact.double().square().sum()
         error += (q.float() * scale.unsqueeze(-1) - exact).double().square().sum()
-    return new, float(signal), float(error)
+    return Matrix(values, scales), float(signal), float(error)
 
 
 def _places(weights: Weights) -> Iterator[tuple[str, object, str]]:

@@ -37,15 +37,13 @@ from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
     Attention,
-    Dense,
     DenseExperts,
     Experts,
     Fp8Experts,
-    Int4,
     Int4CompactExperts,
     Int4Experts,
     Layer,
-    Linear,
+    Matrix,
     Mlp,
     Moe,
     NvFp4Experts,
@@ -336,21 +334,19 @@ class _Plan:
             self._fill(down, dict(zip(suffixes, (x.down_packed[k], x.down_scale[k], x.down_global[k]))))
         return x
 
-    def _linear(self, *linears: str) -> Linear:
+    def _linear(self, *linears: str) -> Matrix:
         """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
         shapes = [self._found.shapes[name] for name in linears]
         rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
         ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(linears))]
         slices = [slice(end - o, end) for end, (o, _) in zip(ends, shapes)]
         if all(self._found.formats[name] == scheme.INT4 for name in linears):
-            packed = Int4(
-                packed=self._empty(rows, inputs // 8, dtype=torch.int32),
-                scale=self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(linears)),
-            )
+            weight = self._empty(rows, inputs // 8, dtype=torch.int32)
+            scale = self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(linears))
             for name, part in zip(linears, slices):
-                self._fill(name, {".weight_packed": packed.packed[part], ".weight_scale": packed.scale[part]})
-            return packed
-        dense = Dense(self._empty(rows, inputs))
+                self._fill(name, {".weight_packed": weight[part], ".weight_scale": scale[part]})
+            return Matrix(weight, scale)
+        dense = Matrix(self._empty(rows, inputs))
         for name, part in zip(linears, slices):
             self._fill_dense(name, dense.weight[part])
         return dense

@@ -11,7 +11,7 @@ from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.weights import Attention, Dense, Experts, Int4Experts, Layer, Mlp, Moe, Weights
+from perilune.model.weights import Attention, Experts, Int4Experts, Layer, Matrix, Mlp, Moe, Weights
 
 GROUP = 32
 _LOWEST_BITS = 0x11111111  # of each nibble
@@ -29,8 +29,8 @@ class _Draws:
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def linear(self, o: int, i: int) -> Dense:
-        return Dense(self.normal(o, i, scale=i**-0.5))
+    def linear(self, o: int, i: int) -> Matrix:
+        return Matrix(self.normal(o, i, scale=i**-0.5))
 
     def norm(self, width: int) -> Tensor:
         return self.normal(width, scale=0.1).add_(1.0)

@@ -23,9 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
-from perilune.model.weights import Attention, Linear, Mlp
+from perilune.model.weights import Attention, Matrix, Mlp
 from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.drafts.draft_embed import draft_embed
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
@@ -35,8 +36,8 @@ from perilune.ops.pointwise.rope import rope
 class HeadAttention:
     """Attention with keys and values of its own heads, G query heads to each."""
 
-    qkv: Linear  # [(H + 2 K) d, 2 D]: q_proj's rows, then k_proj's, then v_proj's
-    o: Linear  # [D, H d]
+    qkv: Matrix  # [(H + 2 K) d, 2 D]: q_proj's rows, then k_proj's, then v_proj's
+    o: Matrix  # [D, H d]
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Eagle3Weights:
     """`embed` and `lm_head` may be the target's own. Letters as in the module."""
 
     embed: Tensor  # [V, D]
-    fc: Linear  # [D, A * target D]
+    fc: Matrix  # [D, A * target D]
     fc_norms: Tensor | None  # [A, target D]
     joint_norm: Tensor | None  # [A * target D]
     input_norm: Tensor  # [D]
@@ -53,7 +54,7 @@ class Eagle3Weights:
     post_norm: Tensor  # [D]
     mlp: Mlp
     norm: Tensor  # [D]
-    lm_head: Linear  # [W, D]
+    lm_head: Matrix  # [W, D]
     target_ids: Tensor | None  # [W] int64: the target's id of each of the draft's; None: the same ids
 
 
@@ -96,7 +97,7 @@ class Eagle3:
         )
         h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
         if isinstance(w.attention, Attention):
-            attended = mla(w.attention, x, cos, sin, step, pages, self.eps, self.scale)
+            attended = mla(w.attention, x, Rotary(cos, sin), step, Latents(pages, step.slots), self.eps, self.scale)
         else:
             attended = self._heads(w.attention, x, cos, sin, step, pages)
         x = add_rmsnorm(h, attended, w.post_norm, self.eps)
@@ -113,7 +114,7 @@ class Eagle3:
             latent = w.attention.kv_a_norm.shape[0]
             ckv = apply(w.attention.qkv_a, x)[:, w.attention.q_a_norm.shape[0] :]
             k_pe = rope(ckv[:, latent:].unsqueeze(1), cos, sin).squeeze(1)
-            write_cache(pages, rmsnorm(ckv[:, :latent], w.attention.kv_a_norm, self.eps), k_pe, step.slots)
+            write_cache(Latents(pages, step.slots), rmsnorm(ckv[:, :latent], w.attention.kv_a_norm, self.eps), k_pe)
         else:
             self._keys(w.attention, x, cos, sin, step, pages)
 

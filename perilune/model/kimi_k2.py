@@ -16,15 +16,12 @@ from torch import Tensor
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
     Attention,
-    Dense,
     DenseExperts,
-    Fp8,
     Fp8Experts,
-    Int4,
     Int4CompactExperts,
     Int4Experts,
     Layer,
-    Linear,
+    Matrix,
     Mlp,
     Moe,
     NvFp4Experts,
@@ -37,6 +34,8 @@ from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.layouts import operands
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
@@ -53,22 +52,12 @@ from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Requests whose rows of the step are adjacent, and where their KV lives.
-
-    rows         the rows of the step
-    tables       [B, M] int32 block tables, padded with any valid block
-    query_start  [B + 1] int32, relative to rows.start
-    context      [B] int32 tokens in the cache after this step's are written
-
-    Of the plain span the last two are in host memory: its kernels are launched by request.
-    """
+@dataclass(frozen=True, slots=True, eq=False)
+class Span(operands.Span):
+    """Requests whose rows of the step are adjacent; query_start is relative to rows.start. Of the plain span,
+    query_start and context are in host memory: its kernels are launched by request."""
 
     rows: slice
-    tables: Tensor
-    query_start: Tensor
-    context: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +94,12 @@ class KimiK2:
         self.cos = (angles.cos() * magnitude).to(device, torch.float32)
         self.sin = (angles.sin() * magnitude).to(device, torch.float32)
 
-    def hidden(self, step: Step, cache: Tensor) -> Tensor:
-        """[T, D] after the final norm."""
-        return self.hidden_with_aux(step, cache, ())[0]
-
     def hidden_with_aux(self, step: Step, cache: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[T, D] after the final norm, and [T, len(layers) D]: the residual stream as it enters the layers with these
         numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
         num_hidden_layers: as it leaves the last.
         """
-        h, x, cos, sin = embed_norm(
+        h, x, *rotation = embed_norm(
             step.tokens,
             *(step.pending or (None, None)),
             step.positions,
@@ -124,17 +109,18 @@ class KimiK2:
             self.sin,
             self.eps,
         )
+        rotary = Rotary(*rotation)
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
-            q_full = None
-            if i > 0 and _absorbed(layer.attention, step):
-                q_full = self._queries_after(x, layer, h, cos, sin, step, pages)
+            q_full, latents, w = None, Latents(pages, step.slots), layer.attention
+            if i > 0 and _absorbed(w, step):
+                q_full = mla_pre_attention(h, x, layer.input_norm, w, rotary, latents, self.eps, self.qk_norm_eps)
             elif i > 0:
                 x = add_rmsnorm(h, x, layer.input_norm, self.eps)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is None:
-                attended = self._attention(layer.attention, x, cos, sin, step, pages)
+                attended = self._attention(w, x, rotary, step, latents)
                 x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
             else:
                 x = self._after_queries(q_full, layer, h, step, pages)
@@ -146,31 +132,19 @@ class KimiK2:
         """[R, D] -> [R, V] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
 
-    def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
-        return mla(w, x, cos, sin, step, pages, self.qk_norm_eps, self.scale)
-
-    def _queries_after(
-        self, x: Tensor, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor
-    ) -> Tensor:
-        """Of a layer whose input is h + x, which h is then; x as `_ffn` gives it."""
-        w = layer.attention
-        assert not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
-        return mla_pre_attention(
-            h, x, layer.input_norm, w.qkv_a.weight, _scale(w.qkv_a), w.q_a_norm, w.q_b.weight, _scale(w.q_b),
-            w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots, self.eps, self.qk_norm_eps,
-        )  # fmt: skip
+    def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
+        return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
         w, ffn, span, c = layer.attention, layer.ffn, step.absorbed, self.config
         assert span is not None
-        if isinstance(ffn, Mlp) or isinstance(w.o, Int4):
+        if isinstance(ffn, Mlp) or w.o.format == "int4":
             attended = _attend(w, q_full, span, pages, self.scale)
             return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
         x, ids, shares = mla_decode_router(
-            q_full, pages, span.tables, span.query_start, span.context, self.scale, w.w_uv, *_values(w), w.o.weight,
-            _scale(w.o), h, layer.post_norm, self.eps, ffn.gate, ffn.bias, c.num_experts_per_tok, c.n_group,
-            c.topk_group, c.routed_scaling_factor, c.norm_topk_prob,
+            q_full, pages, span, w, self.scale, h, layer.post_norm, self.eps, ffn.gate, ffn.bias, c.num_experts_per_tok,
+            c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob,
         )  # fmt: skip
         return _mixture(ffn, x, ids, shares)
 
@@ -185,58 +159,50 @@ class KimiK2:
         return _mixture(w, x, ids, shares)
 
 
-def mla(
-    w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor, norm_eps: float, scale: float
-) -> Tensor:
-    """x [T, inputs of w] -> [T, D]; writes the step's latents to `pages` [blocks, block_size, R + r]."""
-    (heads, n, latent), r = w.w_uk.shape, 2 * cos.shape[1]
-    q_a, ckv = apply(w.qkv_a, x).split([w.q_a_norm.shape[0], latent + r], dim=-1)
-    if step.plain is None and (span := step.absorbed) is not None and isinstance(w.q_b, Dense | Fp8):
-        q_full = mla_project_query(
-            q_a, w.q_a_norm, w.q_b.weight, _scale(w.q_b), ckv, w.kv_a_norm, cos, sin, w.w_uk, pages, step.slots,
-            norm_eps,
-        )  # fmt: skip
-        return _attend(w, q_full, span, pages, scale)
-    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps).view(x.shape[0], heads, n + r)
+def mla(w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents, norm_eps: float, scale: float) -> Tensor:
+    """x [T, inputs of w] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]."""
+    (heads, _, _), pages = w.w_uk.shape, latents.pages
+    q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
+    if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
+        return _attend(w, mla_project_query(q_a, ckv, w, rotary, latents, norm_eps), span, pages, scale)
+    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
+    q = q.view(len(x), heads, q.shape[1] // heads)
     out = []
     if (span := step.absorbed) is not None:
-        rows = span.rows
-        q_full = mla_absorb_query(
-            q[rows], ckv[rows], w.kv_a_norm, cos[rows], sin[rows], w.w_uk, pages, step.slots[rows], norm_eps
-        )
-        out.append(mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv))
+        q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
+        q_full = mla_absorb_query(q_rows, ckv_rows, w.kv_a_norm, turn, w.w_uk, places, norm_eps)
+        out.append(mla_decode(q_full, pages, span, w.w_uv, scale))
     if (span := step.plain) is not None:
-        rows = span.rows
-        q_rows = q[rows]
-        mla_rotate_query(q_rows, ckv[rows], w.kv_a_norm, cos[rows], sin[rows], pages, step.slots[rows], norm_eps)
-        out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span.tables, span.query_start, span.context, scale))
+        q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
+        mla_rotate_query(q_rows, ckv_rows, w.kv_a_norm, turn, places, norm_eps)
+        out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
     heads_out = out[0] if len(out) == 1 else torch.cat(out)
     return apply(w.o, heads_out.flatten(1))
 
 
+def _rows(
+    q: Tensor, ckv: Tensor, rotary: Rotary, latents: Latents, rows: slice
+) -> tuple[Tensor, Tensor, Rotary, Latents]:
+    """Those of one span."""
+    return (
+        q[rows],
+        ckv[rows],
+        Rotary(rotary.cos[rows], rotary.sin[rows]),
+        Latents(latents.pages, latents.slots[rows]),
+    )
+
+
 def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
     """[T, D], where all rows are of `span`."""
-    if isinstance(w.o, Int4):
-        attended = mla_decode(q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv)
-        return apply(w.o, attended.flatten(1))
-    return mla_decode_output(
-        q_full, pages, span.tables, span.query_start, span.context, scale, w.w_uv, *_values(w), w.o.weight, _scale(w.o),
-    )  # fmt: skip
+    if w.o.format == "int4":
+        return apply(w.o, mla_decode(q_full, pages, span, w.w_uv, scale).flatten(1))
+    return mla_decode_output(q_full, pages, span, w, scale)
 
 
 def _absorbed(w: Attention, step: Step) -> bool:
     """Whether all rows attend in the absorbed form and `mla_pre_attention` can make their queries."""
     rows = step.plain is None and step.absorbed is not None
-    return rows and not isinstance(w.qkv_a, Int4) and not isinstance(w.q_b, Int4)
-
-
-def _values(w: Attention) -> tuple[Tensor | None, Tensor | None]:
-    """W_UV in FP8, as one token's kernel reads it, and its scales."""
-    return (None, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
-
-
-def _scale(w: Dense | Fp8) -> Tensor | None:
-    return w.scale if isinstance(w, Fp8) else None
+    return rows and w.qkv_a.format != "int4" and w.q_b.format != "int4"
 
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:
@@ -260,15 +226,12 @@ def _mixture(w: Moe, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     return routed if shared is None else routed + mlp(shared, x)
 
 
-def _held(shared: Mlp | None) -> tuple[Tensor, ...] | None:
+def _held(shared: Mlp | None) -> tuple[Tensor | None, ...] | None:
     """The shared expert as `moe_int4` takes it: its matrices, and their scales if it is FP8. None if it cannot."""
-    match shared:
-        case Mlp(Dense(upper), Dense(lower)):
-            return upper, lower
-        case Mlp(Fp8(upper, upper_scale), Fp8(lower, lower_scale)):
-            return upper, lower, upper_scale, lower_scale
-        case _:
-            return None
+    if shared is None or shared.gate_up.format != shared.down.format or shared.down.format == "int4":
+        return None
+    upper, lower = shared.gate_up, shared.down
+    return upper.weight, lower.weight, upper.scale, lower.scale
 
 
 def _experts(e: DenseExperts | Fp8Experts | NvFp4Experts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
@@ -281,19 +244,19 @@ def _experts(e: DenseExperts | Fp8Experts | NvFp4Experts, x: Tensor, ids: Tensor
     )
 
 
-def apply(w: Linear, x: Tensor, wide: bool = False) -> Tensor:
+def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
     """x w^T as x, or in float32 if `wide`."""
-    if isinstance(w, Dense):
+    if w.scale is None:
         return linear(x, w.weight, wide)
-    if isinstance(w, Fp8):
+    if w.format == "fp8":
         return linear_fp8(x, None, w.weight, w.scale, wide=wide)
-    y = linear_int4(x, w.packed, w.scale)
+    y = linear_int4(x, w.weight, w.scale)
     return y.float() if wide else y
 
 
-def _norm_apply(w: Linear, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    if isinstance(w, Dense):
+def _norm_apply(w: Matrix, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    if w.scale is None:
         return rmsnorm_linear(x, norm, w.weight, eps)
-    if isinstance(w, Fp8):
+    if w.format == "fp8":
         return linear_fp8(x, norm, w.weight, w.scale, eps)
     return apply(w, rmsnorm(x, norm, eps))

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perilune.model.kimi_k2 import KimiK2, Step, apply
-from perilune.model.weights import Attention, Layer
+from perilune.model.weights import Attention, Layer, Mlp, Moe
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.harness.workspace import Workspaces
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -50,6 +52,7 @@ class WholeTexts(KimiK2):
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
         self.grids: list[Grid] = []
+        self._workspaces = Workspaces()
 
     def entering(self, step: Step) -> Tensor:
         """[T, D], the residual stream as it enters the first layer."""
@@ -61,18 +64,22 @@ class WholeTexts(KimiK2):
 
     def through(self, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> None:
         """One layer, held or not; h [T, D], the residual stream as it enters it, is as it leaves it then."""
-        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        rotary, latents = Rotary(self.cos[step.positions], self.sin[step.positions]), Latents(pages, step.slots)
         x = rmsnorm(h, layer.input_norm, self.eps)
-        x = add_rmsnorm(h, self._attention(layer.attention, x, cos, sin, step, pages), layer.post_norm, self.eps)
+        x = add_rmsnorm(h, self._attention(layer.attention, x, rotary, step, latents), layer.post_norm, self.eps)
         # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
         add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
 
-    def _attention(self, w: Attention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
-        (heads, n, latent), r, v = w.w_uk.shape, 2 * cos.shape[1], w.w_uv.shape[2]
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+        with self._workspaces.use():
+            return super()._ffn(w, x)
+
+    def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
+        (heads, n, latent), r, v = w.w_uk.shape, 2 * rotary.cos.shape[1], w.w_uv.shape[2]
         q_a, ckv = apply(w.qkv_a, x).tensor_split((w.q_a_norm.shape[0],), -1)
         q = apply(w.q_b, rmsnorm(q_a, w.q_a_norm, self.qk_norm_eps)).view(-1, heads, n + r)
-        mla_rotate_query(q, ckv, w.kv_a_norm, cos, sin, pages, step.slots, self.qk_norm_eps)
-        c, k_pe = pages.view(-1, latent + r)[step.slots].tensor_split((latent,), -1)
+        mla_rotate_query(q, ckv, w.kv_a_norm, rotary, latents, self.qk_norm_eps)
+        c, k_pe = latents.pages.view(-1, latent + r)[step.slots].tensor_split((latent,), -1)
         k = torch.cat([F.linear(c, w.w_uk.flatten(0, 1)).view(-1, heads, n), k_pe[:, None].expand(-1, heads, -1)], -1)
         values = F.linear(c, w.w_uv.mT.flatten(0, 1)).view(-1, heads, v)
         out = torch.empty_like(values)

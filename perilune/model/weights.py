@@ -1,4 +1,4 @@
-"""The model's weights as the model file consumes them. Data only: which op runs on them is the model's business.
+"""The model's weights as the model file consumes them. Data only: the model chooses the ops that run on them.
 
 Letters: D hidden size, H heads, n and r the query's nope and rope widths, v the value width, R the latent width,
 I an intermediate width, E routed experts, V vocabulary. Linear layers are stored [outputs, inputs]. Tensors are
@@ -9,47 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(slots=True)
-class Dense:
-    weight: torch.Tensor  # [o, i]
-
-
-@dataclass(slots=True)
-class Int4:
-    """formats/int4.py has the layout."""
-
-    packed: torch.Tensor  # [o, i/8] int32
-    scale: torch.Tensor  # [o, i/32] bfloat16, or the checkpoint's float16 or float32
-
-
-@dataclass(slots=True)
-class Fp8:
-    """Made at load (loading/fp8_dense.py): the value is weight * scale of its row."""
-
-    weight: torch.Tensor  # [o, i] float8_e4m3fn
-    scale: torch.Tensor  # [o] float32
-
-
-Linear = Dense | Int4 | Fp8
-
-
-@dataclass(slots=True)
-class Attention:
-    qkv_a: Linear  # [q_lora + R + r, D]: q_a_proj's rows, then kv_a_proj_with_mqa's
-    q_a_norm: torch.Tensor  # [q_lora]
-    q_b: Linear  # [H (n + r), q_lora]
-    kv_a_norm: torch.Tensor  # [R]
-    w_uk: torch.Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
-    w_uv: torch.Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
-    o: Linear  # [D, H v]
-    uv_fp8: Fp8 | None = None  # where o is FP8: the very numbers of w_uv, for one token's kernel; scale [H, v]
+from perilune.ops.layouts.operands import Attention as Attention
+from perilune.ops.layouts.operands import Matrix as Matrix
 
 
 @dataclass(slots=True)
 class Mlp:
-    gate_up: Linear  # [2I, D]: gate's rows first
-    down: Linear  # [D, I]
+    gate_up: Matrix  # [2I, D]: gate's rows first
+    down: Matrix  # [D, I]
 
 
 @dataclass(slots=True)
@@ -61,7 +28,7 @@ class DenseExperts:
 @dataclass(slots=True)
 class Int4Experts:
     gate_up_packed: torch.Tensor  # [E, 2I, D/8] int32
-    gate_up_scale: torch.Tensor  # [E, 2I, D/32] as Int4.scale
+    gate_up_scale: torch.Tensor  # [E, 2I, D/32] bfloat16, or the checkpoint's float16 or float32
     down_packed: torch.Tensor  # [E, D, I/8] int32
     down_scale: torch.Tensor  # [E, D, I/32]
 
@@ -124,4 +91,4 @@ class Weights:
     embed: torch.Tensor  # [V, D]
     layers: list[Layer]
     norm: torch.Tensor  # [D]
-    lm_head: Linear  # [V, D]
+    lm_head: Matrix  # [V, D]

@@ -95,10 +95,10 @@ class Drafter(Protocol):
         """Takes in a step; None if nobody drew in it."""
         ...
 
-    def draft(self, start: Start, length: int, hope: float = 0.0) -> Drafts:
+    def draft(self, start: Start, length: int, min_confidence: float = 0.0) -> Drafts:
         """A chain of `length` tokens, at least one, after each request's last.
 
-        Where looking costs nothing it is shorter: it ends when no request's has a probability of `hope` left.
+        Where looking costs nothing it is shorter: it ends when no request's has a probability of `min_confidence` left.
         """
         ...
 
@@ -106,6 +106,6 @@ class Drafter(Protocol):
         """Room for the starts of so many requests, with block tables so wide; chains drafted from it harm nobody."""
         ...
 
-    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts | None:
+    def propose(self, followed: Followed, length: int, min_confidence: float = 0.0) -> Drafts | None:
         """`follow`, then `draft`; with length 0 it only follows the step, and gives None."""
         ...

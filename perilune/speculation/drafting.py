@@ -86,14 +86,14 @@ class Speculator:
         self._asleep = self._dozes(1)  # there is no time for matches
         self._brought = self._chained = 0  # tokens of the step that landed last, and of the longest chain behind it
         # Steps for which nothing is asked: see `rest`.
-        self.resting, self._quiet, self._size, self._woken = 0, 0, 0, False
+        self.paused, self._quiet, self._size, self._woken = 0, 0, 0, False
         self._unheard: list[Sequence[Delta]] = []
-        self.hope = HOPE if fixed is None else 0.0  # see StepPlan
+        self.min_confidence = HOPE if fixed is None else 0.0  # see StepPlan
         self._turn = 0  # whose turn it is to be heeded
         self._tally = Tally()
 
     def open(self, rid: int, prompt: Sequence[int]) -> None:
-        if self.resting and self.longest and self._quiet <= SOON:
+        if self.paused and self.longest and self._quiet <= SOON:
             self._wake()
         self._minds[rid] = Mind(Trail(prompt, self._store) if self._suffix else None, len(prompt))
 
@@ -108,21 +108,21 @@ class Speculator:
             if self._store is not None and mind.trail is not None:
                 self._finished.append(mind.trail)
 
-    def rest(self, requests: int, deltas: Sequence[Delta]) -> None:
+    def record_paused(self, requests: int, deltas: Sequence[Delta]) -> None:
         """Instead of everything else, of a step that landed while `resting` is not 0: there will be no drafts until it
         is. The steps in between are those of an engine without drafts, and what they bring is taken in when they are
         over, or the number of requests has changed."""
         self._unheard.append(deltas)
         self._planned.clear()
         self._unseen += 1
-        self.resting -= 1
+        self.paused -= 1
         if requests > self._size or 2 * requests <= self._size:
-            self.resting = 0
-        if not self.resting:
+            self.paused = 0
+        if not self.paused:
             self._wake()
 
     def _wake(self) -> None:
-        self.resting, self._woken = 0, True
+        self.paused, self._woken = 0, True
         self._hear()
 
     def _hear(self) -> None:
@@ -171,7 +171,7 @@ class Speculator:
             return False
         return n * EFFORT > SPARE * (self._pace.drafting(n) if self.longest else self._pace.plain(n, 0))
 
-    def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
+    def record_time(self, plan: StepPlan, seconds: float, waited: bool) -> None:
         """The step last observed took so long from when its predecessor had landed, for whose tokens its planning
         `waited`, or not."""
         if self._pace is None:
@@ -273,7 +273,7 @@ class Speculator:
         verifying = [price * (self._pace.drafting((1 + k) * requests) - plain) for k in range(1, self.longest + 1)]
         return verifying, price * self._pace.chain(requests)
 
-    def wanted(self, running: StepPlan) -> bool:
+    def worth_waiting(self, running: StepPlan) -> bool:
         """Whether to wait for the step that is running, because drafts for the one after it promise more than planning
         that one now."""
         if self._fixed is not None:
@@ -308,7 +308,7 @@ class Speculator:
         left_out = self.longest and self._earnings.way(n, context) != Way.ALL
         return self._pace.bare if left_out else self._pace
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         """How many tokens of the chain behind the step that is running the next one shall verify, planned before they
         are known; None if it shall not be planned so."""
         drafted = any(w.drafts for w in running.work)
@@ -335,7 +335,7 @@ class Speculator:
             self._lessons += mind.catch_up(work.rid)
             if (trail := mind.ready) is None:
                 continue
-            before = [token for token, _ in mind.chain[: work.drafts]] if work.behind else list(work.guesses)
+            before = [token for token, _ in mind.chain[: work.drafts]] if work.chained else list(work.guesses)
             told = mind.told if mind.planned is None else mind.planned
             if len(before) < work.drafts:
                 continue
@@ -387,7 +387,7 @@ class Speculator:
                     proposed[work.rid] = tokens[:count]
         return proposed
 
-    def chain(self, plan: StepPlan) -> int:
+    def chain_length(self, plan: StepPlan) -> int:
         """How many tokens the draft model shall draft behind what this step draws. Also decides whether to rest."""
         if self._fixed is not None:
             return min(self._fixed, self.longest) if any(w.sample for w in plan.work) else 0
@@ -396,9 +396,9 @@ class Speculator:
         if self.longest and any(w.count > MAX_DRAFTS + 1 for w in plan.work):
             self._earnings.prompted(n, context)
         way, trying = self._earnings.way(n, context), self._earnings.trying(n, context)
-        if self._latest == way == Way.PLAIN and not self._woken and not any(w.drafts or w.behind for w in plan.work):
+        if self._latest == way == Way.PLAIN and not self._woken and not any(w.drafts or w.chained for w in plan.work):
             self._quiet, self._size = self._earnings.quiet(n, context), 1 << (n - 1).bit_length()
-            self.resting = min(self._quiet, REST)
+            self.paused = min(self._quiet, REST)
         self._latest = self._planned[plan.step] = way
         if len(self._planned) > IN_FLIGHT:
             del self._planned[next(iter(self._planned))]
@@ -422,7 +422,7 @@ class Speculator:
                 worths.append(mind.worth)
         return self._lengths.ask(worths, self._earnings.price(n, context) * self._pace.following(n), trying)
 
-    def tidy(self) -> None:
+    def maintain(self) -> None:
         """What is best done while the device is busy."""
         for timing in self._timings:
             self._account(timing)

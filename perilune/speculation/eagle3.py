@@ -87,19 +87,19 @@ class Eagle3Drafter:
         if not followed.sampled:
             return None
         positions, tables = step.positions[at], _owned(followed)
-        span = Span(slice(0, len(at)), tables, self._starts[: len(at) + 1], (positions + 1).to(torch.int32))
+        span = Span(tables, self._starts[: len(at) + 1], (positions + 1).to(torch.int32), slice(0, len(at)))
         states, features = model.hidden(Step(step.tokens[at], positions, step.slots[at], span, None), ends, self._pages)
         return Start(states, features, positions, tables)
 
-    def draft(self, start: Start, length: int, hope: float = 0.0) -> Drafts:
+    def draft(self, start: Start, length: int, min_confidence: float = 0.0) -> Drafts:
         model = self._model
         assert model is not None and 1 <= length <= LONGEST, "allocate() comes first"
         drafts = [_best(model, start.states)]
         if length > 1:
             features, sure = start.features, drafts[0][1]
-            stops = hope > 0 and sure.device.type == "cpu"
+            stops = min_confidence > 0 and sure.device.type == "cpu"
             for ahead in self._steps(start.tables, start.positions, length - 1):
-                if stops and float(sure.max()) < hope:
+                if stops and float(sure.max()) < min_confidence:
                     break
                 ahead = dataclasses.replace(ahead, tokens=drafts[-1][0])
                 states, features = model.hidden(ahead, features, self._pages)
@@ -115,9 +115,9 @@ class Eagle3Drafter:
         positions = torch.zeros(requests, dtype=torch.int64, device=device)
         return Start(rows[0], rows[1], positions, torch.zeros(requests, width, dtype=torch.int32, device=device))
 
-    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts | None:
+    def propose(self, followed: Followed, length: int, min_confidence: float = 0.0) -> Drafts | None:
         start = self.follow(followed)
-        return None if start is None or not length else self.draft(start, length, hope)
+        return None if start is None or not length else self.draft(start, length, min_confidence)
 
     def _steps(self, owned: Tensor, last: Tensor, count: int) -> list[Step]:
         """`count` steps of one token of each request, from the position after `last` [S] on; their tokens are to come.
@@ -127,7 +127,7 @@ class Eagle3Drafter:
         """
         tables, *rows = draft_tables(owned, last, self._pages, self._scratch, self._blocks_ahead, count)
         S = len(last)
-        return [Step(p, p, s, Span(slice(0, S), tables, self._starts[: S + 1], c), None) for p, s, c in zip(*rows)]
+        return [Step(p, p, s, Span(tables, self._starts[: S + 1], c, slice(0, S)), None) for p, s, c in zip(*rows)]
 
 
 def _chains(max_num_seqs: int) -> int:

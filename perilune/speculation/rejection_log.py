@@ -86,7 +86,7 @@ class _Follow:
 
     ids: list[int]
     given: int
-    greedy: bool
+    greedy: bool = False
     rejected: list[Rejection] = field(default_factory=list)
 
 
@@ -110,20 +110,22 @@ class RejectedLog:
         except OSError as e:
             raise ConfigError(f"cannot log rejected drafts in {directory}: {e.strerror}; choose another") from e
 
-    def open(self, rid: int, prompt: Sequence[int], *, greedy: bool) -> None:
+    def open(self, rid: int, prompt: Sequence[int]) -> None:
         if self._lot.random() < self._share:
-            self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT), greedy)
+            self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT))
 
     def observe(self, plan: StepPlan, deltas: Sequence[Delta]) -> None:
         """What a step brought, whose plan says what had been drafted."""
         if not self._followed:
             return
-        drafted = {w.rid: w.guesses for w in plan.work if w.drafts}
+        drafted = {w.rid: w for w in plan.work if w.drafts}
         for delta in deltas:
             follow = self._followed.get(delta.rid)
             if follow is None:
                 continue
-            guesses = drafted.get(delta.rid, ())[: delta.drafted]
+            guesses: tuple[int, ...] = ()
+            if (work := drafted.get(delta.rid)) is not None:
+                guesses, follow.greedy = work.guesses[: delta.drafted], work.params.greedy
             if delta.accepted < len(guesses) and delta.accepted < len(delta.tokens):
                 follow.rejected.append(Rejection(len(follow.ids), guesses, delta.accepted))
             follow.ids += delta.tokens
@@ -137,7 +139,7 @@ class RejectedLog:
         if (follow := self._followed.pop(rid, None)) is not None:
             self._record(follow)
 
-    def tidy(self) -> None:
+    def maintain(self) -> None:
         """Writes a file if there is enough for one; best done while the device is busy."""
         if self._size >= min(FILE_BYTES, self._limit // FILES):
             self._write()

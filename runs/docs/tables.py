@@ -23,7 +23,7 @@ FILES = {
     "perilune/engine/engine.py": "the loop: plan step N+1 while step N runs; **start here**",
     "perilune/engine/scheduler.py": "which request advances by how many tokens (pure Python)",
     "perilune/engine/batch.py": "a plan becomes tensors",
-    "perilune/engine/graphs.py": "a decode step as one CUDA graph",
+    "perilune/engine/graphs/decode.py": "a decode step as one CUDA graph",
     "perilune/model/kimi_k2.py": "the model, as in the paper",
     "perilune/ops/attention/mla_absorbed.py": "one op, one file: contract, cases, reference, implementations",
     "perilune/ops/moe/cpu/experts.cpp": "the routed experts on CPU, straight from packed INT4",

@@ -1,12 +1,12 @@
 """What a step adds to the cache, as `mla_absorb_query`, `mla_project_query` and `mla_pre_attention` take it: new
 latents and rope keys, and their places.
 
-    cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
+    pages[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
 
-ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as in `rope`); cache
-[N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); slots [T] int64 = block * block_size +
-offset, distinct, or below 0: nothing is written for that row. What is cached is rounded to ckv's type and then to the
-cache's.
+ckv [T, R + r], rows may be strided; kv_norm [R]; rotary: cos and sin [T, r / 2] float32 (pairs as in `rope`); latents:
+pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py), and slots [T] int64 = block *
+block_size + offset, distinct, or below 0: nothing is written for that row. Values are rounded to ckv's type and then to
+the cache's.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 
 SIGNATURE = "plpppp" + "llp" + "lf"  # of `arguments`, for compile.function
 
@@ -29,40 +30,44 @@ def inputs(
     angles = g.rand(T, r // 2) * 6.0
     return {
         "kv_norm": g.randn(R),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "cache": g.nan(blocks, block_size, R + r),
-        "slots": slots,
+        "rotary": Rotary(angles.cos(), angles.sin()),
+        "latents": Latents(g.nan(blocks, block_size, R + r), slots),
     }
 
 
-def check(T: int, R: int, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+def weights(**held: Any) -> Attention:
+    """With these fields; the other ones, which the op under test does not read, are empty."""
+    empty = torch.empty(0)
+    own = dict.fromkeys(("q_a_norm", "kv_a_norm", "w_uk", "w_uv"), empty)
+    return Attention(**{**own, **{name: Matrix(empty) for name in ("qkv_a", "q_b", "o")}, **held})
+
+
+def check(T: int, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents) -> None:
     assert ckv.shape[0] == T and ckv.dtype == kv_norm.dtype, f"{T=} {ckv.shape=} {ckv.dtype=} {kv_norm.dtype=}"
-    check_places(T, R, ckv.shape[1] - R, kv_norm, cos, sin, cache, slots)
+    check_places(T, ckv.shape[1] - kv_norm.shape[0], kv_norm, rotary, latents)
 
 
-def check_places(
-    T: int, R: int, r: int, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
-) -> None:
+def check_places(T: int, r: int, kv_norm: Tensor, rotary: Rotary, latents: Latents) -> None:
     """All but ckv."""
-    assert kv_norm.shape == (R,), f"{T=} {R=} {kv_norm.shape=}"
-    assert cache.shape[2] == latent_cache.width(R, r, cache.dtype), f"{R=} {r=} {cache.shape=} {cache.dtype=}"
-    assert cache.is_contiguous(), f"{cache.shape=} {cache.stride()=}"
+    (R,), cos, sin, pages, slots = kv_norm.shape, rotary.cos, rotary.sin, latents.pages, latents.slots
+    assert pages.shape[2] == latent_cache.width(R, r, pages.dtype), f"{R=} {r=} {pages.shape=} {pages.dtype=}"
+    assert pages.is_contiguous(), f"{pages.shape=} {pages.stride()=}"
     assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
     assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
 
 
-def needs(cache: Tensor) -> tuple[tuple[bool, str], ...]:
+def needs(pages: Tensor) -> tuple[tuple[bool, str], ...]:
     """What cache_row.cuh needs."""
-    kinds = (cache.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache")
-    return kinds, (cache.shape[2] == latent_cache.width(K2.latent, K2.rope, cache.dtype), "Kimi's latent width")
+    kinds = (pages.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache")
+    return kinds, (pages.shape[2] == latent_cache.width(K2.latent, K2.rope, pages.dtype), "Kimi's latent width")
 
 
-def reference(ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
-    R, new = kv_norm.shape[0], ckv.float()
+def reference(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    R, new, pages, slots = kv_norm.shape[0], ckv.float(), latents.pages, latents.slots
     c = new[:, :R] * (new[:, :R].square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
-    rows = latent_cache.pack(c.to(ckv.dtype), rotated(new[:, R:], cos, sin).to(ckv.dtype), cache.dtype)
-    cache.view(-1, cache.shape[2])[slots[slots >= 0]] = rows[slots >= 0]
+    k_pe = rotated(new[:, R:], rotary.cos, rotary.sin)
+    rows = latent_cache.pack(c.to(ckv.dtype), k_pe.to(ckv.dtype), pages.dtype)
+    pages.view(-1, pages.shape[2])[slots[slots >= 0]] = rows[slots >= 0]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,22 +76,21 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
-def arguments(
-    ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> tuple[Any, ...]:
-    """What a launcher hands to new_rows() of cache_row.cuh. The caller keeps the tensors."""
-    return ckv.data_ptr(), ckv.stride(0), *places(kv_norm, cos, sin, cache, slots), ckv.shape[0], eps
+def arguments(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> tuple[Any, ...]:
+    """Arguments of a launcher for new_rows() of cache_row.cuh. The caller keeps the tensors."""
+    return ckv.data_ptr(), ckv.stride(0), *places(kv_norm, rotary, latents), ckv.shape[0], eps
 
 
-def places(kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> tuple[Any, ...]:
-    """Of these, what does not come with ckv."""
+def places(kv_norm: Tensor, rotary: Rotary, latents: Latents) -> tuple[Any, ...]:
+    """Of these, the ones besides ckv."""
+    cos, sin, pages, slots = rotary.cos, rotary.sin, latents.pages, latents.slots
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous(), f"{cos.stride()=} {slots.stride()=}"
     return (
         kv_norm.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
-        cache.data_ptr(),
-        cache.shape[0] * cache.shape[1],
-        cache.dtype == latent_cache.PACKED,
+        pages.data_ptr(),
+        pages.shape[0] * pages.shape[1],
+        pages.dtype == latent_cache.PACKED,
         slots.data_ptr(),
     )

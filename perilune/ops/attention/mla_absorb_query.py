@@ -1,8 +1,8 @@
-"""What stands between the attention projections and absorbed attention, for few tokens: new cache rows and q_full.
+"""New cache rows and q_full, from the attention projections of a step with few tokens: input of absorbed attention.
 
     q_full[t, h] = (q[t, h, :n] w_uk[h], rope(q[t, h, n:]))
 
-q [T, H, n + r] contiguous; w_uk [H, n, R]; q_full [T, H, R + r] as q; ckv, kv_norm, cos, sin, cache and slots as in
+q [T, H, n + r] contiguous; w_uk [H, n, R]; q_full [T, H, R + r] as q; ckv, kv_norm, rotary and latents as in
 cache_rows.py. Sums in fp32, each part of the result rounded once. A padding row, without a slot, has a q_full like any
 other.
 
@@ -11,7 +11,7 @@ depend on the batch. "cpp" is one call for few tokens of float32. "composed" is 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, 
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
@@ -55,23 +56,21 @@ CASES = [
     Case(5, 3, 8, 16, 4, 16, padding=1, narrow=True),
     Case(3, 2, 20, 28, 4, 4),
 ]
-TOL = {"q_full": sums(), "cache": rounded()}
+TOL = {"q_full": sums(), "latents.pages": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     before, blocks = 8 if c.strided else 0, c.T // c.block_size + 2
     rows = cache_rows.inputs(g, c.T, c.R, c.r, blocks=blocks, block_size=c.block_size, padding=c.padding)
     if c.narrow:
-        rows["cache"] = rows["cache"].to(BFLOAT16)
+        rows["latents"] = replace(rows["latents"], pages=rows["latents"].pages.to(BFLOAT16))
     return {
         "q": g.randn(c.T, c.H, c.n + c.r),
         "ckv": g.randn(c.T, before + c.R + c.r, scale=3.0)[:, before:],
         "kv_norm": rows["kv_norm"],
-        "cos": rows["cos"],
-        "sin": rows["sin"],
+        "rotary": rows["rotary"],
         "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "cache": rows["cache"],
-        "slots": rows["slots"],
+        "latents": rows["latents"],
         "eps": 1e-5,
     }
 
@@ -83,23 +82,16 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(
-    q: Tensor,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float
 ) -> Tensor:
     n, f = w_uk.shape[1], q.float()
-    cache_rows.reference(ckv, kv_norm, cos, sin, cache, slots, eps)
+    cache_rows.reference(ckv, kv_norm, rotary, latents, eps)
     latent = torch.einsum("thn,hnr->thr", f[..., :n], w_uk.float())
-    return torch.cat([latent, cache_rows.rotated(f[..., n:], cos.unsqueeze(1), sin.unsqueeze(1))], -1).to(q.dtype)
+    pe = cache_rows.rotated(f[..., n:], rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1))
+    return torch.cat([latent, pe], -1).to(q.dtype)
 
 
-op = Op("mla_absorb_query", CASES, TOL, inputs, cost, reference, decides=(0, 6), also=("w_uk.shape",))
+op = Op("mla_absorb_query", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "latents"))
 
 
 @functools.cache
@@ -114,27 +106,17 @@ def _kernel() -> Any:
         device,
         (a.q.dtype == BFLOAT16, "bfloat16"),
         (a.q.shape[2] == K2.nope + K2.rope, "Kimi's head width"),
-        *cache_rows.needs(a.cache),
+        *cache_rows.needs(a.latents.pages),
     ),
 )
-def cuda(
-    q: Tensor,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-) -> Tensor:
+def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float) -> Tensor:
     (T, H, _), width = q.shape, ckv.shape[1]
     assert w_uk.shape == (H, K2.nope, K2.latent) and w_uk.is_contiguous(), f"{w_uk.shape=} {w_uk.stride()=}"
     q, ckv = q.contiguous(), aligned(ckv)
     out = torch.empty(T, H, width, dtype=q.dtype, device=q.device)
     failed = _kernel()(
         q.data_ptr(),
-        *cache_rows.arguments(ckv, kv_norm, cos, sin, cache, slots, eps),
+        *cache_rows.arguments(ckv, kv_norm, rotary, latents, eps),
         w_uk.data_ptr(),
         out.data_ptr(),
         H,
@@ -156,27 +138,18 @@ def _on_cpu(dtype: torch.dtype) -> Any:
         "mla_absorb_query",
         device,
         (a.q.dtype == FLOAT32 and a.q.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
-        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.latents.pages.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
         (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
     ),
 )
-def cpp(
-    q: Tensor,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-) -> Tensor:
-    (T, H, _), (_, n, R), (N, block_size, width) = q.shape, w_uk.shape, cache.shape
+def cpp(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float) -> Tensor:
+    (T, H, _), (_, n, R), (N, block_size, width) = q.shape, w_uk.shape, latents.pages.shape
     if ckv.stride(1) != 1:
         ckv = ckv.contiguous()
-    q, cos, sin, w_uk, slots = q.contiguous(), cos.contiguous(), sin.contiguous(), w_uk.contiguous(), slots.contiguous()
+    q, w_uk, slots = q.contiguous(), w_uk.contiguous(), latents.slots.contiguous()
+    cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()
     out = torch.empty(T, H, width)
-    failed = _on_cpu(cache.dtype)(
+    failed = _on_cpu(latents.pages.dtype)(
         q.data_ptr(),
         ckv.data_ptr(),
         ckv.stride(0),
@@ -184,7 +157,7 @@ def cpp(
         cos.data_ptr(),
         sin.data_ptr(),
         w_uk.data_ptr(),
-        cache.data_ptr(),
+        latents.pages.data_ptr(),
         N * block_size,
         slots.data_ptr(),
         out.data_ptr(),
@@ -196,40 +169,34 @@ def cpp(
         threads.count(),
         eps,
     )
-    assert not failed, f"a slot is outside the cache: {slots.max()=} {cache.shape=}"
+    assert not failed, f"a slot is outside the cache: {slots.max()=} {latents.pages.shape=}"
     return out
 
 
 @op.impl("composed")
 def composed(
-    q: Tensor,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float
 ) -> Tensor:
     _, n, R = w_uk.shape
+    slots, cos, sin = latents.slots, rotary.cos, rotary.sin
     c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1)
     if slots.device.type == "cuda":
-        _write(cache, c, k_pe, slots)
+        _write(latents, c, k_pe)
     else:
         kept = (slots >= 0).nonzero().squeeze(1)
         if len(kept) < len(slots):
-            c, k_pe, slots = c[kept], k_pe[kept], slots[kept]
-        write_cache(cache, c, k_pe, slots)
+            c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
+        write_cache(latents, c, k_pe)
     return torch.cat([per_head_matmul(q[..., :n], w_uk), rope(q[..., n:], cos, sin)], -1)
 
 
-def _write(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    """As write_cache, but without waiting to see which slots are below 0: rows of padding write what another row
-    writes, or what is there."""
+def _write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
+    """As write_cache, but the host does not wait for slots: a padding row writes the values of a row that has a slot
+    to the slot of that row, or, if no row has one, the present values of slot 0."""
+    pages, slots = latents.pages, latents.slots
     if not len(slots):
         return
-    flat, rows, real = cache.view(-1, cache.shape[2]), latent_cache.pack(c, k_pe, cache.dtype), slots >= 0
+    flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
     other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
     spare = torch.where(some, slots[other], 0)
     flat[torch.where(real, slots, spare)] = torch.where(
@@ -238,18 +205,11 @@ def _write(cache: Tensor, c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
 
 
 def mla_absorb_query(
-    q: Tensor,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
+    q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float
 ) -> Tensor:
     (T, H, _), (heads, n, R) = q.shape, w_uk.shape
     assert heads == H and ckv.shape[1] - R == q.shape[2] - n, f"{q.shape=} {ckv.shape=} {w_uk.shape=}"
     assert q.dtype == ckv.dtype == w_uk.dtype, f"{q.dtype=} {ckv.dtype=} {w_uk.dtype=}"
-    cache_rows.check(T, R, ckv, kv_norm, cos, sin, cache, slots)
-    return op(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+    assert kv_norm.shape == (R,), f"{kv_norm.shape=} {w_uk.shape=}"
+    cache_rows.check(T, ckv, kv_norm, rotary, latents)
+    return op(q, ckv, kv_norm, rotary, w_uk, latents, eps)

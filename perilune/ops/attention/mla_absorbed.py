@@ -1,11 +1,10 @@
 """MLA attention over the latent cache in the absorbed form: one key (c, k_pe) and one value c for all heads.
 
 o[t, h] = softmax(scale * (q_lat[t, h] . c + q_pe[t, h] . k_pe)) c, over the positions up to the token's own.
-q_lat [T, H, R]; q_pe [T, H, r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py);
-tables [B, M] int32;
-query_start [B + 1] int32: request b owns rows query_start[b] .. query_start[b + 1] - 1, and they are the last positions
-of its context[b] (int32), already written to the cache. o [T, H, R] as q_lat. Softmax and sums in fp32, rounded once.
-Positions outside a request's context are never read: what lies there, nan included, cannot matter.
+q_lat [T, H, R]; q_pe [T, H, r]; pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py);
+span: tables [B, M], query_start [B + 1] and context [B] int32; a request's rows are the last positions of its context,
+already in the pages. o [T, H, R] as q_lat. Softmax and sums in fp32, rounded once. Positions outside a request's
+context are never read: they may hold anything, nan included.
 
 "cpp" wins everywhere on CPU: no copy of the latents is made, requests of unlike lengths need no padding, and a
 request's result does not depend on the batch.
@@ -25,6 +24,7 @@ from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Span
 
 GATHER_BYTES = 32 << 20  # of latents copied at once by "torch"
 
@@ -76,10 +76,8 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     return {
         "q_lat": g.randn(sum(c.counts), c.H, c.R, scale=1 / 16 if c.packed else 1.0),
         "q_pe": g.randn(sum(c.counts), c.H, c.r),
-        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "tables": pages["tables"],
-        "query_start": paged_inputs.query_start(g, c.counts),
-        "context": pages["context"],
+        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), pages["context"]),
         "scale": c.scale * (c.R + c.r) ** -0.5,
     }
 
@@ -88,16 +86,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.mla_absorbed(list(c.counts), list(c.contexts), c.H, c.R, c.r, dtype.itemsize)
 
 
-def reference(
-    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
-) -> Tensor:
+def reference(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
     out = torch.empty_like(q_lat)
-    R, flat = q_lat.shape[2], cache.view(-1, cache.shape[2])
-    starts, lengths = query_start.tolist(), context.tolist()
+    R, flat = q_lat.shape[2], pages.view(-1, pages.shape[2])
+    starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
-        positions = torch.arange(length, device=cache.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        positions = torch.arange(length, device=pages.device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
         for i in range(count):
             seen = latent[: length - count + i + 1]
             q = torch.cat([q_lat[first + i], q_pe[first + i]], -1).float()
@@ -105,7 +101,7 @@ def reference(
     return out
 
 
-op = Op("mla_absorbed", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+op = Op("mla_absorbed", CASES, TOL, inputs, cost, reference, decides=("q_lat", "pages"))
 
 
 @functools.cache
@@ -119,21 +115,19 @@ def _kernel(dtype: torch.dtype) -> Any:
     when=lambda a, device: build.on_cpu(
         "mla_absorbed",
         device,
-        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
-        (a.q_lat.shape[2] % 8 == 0 and a.cache.shape[2] % 8 == 0, "latent and rope widths that are multiples of 8"),
+        (a.pages.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.q_lat.shape[2] % 8 == 0 and a.pages.shape[2] % 8 == 0, "latent and rope widths that are multiples of 8"),
     ),
 )
-def cpp(
-    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
-) -> Tensor:
+def cpp(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
     latent, rotated = q_lat.float().contiguous(), q_pe.float().contiguous()
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    (_, H, R), (N, block_size, width), (B, M) = q_lat.shape, cache.shape, tables.shape
+    tables, query_start, context = span.contiguous()
+    (_, H, R), (N, block_size, width), (B, M) = q_lat.shape, pages.shape, tables.shape
     out = torch.empty(latent.shape)
-    failed = _kernel(cache.dtype)(
+    failed = _kernel(pages.dtype)(
         latent.data_ptr(),
         rotated.data_ptr(),
-        cache.data_ptr(),
+        pages.data_ptr(),
         tables.data_ptr(),
         query_start.data_ptr(),
         context.data_ptr(),
@@ -157,12 +151,11 @@ def cpp(
 
 
 @op.impl("torch")
-def gathered(
-    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
-) -> Tensor:
-    """Requests of like lengths together: their latents are copied side by side, padded with a request's last one."""
-    device, (_, H, R), (_, block_size, width) = q_lat.device, q_lat.shape, cache.shape
-    flat, q = cache.view(-1, width), torch.cat([q_lat, q_pe], -1).float()
+def gathered(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
+    """Requests of similar lengths together: their latents are gathered, padded with a request's last one."""
+    device, (_, H, R), (_, block_size, width) = q_lat.device, q_lat.shape, pages.shape
+    tables, query_start, context = span.tables, span.query_start, span.context
+    flat, q = pages.view(-1, width), torch.cat([q_lat, q_pe], -1).float()
     starts, lengths = query_start.tolist(), context.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]
     out = torch.empty(q_lat.shape, device=device)
@@ -188,13 +181,8 @@ def gathered(
     return out.to(q_lat.dtype)
 
 
-def mla_absorbed(
-    q_lat: Tensor, q_pe: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
-) -> Tensor:
-    (T, H, R), (rows, heads, r), B = q_lat.shape, q_pe.shape, tables.shape[0]
+def mla_absorbed(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
+    (T, H, R), (rows, heads, r) = q_lat.shape, q_pe.shape
     assert T == rows and H == heads and q_lat.dtype == q_pe.dtype, f"{q_lat.shape=} {q_pe.shape=}"
-    assert cache.shape[2] == latent_cache.width(R, r, cache.dtype), f"{cache.shape=} {cache.dtype=} {q_pe.shape=}"
-    assert cache.is_contiguous(), f"{cache.shape=} {cache.stride()=}"
-    assert query_start.shape[0] == B + 1 and context.shape[0] == B, f"{tables.shape=} {query_start.shape=}"
-    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
-    return op(q_lat, q_pe, cache, tables, query_start, context, scale)
+    paged_inputs.check(pages, span, R, r)
+    return op(q_lat, q_pe, pages, span, scale)

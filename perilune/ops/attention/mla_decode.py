@@ -1,22 +1,20 @@
 """MLA attention over the latent cache for few tokens a request, W_UV included: `mla_absorbed`, then `per_head_matmul`.
 
 o[t, h] = (softmax(scale * q_full[t, h] . (c, k_pe)) c) w_uv[h], over the positions up to the token's own.
-q_full [T, H, R + r] contiguous, as `mla_absorb_query` makes it; cache [N, block_size, R + r] contiguous, of any float
-type or packed (latent_cache.py); tables [B, M] int32; query_start [B + 1] int32: request b owns rows query_start[b] ..
-query_start[b + 1] - 1, and they are the last positions of its context[b] (int32), already in the cache; w_uv [H, R, v];
-o [T, H, v] as q_full.
+q_full [T, H, R + r] contiguous, as `mla_absorb_query` makes it; pages [N, block_size, R + r] contiguous, of any float
+type or packed (latent_cache.py); span: tables [B, M], query_start [B + 1] and context [B] int32; a request's rows are
+the last positions of its context, already in the pages; w_uv [H, R, v]; o [T, H, v] as q_full.
 A request with context 0 is padding, as are rows from query_start[B] on: they get zeros, and nothing is read for them.
-Positions outside a request's context are never used: what lies there, nan included, cannot matter.
+Positions outside a request's context are never used: they may hold anything, nan included.
 Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cuda" also rounds probabilities, and the
 outputs of the ranges it splits a long context into.
 
 "cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
 context is split, and whether four processors share a tile of heads because all contexts are short, depends on the
 contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
-It reads tables, query_start, context and the latents before a request's queries without waiting for the kernels just
-before it: whatever writes these must have finished before `mla_absorb_query` begins, as it has if they come from an
-ordinary kernel, a copy, or an earlier step. Packed rows are widened on their way. `perilune bench decode --kernels`
-times it where it serves.
+It reads the span and the latents before a request's queries without waiting for the kernels just before it: their
+writer must have finished before `mla_absorb_query` begins, as an ordinary kernel, a copy, or an earlier step has.
+Packed rows are widened while they are copied to shared memory. `perilune bench decode --kernels` times it in a step.
 """
 
 import functools
@@ -32,7 +30,9 @@ from perilune.ops.attention.mla_absorbed import GATHER_BYTES, mla_absorbed
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import address
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Span
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
 
 ROWS = 64  # (token, head) pairs of one tile, as in the kernel
@@ -116,12 +116,10 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         q_full[..., : c.R] /= 16
     return {
         "q_full": q_full,
-        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "tables": pages["tables"],
-        "query_start": paged_inputs.query_start(g, c.counts),
-        "context": context,
-        "scale": c.scale * (c.R + c.r) ** -0.5,
+        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), context),
         "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5 / (16 if c.packed else 1)),
+        "scale": c.scale * (c.R + c.r) ** -0.5,
     }
 
 
@@ -132,24 +130,16 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return attention + costs.per_head_matmul(sum(n for n, _ in real), c.H, c.R, c.v, size)
 
 
-def reference(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
-    (T, H, _), R, flat = q_full.shape, w_uv.shape[1], cache.view(-1, cache.shape[2])
+def reference(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
+    (T, H, _), R, flat = q_full.shape, w_uv.shape[1], pages.view(-1, pages.shape[2])
     out = torch.zeros(T, H, w_uv.shape[2], dtype=q_full.dtype, device=q_full.device)
-    starts, lengths = query_start.tolist(), context.tolist()
+    starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if length == 0 or count == 0:
             continue
-        positions = torch.arange(length, device=cache.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        positions = torch.arange(length, device=pages.device)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
         for i in range(count):
             seen = latent[: length - count + i + 1]
             weights = torch.softmax(scale * (q_full[first + i].float() @ seen.T), -1)
@@ -157,7 +147,7 @@ def reference(
     return out
 
 
-op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w_uv.shape",))
+op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "w_uv"))
 
 
 @functools.cache
@@ -175,48 +165,42 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def needs(q_full: Tensor, cache: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What `attend` does."""
+def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:
+    """Of `attend`."""
     return (
         (q_full.dtype == BFLOAT16, "bfloat16"),
-        (cache.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
+        (pages.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
         (q_full.shape[2] == K2.latent + K2.rope, "Kimi's latent width"),
-        (cache.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
+        (pages.shape[1] % GROUP == 0, f"cache blocks of a multiple of {GROUP}"),
     )
 
 
 def attend(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor | None,
-    out: Tensor | None,
+    q_full: Tensor, pages: Tensor, span: Span, scale: float, w_uv: Tensor | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(partials [C, ROWS, R], weights [ROWS, C] float32): what the ranges of C processors give (mla_decode.cu). `out`
-    [T, H, v]: where they go combined, unless w_uv is None. tables, query_start and context are contiguous.
+    """(partials [C, ROWS, R], weights [ROWS, C] float32): results of the ranges of C CTAs (mla_decode.cu). Unless w_uv
+    is None, they are also combined into `out` [T, H, v].
     """
-    (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    tables, query_start, context = span.contiguous()
+    (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
     # As many CTAs as the GPU runs at once, and one for each tile there may be.
     ctas = max(processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
     partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
     failed = _kernel()(
         q_full.data_ptr(),
-        cache.data_ptr(),
+        pages.data_ptr(),
         N * block_size,
-        cache.dtype == latent_cache.PACKED,
+        pages.dtype == latent_cache.PACKED,
         block_size,
         tables.data_ptr(),
         M,
         query_start.data_ptr(),
         context.data_ptr(),
-        None if w_uv is None else w_uv.data_ptr(),
+        address(w_uv),
         partials.data_ptr(),
         weights.data_ptr(),
-        None if out is None else out.data_ptr(),
+        address(out),
         B,
         T,
         H,
@@ -229,22 +213,20 @@ def attend(
     return partials, weights
 
 
-def attend_one(
-    q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, scale: float
-) -> tuple[Tensor, Tensor, int]:
-    """What `attend` gives for one token of 32 or 64 heads, and the positions worth a range of their own: fewer where
-    the table is so narrow that attention's CTAs, one a processor, lie beside those of the kernel after it
-    (split_kv_short.cuh).
+def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor, int]:
+    """Results of `attend` for one token of 32 or 64 heads, and the least positions of a range: fewer where the table is
+    so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it (split_kv_short.cuh).
     """
-    (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, cache.shape, tables.shape, q_full.device
+    tables, query_start, context = span.contiguous()
+    (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
     slots = processors(device)
-    if B != 1 or cache.dtype != BFLOAT16 or -(-M * block_size // FEW) * (H // QUARTER) > slots:
-        return *attend(q_full, cache, tables, query_start, context, scale, None, None), LEAST
+    if B != 1 or pages.dtype != BFLOAT16 or -(-M * block_size // FEW) * (H // QUARTER) > slots:
+        return *attend(q_full, pages, span, scale, None, None), LEAST
     partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)
     failed = _few()(
         q_full.data_ptr(),
-        cache.data_ptr(),
+        pages.data_ptr(),
         N * block_size,
         block_size,
         tables.data_ptr(),
@@ -264,21 +246,13 @@ def attend_one(
 
 @op.impl(
     "cuda",
-    when=lambda a, device: build.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.cache)),
+    when=lambda a, device: build.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.pages)),
 )
-def cuda(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
+def cuda(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
     T, H, _ = q_full.shape
     assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
     out = torch.empty(T, H, K2.value, dtype=q_full.dtype, device=q_full.device)
-    attend(q_full, cache, tables.contiguous(), query_start.contiguous(), context.contiguous(), scale, w_uv, out)
+    attend(q_full, pages, span, scale, w_uv, out)
     return out
 
 
@@ -294,27 +268,19 @@ def _on_cpu(dtype: torch.dtype) -> Any:
         "mla_absorbed",
         device,
         (a.q_full.dtype == FLOAT32 and a.q_full.shape[0] <= FEW_TOKENS, f"at most {FEW_TOKENS} tokens of float32"),
-        (a.cache.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
-        (a.cache.shape[2] % 8 == 0, "latent and rope widths that are together a multiple of 8"),
+        (a.pages.dtype in (FLOAT32, BFLOAT16), "a float32 or bfloat16 cache"),
+        (a.pages.shape[2] % 8 == 0, "latent and rope widths that are together a multiple of 8"),
         (a.w_uv.shape[1] % 8 == 0 and a.w_uv.shape[2] % 8 == 0, "latent and value widths that are multiples of 8"),
     ),
 )
-def cpp(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
-    (T, H, width), (_, R, v), (N, block_size, _), (B, M) = q_full.shape, w_uv.shape, cache.shape, tables.shape
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
+def cpp(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
+    tables, query_start, context = span.contiguous()
+    (T, H, width), (_, R, v), (N, block_size, _), (B, M) = q_full.shape, w_uv.shape, pages.shape, tables.shape
     w_uv = w_uv.contiguous()
     out = torch.empty(T, H, v)
-    failed = _on_cpu(cache.dtype)(
+    failed = _on_cpu(pages.dtype)(
         q_full.data_ptr(),
-        cache.data_ptr(),
+        pages.data_ptr(),
         tables.data_ptr(),
         query_start.data_ptr(),
         context.data_ptr(),
@@ -346,17 +312,10 @@ def cpp(
         "for CUDA" if device.type != "cuda" else a.q_full.shape[0] <= MOST_ROWS or f"for at most {MOST_ROWS} tokens"
     ),
 )
-def rows(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
-    """Every row gathers all that its table holds: nothing depends on what lengths are, as a CUDA graph needs it."""
-    (T, H, _), R, (_, size, width) = q_full.shape, w_uv.shape[1], cache.shape
+def rows(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
+    """Every row gathers its whole table: no shape depends on the contexts' values, as a CUDA graph requires."""
+    (T, H, _), R, (_, size, width) = q_full.shape, w_uv.shape[1], pages.shape
+    tables, query_start, context = span.tables, span.query_start, span.context
     if not T or not len(context):
         return q_full.new_zeros(T, H, w_uv.shape[2])
     row = torch.arange(T, dtype=torch.int32, device=q_full.device)
@@ -365,11 +324,11 @@ def rows(
     owner = owner.clamp_max_(len(context) - 1)
     seen = torch.where(ours, context[owner] - (query_start[owner + 1] - 1 - row), 0).unsqueeze(1)
     positions = torch.arange(tables.shape[1] * size, device=q_full.device)
-    several = max(1, GATHER_BYTES // (len(positions) * width * 4))
+    at_once = max(1, GATHER_BYTES // (len(positions) * width * 4))
     parts = []
-    for some in row.long().split(several):
+    for some in row.long().split(at_once):
         read = torch.minimum(positions, (seen[some] - 1).clamp_min(0))
-        latent = latent_cache.unpack(cache.view(-1, width)[paged_inputs.slots(tables[owner[some]], read, size)], R)
+        latent = latent_cache.unpack(pages.view(-1, width)[paged_inputs.slots(tables[owner[some]], read, size)], R)
         latent = latent.masked_fill_((seen[some] <= 0).unsqueeze(2), 0.0)
         scores = q_full[some].float() @ latent.mT * scale
         scores = scores.masked_fill_((positions >= seen[some].clamp_min(1)).unsqueeze(1), float("-inf"))
@@ -378,49 +337,28 @@ def rows(
 
 
 @op.impl("composed")
-def composed(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
+def composed(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
     (T, H, _), R = q_full.shape, w_uv.shape[1]
-    counts, real = query_start.diff(), context > 0
+    counts, real = span.query_start.diff(), span.context > 0
     kept = torch.repeat_interleave(real, counts.long()).nonzero().squeeze(1)
     q = q_full
     if len(kept) < T:
-        q, tables, context = q_full[kept], tables[real], context[real]
-        query_start = torch.nn.functional.pad(counts[real].cumsum(0, dtype=torch.int32), (1, 0))
-    o_latent = mla_absorbed(q[..., :R], q[..., R:], cache, tables, query_start, context, scale)
+        starts = torch.nn.functional.pad(counts[real].cumsum(0, dtype=torch.int32), (1, 0))
+        q, span = q_full[kept], Span(span.tables[real], starts, span.context[real])
+    o_latent = mla_absorbed(q[..., :R], q[..., R:], pages, span, scale)
     o = per_head_matmul(o_latent, w_uv)
     if len(kept) == T:
         return o
     return torch.zeros(T, H, w_uv.shape[2], dtype=o.dtype, device=o.device).index_copy_(0, kept, o)
 
 
-def check(q_full: Tensor, cache: Tensor, tables: Tensor, query_start: Tensor, context: Tensor, w_uv: Tensor) -> None:
-    (_, H, width), (heads, R, _), B = q_full.shape, w_uv.shape, tables.shape[0]
-    assert H == heads and width > R, f"{q_full.shape=} {w_uv.shape=}"
-    assert cache.shape[2] == latent_cache.width(R, width - R, cache.dtype), (
-        f"{q_full.shape=} {cache.shape=} {cache.dtype=}"
-    )
-    assert q_full.is_contiguous() and cache.is_contiguous(), f"{q_full.stride()=} {cache.stride()=}"
-    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
-    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
+def check(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor) -> None:
+    (_, H, width), (heads, R, _) = q_full.shape, w_uv.shape
+    assert H == heads and width > R and q_full.is_contiguous(), f"{q_full.shape=} {q_full.stride()=} {w_uv.shape=}"
     assert q_full.dtype == w_uv.dtype, f"{q_full.dtype=} {w_uv.dtype=}"
+    paged_inputs.check(pages, span, R, width - R)
 
 
-def mla_decode(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-) -> Tensor:
-    check(q_full, cache, tables, query_start, context, w_uv)
-    return op(q_full, cache, tables, query_start, context, scale, w_uv)
+def mla_decode(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
+    check(q_full, pages, span, w_uv)
+    return op(q_full, pages, span, w_uv, scale)

@@ -1,12 +1,12 @@
 """Absorbed MLA and the output projection: y = o w^T, with o [T, H v] as `mla_decode` gives it.
 
-q_full [T, H, R + r], cache, tables, query_start, context, scale and w_uv [H, R, v] are those of `mla_decode`, and so is
-what it says on reading without waiting. w [D, H v] as q_full, or e4m3 with w_scale [D] float32, by which the sums are
-multiplied; then uv_fp8 [H, R, v] e4m3 and uv_scale [H, v] float32 are the very numbers of w_uv, else None; y [T, D] as
-q_full. The latent output and o are rounded to q_full's type; sums are fp32, rounded once.
+q_full [T, H, R + r], pages, span and scale are those of `mla_decode`, and so is the rule on reading without waiting. Of
+weights: w_uv [H, R, v] is W_UV and o [D, H v] is w, dense as q_full, or FP8; then uv_fp8 [H, R, v] e4m3 with scale
+[H, v] float32 has the same numbers as w_uv, else None; y [T, D] as q_full. The latent output and o are rounded to
+q_full's type; sums are fp32, rounded once.
 
-"cuda" is for one token: attention's launch, and one for all that follows (mla_decode_output_t1.cu), which reads w and
-w_uv from before attention has ended, or has its queries if the table is narrow (split_kv_short.cuh): so a token's last
+"cuda" is for one token: attention's launch, and one for the rest (mla_decode_output_t1.cu), which reads w and w_uv
+before attention has ended, or its queries are ready if the table is narrow (split_kv_short.cuh): so a token's last
 bits depend on the table's width too. "composed" is the ops one by one.
 """
 
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.attention import mla_decode
-from perilune.ops.harness import build
+from perilune.ops.attention import cache_rows, mla_decode, mla_project_query
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
-from perilune.ops.layouts import latent_cache
+from perilune.ops.harness.tensors import address
+from perilune.ops.layouts.operands import Attention, Matrix, Span
 from perilune.ops.linear import linear, linear_fp8
 
 HEADS = (32, 64)
 MOST_PROCESSORS = 160
-LEAST_ROWS = 32  # of w, for each processor
+LEAST_ROWS = 32  # of o, for each processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +72,13 @@ TOL = {
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     args = mla_decode.inputs(c, g)
-    w, w_scale, uv_fp8, uv_scale = g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5), None, None, None
+    o, w_uv, uv_fp8 = Matrix(g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5)), args.pop("w_uv"), None
+    scale = args.pop("scale")
     if c.fp8:
-        w, w_scale = linear_fp8.quantize_rows(w)
-        w_uv = args["w_uv"] * torch.exp2(g.randn(c.H, 1, c.v)).to(w_scale.dtype)
-        uv_fp8, uv_scale = linear_fp8.quantize_exactly(w_uv, 1)
-        args["w_uv"] = (uv_fp8.float() * uv_scale).to(args["w_uv"].dtype)
-        uv_scale = uv_scale.squeeze(1)
-    return {**args, "uv_fp8": uv_fp8, "uv_scale": uv_scale, "w": w, "w_scale": w_scale}
+        o = Matrix(*linear_fp8.quantize_rows(o.weight))
+        q, uv_scale = linear_fp8.quantize_exactly(w_uv * torch.exp2(g.randn(c.H, 1, c.v)).to(FLOAT32), 1)
+        w_uv, uv_fp8 = (q.float() * uv_scale).to(w_uv.dtype), Matrix(q, uv_scale.squeeze(1))
+    return {**args, "weights": cache_rows.weights(w_uv=w_uv, uv_fp8=uv_fp8, o=o), "scale": scale}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -87,26 +87,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return rest + costs.Cost(0, (1 - dtype.itemsize) * c.H * c.R * c.v if c.fp8 and T == 1 else 0)
 
 
-def reference(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-) -> Tensor:
-    o = mla_decode.reference(q_full, cache, tables, query_start, context, scale, w_uv).flatten(1)
-    if w_scale is None:
-        return linear.reference(o, w, wide=False)
-    return linear_fp8.reference(o, None, w, w_scale, 0.0, wide=False)
+def reference(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    o, w = mla_decode.reference(q_full, pages, span, weights.w_uv, scale).flatten(1), weights.o
+    if w.scale is None:
+        return linear.reference(o, w.weight, wide=False)
+    return linear_fp8.reference(o, None, w.weight, w.scale, 0.0, wide=False)
 
 
-op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=("w.shape",))
+op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "weights"))
 
 
 @functools.cache
@@ -114,19 +102,14 @@ def _kernel() -> Any:
     return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "p")
 
 
-@functools.cache
-def _board(device: torch.device, stream: int, heads: int) -> Tensor:
-    """What processors tell each other (mla_decode_output_t1.cu)."""
-    return torch.zeros(heads * K2.value + 2, dtype=torch.int32, device=device)
-
-
-def _fits(a: Any, device: torch.device) -> bool | str:
-    (T, H, _), D = a.q_full.shape, a.w.shape[0]
+def fits(q_full: Tensor, pages: Tensor, D: int, device: torch.device) -> bool | str:
+    """Whether `launch` takes these, for D rows of o: True, or the first reason against it."""
+    T, H, _ = q_full.shape
     found = build.on_hopper(
         "mla_decode_output_t1.cu",
         device,
         (T == 1, "one token"),
-        *mla_decode.needs(a.q_full, a.cache),
+        *mla_decode.needs(q_full, pages),
         (H in HEADS, f"{' or '.join(map(str, HEADS))} heads"),
         (D % 8 == 0, "an output width in 8s"),
     )
@@ -143,50 +126,43 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 
 def launch(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    weights: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-    board: Tensor,
+    mailbox: Tensor,
     y: Tensor | None,
-    residual: Tensor | None = None,
-    fresh: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Both launches of one token. The second one writes `y` [1, D], or if that is None adds to `residual` [1, D] and
-    hands the sums over by `fresh`; `board` is its own. Whoever writes before it has ended must have his memory before
-    this is called: what it reads besides is free again afterwards."""
-    (_, H, _), D, device = q_full.shape, w.shape[0], q_full.device
-    assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"
-    assert all(t.is_contiguous() for t in (w, uv_fp8, uv_scale) if t is not None), f"{w.stride()=}"
-    tables, query_start, context = tables.contiguous(), query_start.contiguous(), context.contiguous()
-    partials, weights, least = mla_decode.attend_one(q_full, cache, tables, query_start, context, scale)
-
-    def at(t: Tensor | None) -> int | None:
-        return None if t is None else t.data_ptr()
-
+    """Both launches of one token. The second one writes `y` [1, D]; or, with `added` (residual [1, D], fresh [D]
+    int32), adds to the residual and hands the sums over by `fresh`. `mailbox` is the mailbox of its CTAs. A kernel that
+    writes before the second launch has ended must have its memory before this call, because memory that the launches
+    only read is free again after it."""
+    (_, H, _), w, device = q_full.shape, weights, q_full.device
+    assert w.w_uv.shape == (H, K2.latent, K2.value), f"{w.w_uv.shape=}"
+    w_uv, uv_scale = (w.w_uv, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
+    assert w.w_uv.is_contiguous() and w_uv.is_contiguous() and w.o.weight.is_contiguous(), f"{w.o.weight.stride()=}"
+    assert uv_scale is None or uv_scale.is_contiguous(), f"{uv_scale.stride()=}"
+    _, query_start, context = span.contiguous()
+    partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
+    residual, fresh = added or (None, None)
     failed = _kernel()(
         partials.data_ptr(),
-        weights.data_ptr(),
+        shares.data_ptr(),
         query_start.data_ptr(),
         context.data_ptr(),
-        at(w_uv if uv_fp8 is None else uv_fp8),
-        at(uv_scale),
-        w.data_ptr(),
-        at(w_scale),
-        board.data_ptr(),
-        at(y),
-        at(residual),
-        at(fresh),
+        w_uv.data_ptr(),
+        address(uv_scale),
+        w.o.weight.data_ptr(),
+        address(w.o.scale),
+        mailbox.data_ptr(),
+        address(y),
+        address(residual),
+        address(fresh),
         len(partials),
         len(context),
         H,
-        D,
+        len(w.o.weight),
         least,
         mla_decode.processors(device),
         torch.cuda.current_stream(device).cuda_stream,
@@ -194,81 +170,33 @@ def launch(
     assert not failed, f"mla_decode_output does not start: CUDA error {failed}"
 
 
-@op.impl("cuda", when=_fits, alone=True)
-def cuda(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-) -> Tensor:
-    y = torch.empty(1, w.shape[0], dtype=q_full.dtype, device=q_full.device)
-    stream = torch.cuda.current_stream(q_full.device).cuda_stream
-    board = _board(q_full.device, stream, q_full.shape[1])
-    launch(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, board, y)
+@op.impl("cuda", when=lambda a, device: fits(a.q_full, a.pages, len(a.weights.o.weight), device), alone=True)
+def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    y = torch.empty(1, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
+    H = q_full.shape[1]
+    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output", H), H * K2.value + 2)
+    launch(q_full, pages, span, weights, scale, mailbox, y)
     return y
 
 
 @op.impl("composed")
-def composed(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-) -> Tensor:
-    o = mla_decode.mla_decode(q_full, cache, tables, query_start, context, scale, w_uv).flatten(1)
-    return linear.linear(o, w) if w_scale is None else linear_fp8.linear_fp8(o, None, w, w_scale)
+def composed(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    o, w = mla_decode.mla_decode(q_full, pages, span, weights.w_uv, scale).flatten(1), weights.o
+    return linear.linear(o, w.weight) if w.scale is None else linear_fp8.linear_fp8(o, None, w.weight, w.scale)
 
 
-def check(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-) -> None:
-    mla_decode.check(q_full, cache, tables, query_start, context, w_uv)
-    assert w.shape[1] == w_uv.shape[0] * w_uv.shape[2], f"{w.shape=} {w_uv.shape=}"
-    if w_scale is None:
-        assert w.dtype == q_full.dtype and uv_fp8 is None and uv_scale is None, f"{w.dtype=} {q_full.dtype=}"
+def check(q_full: Tensor, pages: Tensor, span: Span, weights: Attention) -> None:
+    mla_decode.check(q_full, pages, span, weights.w_uv)
+    w, (H, R, v), uv = weights.o, weights.w_uv.shape, weights.uv_fp8
+    assert w.weight.shape[1] == H * v, f"{w.weight.shape=} {weights.w_uv.shape=}"
+    mla_project_query.check_matrix(w, q_full.dtype)
+    if w.scale is None:
+        assert uv is None, "W_UV in FP8 goes with o in FP8"
     else:
-        assert uv_fp8 is not None and uv_fp8.shape == w_uv.shape and uv_fp8.dtype == latent_cache.E4M3, f"{w_uv.shape=}"
-        assert uv_scale is not None and uv_scale.shape == w_uv.shape[::2] and uv_scale.dtype == FLOAT32
-        assert w.dtype == latent_cache.E4M3 and w_scale.shape == w.shape[:1] and w_scale.dtype == FLOAT32, (
-            f"{w.dtype=} {w_scale.shape=} {w_scale.dtype=}"
-        )
+        assert uv is not None and uv.format == "fp8" and uv.weight.shape == (H, R, v), f"{weights.w_uv.shape=}"
+        assert uv.scale is not None and uv.scale.shape == (H, v) and uv.scale.dtype == FLOAT32, f"{weights.w_uv.shape=}"
 
 
-def mla_decode_output(
-    q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-) -> Tensor:
-    check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
-    return op(q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale)
+def mla_decode_output(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    check(q_full, pages, span, weights)
+    return op(q_full, pages, span, weights, scale)

@@ -1,19 +1,18 @@
-"""What stands before absorbed attention in all layers but the first: the residual's norm, qkv_a, then
+"""From the end of one layer to absorbed attention of the next one: the residual's norm, qkv_a, then
 `mla_project_query`.
 
-    y = add_rmsnorm(residual, x, norm, eps);  q_a, ckv = y (w_a * a_scale)^T, rounded to residual's type;
-    q_full and cache as in mla_project_query.py, whose eps is inner_eps here
+    y = add_rmsnorm(residual, x, norm, eps);  q_a, ckv = y qkv_a^T, rounded to residual's type;
+    q_full and new cache rows as in mla_project_query.py, with inner_eps for its eps
 
-residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsnorm` has it; norm [D]; w_a [i + R + r, D]
-as residual with a_scale None, or float8_e4m3fn with a_scale [i + R + r] float32; q_norm [i]; w_q and q_scale likewise;
-the rest as `mla_project_query` has it; q_full [T, H, R + r] as residual.
+residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsnorm` has it; norm [D]; of weights:
+qkv_a [i + R + r, D] dense or FP8, and the fields that `mla_project_query` reads; rotary and latents as there; q_full
+[T, H, R + r] as residual.
 
 "cuda" is one launch for up to four tokens of a model of Kimi K2's widths (mla_pre_attention_t1.cu for one,
-mla_pre_attention_mma.cu for more), in which the stream of weights does not stop between the products. Its CTAs tell
-each other their results through a board, one to a stream: launches of one stream follow each other. All of them must be
-on the GPU at once. "composed" is the three ops. What a token gets does not depend on the others within 2 to 4 tokens;
-one token alone, and one of more than four, gets other bits, because sums are taken in another order or the normalised y
-is rounded.
+mla_pre_attention_mma.cu for more), in which the stream of weights does not stop between the products. Its CTAs exchange
+results through a mailbox, one per stream: launches of one stream follow each other. All CTAs must be on the GPU at
+once. "composed" is the three ops. A token's result does not depend on the other tokens if there are 2 to 4; alone, or
+with more than four, its bits differ, because sums are taken in another order or the normalised y is rounded.
 """
 
 import functools
@@ -25,15 +24,16 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows, mla_project_query
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.layouts import latent_cache
+from perilune.ops.harness.tensors import address
+from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 from perilune.ops.linear import linear, linear_fp8
 from perilune.ops.pointwise import add_rmsnorm
 
-OUTER = K2.q_rank + K2.latent + K2.rope  # rows of w_a
-PROCESSORS = OUTER // 16  # two tiles of rows to a processor
+OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
+PROCESSORS = OUTER // 16  # an SM computes two tiles of 8 rows
 MOST_TOKENS = 4
 BOARD_BYTES = 160 << 10
 
@@ -66,40 +66,37 @@ CASES = [
     Case(3, 2, 48, 40, 16, 24, 8, padding=1),
     Case(0),
 ]
-# Where both sides round the same values at different places, each bf16 rounding sets them 2.3e-3 of the norm apart.
+# Where both sides round the same values at different places, each bf16 rounding adds a distance of 2.3e-3 of the norm.
 TOL = {
     "q_full": {
         FLOAT32: sums()[FLOAT32],
         BFLOAT16: Tol(3e-2, 3e-2, 8e-3, "bf16 rounding of y, q_a, its norm, q and the result"),
     },
     "residual": rounded(),
-    "cache": {FLOAT32: sums()[FLOAT32], BFLOAT16: Tol(3e-2, 3e-2, 6e-3, "bf16 rounding of y, ckv and the result")},
+    "latents.pages": {
+        FLOAT32: sums()[FLOAT32],
+        BFLOAT16: Tol(3e-2, 3e-2, 6e-3, "bf16 rounding of y, ckv and the result"),
+    },
 }
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    def weight(o: int, i: int) -> tuple[Tensor, Tensor | None]:
+    def matrix(o: int, i: int) -> Matrix:
         w = g.randn(o, i, scale=i**-0.5)
-        return linear_fp8.quantize_rows(w) if c.fp8 else (w, None)
+        return Matrix(*linear_fp8.quantize_rows(w)) if c.fp8 else Matrix(w)
 
-    w_a, a_scale = weight(c.i + c.R + c.r, c.D)
-    w_q, q_scale = weight(c.H * (c.n + c.r), c.i)
+    qkv_a, q_b = matrix(c.i + c.R + c.r, c.D), matrix(c.H * (c.n + c.r), c.i)
     rows = cache_rows.inputs(g, c.T, c.R, c.r, padding=c.padding)
+    residual = g.randn(c.T, c.D, scale=2.0)
+    x, norm = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D), g.randn(c.D)
+    q_a_norm, w_uk = g.randn(c.i), g.randn(c.H, c.n, c.R, scale=c.n**-0.5)
     return {
-        "residual": g.randn(c.T, c.D, scale=2.0),
-        "x": g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D),
-        "norm": g.randn(c.D),
-        "w_a": w_a,
-        "a_scale": a_scale,
-        "q_norm": g.randn(c.i),
-        "w_q": w_q,
-        "q_scale": q_scale,
-        "kv_norm": rows["kv_norm"],
-        "cos": rows["cos"],
-        "sin": rows["sin"],
-        "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "cache": rows["cache"],
-        "slots": rows["slots"],
+        "residual": residual,
+        "x": x,
+        "norm": norm,
+        "weights": cache_rows.weights(qkv_a=qkv_a, q_a_norm=q_a_norm, q_b=q_b, kv_a_norm=rows["kv_norm"], w_uk=w_uk),
+        "rotary": rows["rotary"],
+        "latents": rows["latents"],
         "eps": 1e-6,
         "inner_eps": 1e-5,
     }
@@ -115,36 +112,22 @@ def reference(
     residual: Tensor,
     x: Tensor,
     norm: Tensor,
-    w_a: Tensor,
-    a_scale: Tensor | None,
-    q_norm: Tensor,
-    w_q: Tensor,
-    q_scale: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
+    weights: Attention,
+    rotary: Rotary,
+    latents: Latents,
     eps: float,
     inner_eps: float,
 ) -> Tensor:
-    y = add_rmsnorm.reference(residual, x, norm, eps)
-    if a_scale is None:
-        qkv = linear.reference(y, w_a, False)
+    y, a = add_rmsnorm.reference(residual, x, norm, eps), weights.qkv_a
+    if a.scale is None:
+        qkv = linear.reference(y, a.weight, False)
     else:
-        qkv = linear_fp8.reference(y, None, w_a, a_scale, eps, False)
-    q_a, ckv = qkv.split([q_norm.shape[0], qkv.shape[1] - q_norm.shape[0]], -1)
-    return mla_project_query.reference(q_a, q_norm, w_q, q_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, inner_eps)
+        qkv = linear_fp8.reference(y, None, a.weight, a.scale, eps, False)
+    q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
+    return mla_project_query.reference(q_a, ckv, weights, rotary, latents, inner_eps)
 
 
-op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=(0, 12))
-
-
-@functools.cache
-def board(device: torch.device, stream: int, tokens: int) -> Tensor:
-    """Where the CTAs of launches of so many tokens tell each other their results: mla_pre_attention_t1.cu."""
-    return torch.zeros(BOARD_BYTES, dtype=torch.uint8, device=device)
+op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=("residual", "weights", "latents"))
 
 
 @functools.cache
@@ -158,9 +141,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    # The number of heads and the types of weights belong to the same model as the sizes that decide.
-    (T, D), (H, n, R) = a.residual.shape, a.w_uk.shape
-    kimi = D == K2.hidden and a.q_norm.shape[0] == K2.q_rank and n == K2.nope and R == K2.latent
+    (T, D), (H, n, R) = a.residual.shape, a.weights.w_uk.shape
+    kimi = D == K2.hidden and len(a.weights.q_a_norm) == K2.q_rank and n == K2.nope and R == K2.latent
     least, most = mla_project_query.LEAST_HEADS, (PROCESSORS - 1) // 2
     return build.on_hopper(
         "mla_pre_attention_t1.cu" if T == 1 else "mla_pre_attention_mma.cu",
@@ -168,8 +150,8 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (a.residual.dtype == BFLOAT16, "bfloat16"),
         (1 <= T <= MOST_TOKENS, f"1 to {MOST_TOKENS} tokens"),
         (kimi and least <= H <= most, f"Kimi K2's widths and {least} to {most} heads"),
-        ((a.a_scale is None) == (a.q_scale is None), "weights of one type"),
-        *cache_rows.needs(a.cache),
+        (a.weights.qkv_a.format == a.weights.q_b.format, "weights of one type"),
+        *cache_rows.needs(a.latents.pages),
         (_processors(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
     )
 
@@ -179,24 +161,17 @@ def cuda(
     residual: Tensor,
     x: Tensor,
     norm: Tensor,
-    w_a: Tensor,
-    a_scale: Tensor | None,
-    q_norm: Tensor,
-    w_q: Tensor,
-    q_scale: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
+    weights: Attention,
+    rotary: Rotary,
+    latents: Latents,
     eps: float,
     inner_eps: float,
 ) -> Tensor:
-    assert w_a.is_contiguous() and w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_a.stride()=} {w_q.stride()=}"
-    x, T, H = x.contiguous(), x.shape[0], w_uk.shape[0]
+    w, a, q = weights, weights.qkv_a, weights.q_b
+    assert all(t.is_contiguous() for t in (a.weight, q.weight, w.w_uk)), f"{a.weight.stride()=} {q.weight.stride()=}"
+    x, T, H = x.contiguous(), x.shape[0], len(w.w_uk)
     out = torch.empty(T, H, K2.latent + K2.rope, dtype=BFLOAT16, device=residual.device)
-    stream = torch.cuda.current_stream(residual.device).cuda_stream
+    memory = workspace.current(residual.device)
     failed = _kernel(T > 1)(
         residual.data_ptr(),
         x.data_ptr(),
@@ -204,19 +179,19 @@ def cuda(
         x.dim() == 3,
         norm.data_ptr(),
         eps,
-        w_a.data_ptr(),
-        None if a_scale is None else a_scale.data_ptr(),
-        q_norm.data_ptr(),
-        w_q.data_ptr(),
-        None if q_scale is None else q_scale.data_ptr(),
-        *cache_rows.places(kv_norm, cos, sin, cache, slots),
+        a.weight.data_ptr(),
+        address(a.scale),
+        w.q_a_norm.data_ptr(),
+        q.weight.data_ptr(),
+        address(q.scale),
+        *cache_rows.places(w.kv_a_norm, rotary, latents),
         inner_eps,
-        w_uk.data_ptr(),
+        w.w_uk.data_ptr(),
         out.data_ptr(),
-        board(residual.device, stream, T).data_ptr(),
+        memory.zeros(("mla_pre_attention", T), BOARD_BYTES, torch.uint8).data_ptr(),
         *((T,) if T > 1 else ()),
         H,
-        stream,
+        memory.stream,
     )
     assert not failed, f"mla_pre_attention does not start: CUDA error {failed}"
     return out
@@ -227,59 +202,35 @@ def composed(
     residual: Tensor,
     x: Tensor,
     norm: Tensor,
-    w_a: Tensor,
-    a_scale: Tensor | None,
-    q_norm: Tensor,
-    w_q: Tensor,
-    q_scale: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
+    weights: Attention,
+    rotary: Rotary,
+    latents: Latents,
     eps: float,
     inner_eps: float,
 ) -> Tensor:
-    y = add_rmsnorm.add_rmsnorm(residual, x, norm, eps)
-    qkv = linear.linear(y, w_a) if a_scale is None else linear_fp8.linear_fp8(y, None, w_a, a_scale)
-    q_a, ckv = qkv.split([q_norm.shape[0], qkv.shape[1] - q_norm.shape[0]], -1)
-    return mla_project_query.mla_project_query(
-        q_a, q_norm, w_q, q_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, inner_eps
-    )
+    y, a = add_rmsnorm.add_rmsnorm(residual, x, norm, eps), weights.qkv_a
+    qkv = linear.linear(y, a.weight) if a.scale is None else linear_fp8.linear_fp8(y, None, a.weight, a.scale)
+    q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
+    return mla_project_query.mla_project_query(q_a, ckv, weights, rotary, latents, inner_eps)
 
 
 def mla_pre_attention(
     residual: Tensor,
     x: Tensor,
     norm: Tensor,
-    w_a: Tensor,
-    a_scale: Tensor | None,
-    q_norm: Tensor,
-    w_q: Tensor,
-    q_scale: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
+    weights: Attention,
+    rotary: Rotary,
+    latents: Latents,
     eps: float,
     inner_eps: float,
 ) -> Tensor:
-    (T, D), (i,), (H, n, R) = residual.shape, q_norm.shape, w_uk.shape
-    r = 2 * cos.shape[1]
+    (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
     fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
     assert fits and x.shape[0] == T and x.shape[-1] == D and residual.is_contiguous(), f"{residual.shape=} {x.shape=}"
-    assert w_a.shape == (i + R + r, D) and w_q.shape == (H * (n + r), i), f"{w_a.shape=} {w_q.shape=} {w_uk.shape=}"
-    for w, scale in ((w_a, a_scale), (w_q, q_scale)):
-        if scale is None:
-            assert w.dtype == residual.dtype, f"{w.dtype=} {residual.dtype=}"
-        else:
-            assert w.dtype == latent_cache.E4M3 and scale.shape == w.shape[:1] and scale.dtype == FLOAT32, f"{w.dtype=}"
-    types = {t.dtype for t in (residual, norm, q_norm, kv_norm, w_uk)}
-    assert len(types) == 1 and norm.shape == (D,), f"{types=} {norm.shape=}"
-    cache_rows.check_places(T, R, r, kv_norm, cos, sin, cache, slots)
-    return op(
-        residual, x, norm, w_a, a_scale, q_norm, w_q, q_scale, kv_norm, cos, sin, w_uk, cache, slots, eps, inner_eps
-    )
+    outputs = len(weights.q_a_norm) + len(weights.kv_a_norm) + r
+    assert a.weight.shape == (outputs, D), f"{a.weight.shape=} {outputs=} {D=}"
+    assert norm.shape == (D,) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
+    mla_project_query.check_matrix(a, residual.dtype)
+    mla_project_query.check_weights(weights, r, residual.dtype)
+    cache_rows.check_places(T, r, weights.kv_a_norm, rotary, latents)
+    return op(residual, x, norm, weights, rotary, latents, eps, inner_eps)

@@ -2,9 +2,9 @@
 
 k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
 token's own.
-q [T, H, n + r]; cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); w_uk [H, n, R];
-w_uv [H, R, v]; tables, query_start and context as in mla_absorbed.py, the last two best in host memory, where they are
-read; o [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
+q [T, H, n + r]; pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); w_uk [H, n, R];
+w_uv [H, R, v]; span as in mla_absorbed.py, query_start and context preferably in host memory, where they are read; o
+[T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
 Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
 
 "cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many heads at a time as fit
@@ -25,6 +25,7 @@ from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Span
 
 PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time, in "torch"
 KEY_VALUE_BYTES = 1 << 30  # of keys and values of some heads, at a time, in "cuda"
@@ -75,12 +76,10 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     size = c.R**-0.5 / (16 if c.packed else 1)
     return {
         "q": g.randn(sum(c.counts), c.H, c.n + c.r),
-        "cache": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
         "w_uk": g.randn(c.H, c.n, c.R, scale=size),
         "w_uv": g.randn(c.H, c.R, c.v, scale=size),
-        "tables": pages["tables"],
-        "query_start": paged_inputs.query_start(g, c.counts),
-        "context": pages["context"],
+        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), pages["context"]),
         "scale": (c.n + c.r) ** -0.5,
     }
 
@@ -89,23 +88,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.mla_prefill(list(c.counts), list(c.contexts), c.H, c.R, c.r, c.n, c.v, dtype.itemsize)
 
 
-def reference(
-    q: Tensor,
-    cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-) -> Tensor:
+def reference(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     (T, H, _), R = q.shape, w_uk.shape[2]
     out = torch.empty(T, H, w_uv.shape[2], dtype=q.dtype, device=q.device)
-    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         rows, count = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
         positions = torch.arange(length, device=q.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
         own = positions[length - count :]
         for h in range(H):
             k = torch.cat([latent[:, :R] @ w_uk[h].float().T, latent[:, R:]], -1)
@@ -115,7 +105,7 @@ def reference(
     return out
 
 
-op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "w_uv"))
 
 
 @functools.cache
@@ -129,7 +119,6 @@ def _kernel() -> Any:
         "mla_prefill.cu",
         device,
         (a.q.dtype == BFLOAT16, "bfloat16"),
-        # The value size belongs to the same model as the sizes that decide.
         (
             (a.w_uk.shape[1], a.q.shape[2] - a.w_uk.shape[1], a.w_uv.shape[2]) == (K2.nope, K2.rope, K2.value),
             f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
@@ -137,27 +126,18 @@ def _kernel() -> Any:
         (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
     ),
 )
-def cuda(
-    q: Tensor,
-    cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-) -> Tensor:
+def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.contiguous()
     (_, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(q.shape[0], H, v, dtype=q.dtype, device=q.device)
-    starts, lengths, block_size = query_start.tolist(), context.tolist(), cache.shape[1]
+    starts, lengths, block_size = span.query_start.tolist(), span.context.tolist(), pages.shape[1]
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if count == 0:
             continue
-        blocks = cache.index_select(0, tables[b, : -(-length // block_size)])
-        latent = latent_cache.unpack(blocks.view(-1, cache.shape[2])[:length], R, q.dtype)
+        blocks = pages.index_select(0, span.tables[b, : -(-length // block_size)])
+        latent = latent_cache.unpack(blocks.view(-1, pages.shape[2])[:length], R, q.dtype)
         c = latent[:, :R]
         heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
         for h in range(0, H, heads):
@@ -179,32 +159,23 @@ def cuda(
                 scale,
                 torch.cuda.current_stream(q.device).cuda_stream,
             )
-            assert not failed, f"CUDA error {failed}: {q.shape=} {count=} {length=} {cache.shape=}"
+            assert not failed, f"CUDA error {failed}: {q.shape=} {count=} {length=} {pages.shape=}"
     return out
 
 
 @op.impl("torch")
-def in_pieces(
-    q: Tensor,
-    cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-) -> Tensor:
+def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     """Heads in groups whose keys and values fit PIECE_BYTES, queries in blocks whose scores do; a block of queries
     multiplies only the keys that its last one may see."""
     device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, device=device)
-    flat, starts, lengths = cache.view(-1, cache.shape[2]), query_start.tolist(), context.tolist()
+    flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if count == 0:
             continue
         positions = torch.arange(length, device=device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(tables[b], positions, cache.shape[1])], R)
+        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
         c, k_pe = latent[:, :R], latent[:, R:]
         heads = max(1, min(H, PIECE_BYTES // (4 * length * (size + v))))
         for h in range(0, H, heads):
@@ -225,22 +196,9 @@ def in_pieces(
     return out.to(q.dtype)
 
 
-def mla_prefill(
-    q: Tensor,
-    cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
-    scale: float,
-) -> Tensor:
+def mla_prefill(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     (_, H, size), (_, n, R) = q.shape, w_uk.shape
     assert w_uk.shape[0] == H and w_uv.shape[:2] == (H, R), f"{q.shape=} {w_uk.shape=} {w_uv.shape=}"
-    width = latent_cache.width(R, size - n, cache.dtype)
-    assert cache.shape[2] == width and cache.is_contiguous(), f"{q.shape=} {cache.shape=} {w_uk.shape=}"
     assert q.dtype == w_uk.dtype == w_uv.dtype, f"{q.dtype=} {w_uk.dtype=} {w_uv.dtype=}"
-    B = tables.shape[0]
-    assert query_start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {query_start.shape=}"
-    assert tables.dtype == query_start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"
-    return op(q, cache, w_uk, w_uv, tables, query_start, context, scale)
+    paged_inputs.check(pages, span, R, size - n)
+    return op(q, pages, w_uk, w_uv, span, scale)

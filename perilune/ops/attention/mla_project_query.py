@@ -1,9 +1,9 @@
-"""What stands between the first attention projection and absorbed attention: q_b, then `mla_absorb_query`.
+"""From the first attention projection to absorbed attention: q_b, then `mla_absorb_query`.
 
-    q = rmsnorm(q_a) * q_norm  (w_q * w_scale)^T, rounded to q_a's type;  q_full and cache as in mla_absorb_query.py
+    q = rmsnorm(q_a) * q_a_norm  q_b^T, rounded to q_a's type;  q_full and new cache rows as in mla_absorb_query.py
 
-q_a [T, i], rows may be strided; q_norm [i]; w_q [H (n + r), i] as q_a with w_scale None, or float8_e4m3fn with w_scale
-[H (n + r)] float32; the rest as `mla_absorb_query` has it; q_full [T, H, R + r] as q_a.
+q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] dense or FP8, kv_a_norm [R], w_uk
+[H, n, R]; ckv, rotary and latents as `mla_absorb_query` has them; q_full [T, H, R + r] as q_a.
 
 "cuda" (mla_project_query.cu) is one launch for up to 8 tokens where heads fill the GPU: it saves the start and the end
 of a kernel. A token's result does not depend on the batch. "composed" is the two ops.
@@ -21,16 +21,13 @@ from perilune.ops.attention import cache_rows, mla_absorb_query
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import aligned
-from perilune.ops.layouts import latent_cache
-from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.linear.linear_fp8 import reference as fp8_reference
-from perilune.ops.linear.rmsnorm_linear import reference as dense_reference
-from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
+from perilune.ops.harness.tensors import address, aligned
+from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
+from perilune.ops.linear import linear_fp8, rmsnorm_linear
 
 FEW_TOKENS = 8
 LEAST_HEADS = 48  # two processors to a head
-WIDEST = 1536  # of q_a: what fits shared memory beside the weights
+WIDEST = 1536  # columns of q_a: a wider row does not fit shared memory together with the weights
 
 
 @dataclass(frozen=True)
@@ -53,28 +50,20 @@ CASES = [
     Case(3, 2, 40, 16, 24, 8, padding=1),
     Case(0),
 ]
-TOL = {"q_full": sums(), "cache": rounded()}
+TOL = {"q_full": sums(), "latents.pages": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    w, scale = g.randn(c.H * (c.n + c.r), c.i, scale=c.i**-0.5), None
-    if c.fp8:
-        w, scale = quantize_rows(w)
+    w = g.randn(c.H * (c.n + c.r), c.i, scale=c.i**-0.5)
     a, rows = g.randn(c.T, c.i + c.R + c.r, scale=3.0), cache_rows.inputs(g, c.T, c.R, c.r, padding=c.padding)
-    return {
-        "q_a": a[:, : c.i],
-        "q_norm": g.randn(c.i),
-        "w_q": w,
-        "w_scale": scale,
-        "ckv": a[:, c.i :],
-        "kv_norm": rows["kv_norm"],
-        "cos": rows["cos"],
-        "sin": rows["sin"],
-        "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "cache": rows["cache"],
-        "slots": rows["slots"],
-        "eps": 1e-5,
-    }
+    weights = cache_rows.weights(
+        q_a_norm=g.randn(c.i),
+        q_b=Matrix(*linear_fp8.quantize_rows(w)) if c.fp8 else Matrix(w),
+        kv_a_norm=rows["kv_norm"],
+        w_uk=g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
+    )
+    placed = {"rotary": rows["rotary"], "latents": rows["latents"]}
+    return {"q_a": a[:, : c.i], "ckv": a[:, c.i :], "weights": weights, **placed, "eps": 1e-5}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -82,30 +71,17 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return q + mla_absorb_query.cost(mla_absorb_query.Case(c.T, c.H, c.n, c.R, c.r), dtype)
 
 
-def reference(
-    q_a: Tensor,
-    q_norm: Tensor,
-    w_q: Tensor,
-    w_scale: Tensor | None,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-) -> Tensor:
-    if w_scale is None:
-        q = dense_reference(q_a, q_norm, w_q, eps)
+def reference(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float) -> Tensor:
+    w = weights
+    if w.q_b.scale is None:
+        q = rmsnorm_linear.reference(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
-        q = fp8_reference(q_a, q_norm, w_q, w_scale, eps, False)
-    heads = w_uk.shape[0]
-    q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
-    return mla_absorb_query.reference(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+        q = linear_fp8.reference(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps, False)
+    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    return mla_absorb_query.reference(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
 
 
-op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=(0, 9))
+op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=("q_a", "weights", "latents"))
 
 
 @functools.cache
@@ -114,8 +90,7 @@ def _kernel() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    # The number of heads and the type of w_q belong to the same model as the sizes that decide.
-    (T, i), (H, n, R) = a.q_a.shape, a.w_uk.shape
+    (T, i), (H, n, R) = a.q_a.shape, a.weights.w_uk.shape
     return build.on_hopper(
         "mla_project_query.cu",
         device,
@@ -124,26 +99,13 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (H >= LEAST_HEADS, f"at least {LEAST_HEADS} heads"),
         (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
         (n == K2.nope and R == K2.latent, "Kimi's head widths"),
-        *cache_rows.needs(a.cache),
+        *cache_rows.needs(a.latents.pages),
     )
 
 
 @op.impl("cuda", when=_fits)
-def cuda(
-    q_a: Tensor,
-    q_norm: Tensor,
-    w_q: Tensor,
-    w_scale: Tensor | None,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-) -> Tensor:
-    (T, i), H = q_a.shape, w_uk.shape[0]
+def cuda(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float) -> Tensor:
+    (T, i), H, w_uk, w_q = q_a.shape, len(weights.w_uk), weights.w_uk, weights.q_b.weight
     assert w_q.is_contiguous() and w_uk.is_contiguous(), f"{w_q.stride()=} {w_uk.stride()=}"
     q_a, ckv = aligned(q_a), aligned(ckv)
     out = torch.empty(T, H, K2.latent + K2.rope, dtype=q_a.dtype, device=q_a.device)
@@ -151,10 +113,10 @@ def cuda(
         q_a.data_ptr(),
         q_a.stride(0),
         i,
-        q_norm.data_ptr(),
+        weights.q_a_norm.data_ptr(),
         w_q.data_ptr(),
-        None if w_scale is None else w_scale.data_ptr(),
-        *cache_rows.arguments(ckv, kv_norm, cos, sin, cache, slots, eps),
+        address(weights.q_b.scale),
+        *cache_rows.arguments(ckv, weights.kv_a_norm, rotary, latents, eps),
         w_uk.data_ptr(),
         out.data_ptr(),
         H,
@@ -165,52 +127,39 @@ def cuda(
 
 
 @op.impl("composed")
-def composed(
-    q_a: Tensor,
-    q_norm: Tensor,
-    w_q: Tensor,
-    w_scale: Tensor | None,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-) -> Tensor:
-    if w_scale is None:
-        q = rmsnorm_linear(q_a, q_norm, w_q, eps)
+def composed(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float) -> Tensor:
+    w = weights
+    if w.q_b.scale is None:
+        q = rmsnorm_linear.rmsnorm_linear(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
-        q = linear_fp8(q_a, q_norm, w_q, w_scale, eps)
-    heads = w_uk.shape[0]
-    q = q.view(q_a.shape[0], heads, w_q.shape[0] // heads)
-    return mla_absorb_query.mla_absorb_query(q, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+        q = linear_fp8.linear_fp8(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps)
+    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    return mla_absorb_query.mla_absorb_query(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
+
+
+def check_weights(weights: Attention, r: int, dtype: torch.dtype) -> None:
+    """q_b and all that follows it, for activations of `dtype`."""
+    w, (i,), (H, n, R) = weights, weights.q_a_norm.shape, weights.w_uk.shape
+    assert w.q_b.weight.shape == (H * (n + r), i) and w.kv_a_norm.shape == (R,), (
+        f"{w.q_b.weight.shape=} {w.w_uk.shape=}"
+    )
+    check_matrix(w.q_b, dtype)
+    assert dtype == w.q_a_norm.dtype == w.kv_a_norm.dtype == w.w_uk.dtype, f"{dtype=} {w.w_uk.dtype=}"
+
+
+def check_matrix(w: Matrix, dtype: torch.dtype) -> None:
+    """Dense as activations of `dtype`, or FP8."""
+    if w.scale is None:
+        assert w.weight.dtype == dtype, f"{w.weight.dtype=} {dtype=}"
+    else:
+        assert w.weight.dtype == torch.float8_e4m3fn, f"{w.weight.dtype=}"
+        assert w.scale.shape == w.weight.shape[:1] and w.scale.dtype == FLOAT32, f"{w.scale.shape=} {w.scale.dtype=}"
 
 
 def mla_project_query(
-    q_a: Tensor,
-    q_norm: Tensor,
-    w_q: Tensor,
-    w_scale: Tensor | None,
-    ckv: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    w_uk: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
+    q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float
 ) -> Tensor:
-    (T, i), (H, n, R) = q_a.shape, w_uk.shape
-    r = ckv.shape[1] - R
-    assert w_q.shape == (H * (n + r), i) and q_norm.shape == (i,), f"{q_a.shape=} {w_q.shape=} {w_uk.shape=}"
-    if w_scale is None:
-        assert w_q.dtype == q_a.dtype, f"{w_q.dtype=} {q_a.dtype=}"
-    else:
-        assert w_q.dtype == latent_cache.E4M3 and w_scale.shape == w_q.shape[:1] and w_scale.dtype == FLOAT32, (
-            f"{w_q.dtype=} {w_scale.shape=} {w_scale.dtype=}"
-        )
-    assert q_a.dtype == q_norm.dtype == ckv.dtype == w_uk.dtype, f"{q_a.dtype=} {ckv.dtype=} {w_uk.dtype=}"
-    cache_rows.check(T, R, ckv, kv_norm, cos, sin, cache, slots)
-    return op(q_a, q_norm, w_q, w_scale, ckv, kv_norm, cos, sin, w_uk, cache, slots, eps)
+    check_weights(weights, ckv.shape[1] - weights.w_uk.shape[2], q_a.dtype)
+    assert q_a.shape[1:] == weights.q_a_norm.shape and q_a.dtype == ckv.dtype, f"{q_a.shape=} {q_a.dtype=} {ckv.dtype=}"
+    cache_rows.check(len(q_a), ckv, weights.kv_a_norm, rotary, latents)
+    return op(q_a, ckv, weights, rotary, latents, eps)

@@ -1,12 +1,12 @@
-"""What stands between the attention projections and attention in the plain form: rotated queries and new cache rows.
+"""Rotated queries and new cache rows, from the attention projections: input of attention in the plain form.
 
     q[t, h, n:]     = rope(q[t, h, n:])                                             in place
-    cache[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
+    pages[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
 
-q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; cos and sin [T, r / 2] float32 (pairs as
-in `rope`); cache [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); slots [T] int64 =
-block * block_size + offset, distinct. fp32 inside, rounded once to q's type; what is cached is then rounded to the
-cache's.
+q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; rotary: cos and sin [T, r / 2] float32
+(pairs as in `rope`); latents: pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py),
+and slots [T] int64 = block * block_size + offset, distinct. fp32 inside, rounded once to q's type; cached values are
+then rounded to the cache's.
 
 "cuda" is one launch for Kimi's widths; "composed" is the three ops in turn.
 """
@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
+from perilune.ops.attention import cache_rows
 from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 
@@ -50,7 +52,7 @@ CASES = [
     Case(3, 2, 16, 24, 8, 4, strided=True),
     Case(5, 3, 8, 16, 4, 16, narrow=True),
 ]
-TOL = {"q": rounded(), "cache": rounded()}
+TOL = {"q": rounded(), "latents.pages": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
@@ -59,16 +61,14 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     before = 8 if c.strided else 0
     cache = g.nan(blocks, c.block_size, width)
     angles = g.rand(c.T, c.r // 2) * 6.0
-    return {
+    args = {
         "q": g.randn(c.T, c.H, c.n + c.r),
         "ckv": g.randn(c.T, before + width, scale=3.0)[:, before:],
         "kv_norm": g.randn(c.R),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "cache": cache.to(BFLOAT16) if c.narrow else cache,
-        "slots": g.permutation(blocks * c.block_size)[: c.T],
-        "eps": 1e-5,
+        "rotary": Rotary(angles.cos(), angles.sin()),
     }
+    slots = g.permutation(blocks * c.block_size)[: c.T]
+    return {**args, "latents": Latents(cache.to(BFLOAT16) if c.narrow else cache, slots), "eps": 1e-5}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -77,10 +77,9 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return new + costs.rope(c.T, c.H, c.r, size)
 
 
-def reference(
-    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> None:
-    R, r = kv_norm.shape[0], 2 * cos.shape[1]
+def reference(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    (R,), pages, cos, sin = kv_norm.shape, latents.pages, rotary.cos, rotary.sin
+    r = 2 * cos.shape[1]
 
     def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -88,11 +87,12 @@ def reference(
 
     latent = ckv[:, :R].float()
     c = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
-    cache.view(-1, cache.shape[2])[slots] = latent_cache.pack(c.to(q.dtype), rotated(ckv[:, R:], cos, sin), cache.dtype)
+    rows = latent_cache.pack(c.to(q.dtype), rotated(ckv[:, R:], cos, sin), pages.dtype)
+    pages.view(-1, pages.shape[2])[latents.slots] = rows
     q[..., -r:] = rotated(q[..., -r:], cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=(0, 5))
+op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=("q", "latents"))
 
 
 @functools.cache
@@ -106,56 +106,44 @@ def _kernel() -> Any:
         "mla_rotate_query.cu",
         device,
         (a.q.dtype == BFLOAT16, "bfloat16"),
-        (a.cache.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
-        (
-            a.q.shape[2] == K2.nope + K2.rope
-            and a.cache.shape[2] == latent_cache.width(K2.latent, K2.rope, a.cache.dtype),
-            "Kimi's head and latent widths",
-        ),
+        (a.q.shape[2] == K2.nope + K2.rope, "Kimi's head width"),
+        *cache_rows.needs(a.latents.pages),
     ),
 )
-def cuda(
-    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> None:
-    (T, H, _), (N, block_size, _) = q.shape, cache.shape
+def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    (T, H, _), (N, block_size, _), dtype = q.shape, latents.pages.shape, latents.pages.dtype
     ckv = aligned(ckv)
     failed = _kernel()(
         q.data_ptr(),
         ckv.data_ptr(),
         ckv.stride(0),
         kv_norm.data_ptr(),
-        cos.contiguous().data_ptr(),
-        sin.contiguous().data_ptr(),
-        cache.data_ptr(),
+        rotary.cos.contiguous().data_ptr(),
+        rotary.sin.contiguous().data_ptr(),
+        latents.pages.data_ptr(),
         N * block_size,
-        cache.dtype == latent_cache.PACKED,
-        slots.contiguous().data_ptr(),
+        dtype == latent_cache.PACKED,
+        latents.slots.contiguous().data_ptr(),
         T,
         H,
         eps,
         torch.cuda.current_stream(q.device).cuda_stream,
     )
-    assert not failed, f"CUDA error {failed}: {q.shape=} {cache.shape=}"
+    assert not failed, f"CUDA error {failed}: {q.shape=} {latents.pages.shape=}"
 
 
 @op.impl("composed")
-def composed(
-    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> None:
-    R, r = kv_norm.shape[0], 2 * cos.shape[1]
-    write_cache(cache, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1), slots)
+def composed(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    (R,), cos, sin = kv_norm.shape, rotary.cos, rotary.sin
+    r = 2 * cos.shape[1]
+    write_cache(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
     q[..., -r:] = rope(q[..., -r:], cos, sin)
 
 
-def mla_rotate_query(
-    q: Tensor, ckv: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, eps: float
-) -> None:
-    (T, _, size), R, r = q.shape, kv_norm.shape[0], 2 * cos.shape[1]
-    assert r <= size and q.is_contiguous() and ckv.shape == (T, R + r), f"{q.shape=} {q.stride()=} {ckv.shape=}"
-    assert cache.is_contiguous() and cache.shape[2] == latent_cache.width(R, r, cache.dtype), (
-        f"{cache.shape=} {ckv.shape=}"
-    )
-    assert cos.shape == sin.shape == (T, r // 2) and cos.dtype == sin.dtype == FLOAT32, f"{cos.shape=} {cos.dtype=}"
-    assert slots.shape == (T,) and slots.dtype == torch.int64, f"{slots.shape=} {slots.dtype=}"
-    assert q.dtype == ckv.dtype == kv_norm.dtype, f"{q.dtype=} {ckv.dtype=} {kv_norm.dtype=}"
-    op(q, ckv, kv_norm, cos, sin, cache, slots, eps)
+def mla_rotate_query(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    (T, _, size), (R,) = q.shape, kv_norm.shape
+    r = ckv.shape[1] - R
+    assert r <= size and q.is_contiguous(), f"{q.shape=} {q.stride()=} {ckv.shape=}"
+    assert q.dtype == ckv.dtype, f"{q.dtype=} {ckv.dtype=}"
+    cache_rows.check(T, ckv, kv_norm, rotary, latents)
+    op(q, ckv, kv_norm, rotary, latents, eps)

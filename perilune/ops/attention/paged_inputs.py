@@ -1,4 +1,5 @@
-"""Inputs of the attention ops: requests whose latents lie scattered over a paged cache, everything else poisoned."""
+"""Latents of requests in a paged cache: what the attention ops demand of them, and inputs for their cases, in which
+everything but the requests' positions is nan."""
 
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from perilune.ops.harness.case import Make
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Span
 
 
 def cache(g: Make, contexts: Sequence[int], block_size: int, width: int) -> dict[str, Tensor]:
@@ -45,3 +47,12 @@ def slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Flat cache rows of `positions` [..., L] of the requests with block tables [..., M]."""
     blocks = tables.long().gather(-1, positions // block_size)
     return blocks * block_size + positions % block_size
+
+
+def check(pages: Tensor, span: Span, R: int, r: int) -> None:
+    """Of any op that reads latents of width R and rope keys of width r."""
+    tables, start, context, B = span.tables, span.query_start, span.context, len(span.tables)
+    assert pages.shape[2] == latent_cache.width(R, r, pages.dtype), f"{pages.shape=} {pages.dtype=} {R=} {r=}"
+    assert pages.is_contiguous(), f"{pages.shape=} {pages.stride()=}"
+    assert start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {start.shape=} {context.shape=}"
+    assert tables.dtype == start.dtype == context.dtype == torch.int32, f"{tables.dtype=} {context.dtype=}"

@@ -85,7 +85,7 @@ def reference(
     following.copy_(drawn.clamp_min(0))
 
 
-op = Op("accept_drafts", CASES, TOL, inputs, cost, reference, decides=(0, 6), dtypes=(FLOAT32,))
+op = Op("accept_drafts", CASES, TOL, inputs, cost, reference, decides=("drawn", "shifts"), dtypes=(FLOAT32,))
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 """Where decoding goes on whose last step the host has not read yet: a grid of B requests, m columns each, in place.
 
-ids, positions, slots [B, m] int64; u [B, m] float64; context, front, behind [B] int32; tables [B, M] int32; rows,
-seeds, draws [B] int64; last_tokens, shifts [N] and ahead [N, K] int64, K >= m - 1. Request b's own columns are front[b]
-.. m - 1. Where behind[b] is not 0 they were filled in as if the step before had brought one token. With r = rows[b] it
-brought s = shifts[r] more, the last of all was last_tokens[r], and what may follow that is ahead[r]. Then
+ids, positions, slots [B, m] int64; u [B, m] float64; context, front, chained [B] int32; tables [B, M] int32; rows,
+seeds, draws [B] int64; last_tokens, shifts [N] and drafts [N, K] int64, K >= m - 1. Request b's own columns are
+front[b] .. m - 1. Where chained[b] is not 0 they were filled in as if the step before had brought one token. With
+r = rows[b] it brought s = shifts[r] more, the last of all was last_tokens[r], and what may follow that is drafts[r].
+Then
 
-  context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else ahead[r, j - front[b] - 1];
+  context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else drafts[r, j - front[b] - 1];
   slots[b, j] = tables[b, p // block_size] block_size + p % block_size with p = positions[b, j], where it was not -1;
   u[b, j] = random number `draws[b] + s + j - front[b]` of seeds[b], of own columns: engine/sampler's `uniform`.
 
@@ -58,14 +59,14 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "u": g.rand(B, m, dtype=torch.float64),
         "context": (start + m).int(),
         "front": front,
-        "behind": g.integers(0, 3, B, dtype=torch.int32),
+        "chained": g.integers(0, 3, B, dtype=torch.int32),
         "tables": g.integers(0, 1000, B, c.M, dtype=torch.int32),
         "rows": g.permutation(B + 3)[:B] - 1,
         "seeds": g.integers(-(2**63), 2**63 - 1, B),
         "draws": g.integers(0, 1 << 20, B),
         "last_tokens": g.integers(0, 1 << 17, B + 1),
         "shifts": g.integers(0, 9, B + 1),
-        "ahead": g.integers(0, 1 << 17, B + 1, 8),
+        "drafts": g.integers(0, 1 << 17, B + 1, 8),
         "block_size": c.block_size,
     }
 
@@ -84,14 +85,14 @@ def _uniform(seed: int, draw: int) -> float:
 
 
 def reference(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, behind: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, ahead: Tensor,
+    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
+    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
     block_size: int,
 ) -> None:  # fmt: skip
     B, m = ids.shape
     for b in range(B):
         r, first = int(rows[b]), int(front[b])
-        if not behind[b] or not 0 <= r < len(shifts):
+        if not chained[b] or not 0 <= r < len(shifts):
             continue
         s = int(shifts[r])
         context[b] += s
@@ -100,7 +101,7 @@ def reference(
             block, rest = divmod(int(positions[b, j]), block_size)
             if slots[b, j] >= 0:
                 slots[b, j] = int(tables[b, block]) * block_size + rest if block < tables.shape[1] else -1
-            ids[b, j] = last_tokens[r] if j <= first else ahead[r, j - first - 1]
+            ids[b, j] = last_tokens[r] if j <= first else drafts[r, j - first - 1]
             if j >= first:
                 u[b, j] = _uniform(int(seeds[b]), int(draws[b]) + s + j - first)
 
@@ -115,8 +116,8 @@ def _kernel() -> Any:
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("advance_inputs.cu", device, (a.ids.shape[0] > 0, "a request")))
 def cuda(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, behind: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, ahead: Tensor,
+    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
+    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
     block_size: int,
 ) -> None:  # fmt: skip
     failed = _kernel()(
@@ -126,17 +127,17 @@ def cuda(
         u.data_ptr(),
         context.data_ptr(),
         front.data_ptr(),
-        behind.data_ptr(),
+        chained.data_ptr(),
         tables.data_ptr(),
         rows.data_ptr(),
         seeds.data_ptr(),
         draws.data_ptr(),
         last_tokens.data_ptr(),
         shifts.data_ptr(),
-        ahead.data_ptr(),
+        drafts.data_ptr(),
         *ids.shape,
         tables.shape[1],
-        *ahead.shape,
+        *drafts.shape,
         block_size,
         torch.cuda.current_stream().cuda_stream,
     )
@@ -154,14 +155,14 @@ def _signed(number: int) -> int:
 
 @op.impl("torch")
 def by_grid(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, behind: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, ahead: Tensor,
+    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
+    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
     block_size: int,
 ) -> None:  # fmt: skip
     B, m = ids.shape
     if not B:
         return
-    known = (behind != 0) & (rows >= 0) & (rows < len(shifts))
+    known = (chained != 0) & (rows >= 0) & (rows < len(shifts))
     r = rows.clamp(0, len(shifts) - 1)
     s = torch.where(known, shifts[r], 0)
     own = torch.arange(m, device=ids.device) - front[:, None]  # from 0 on
@@ -171,7 +172,7 @@ def by_grid(
     places = tables.gather(1, blocks.clamp(0, tables.shape[1] - 1)).long() * block_size + positions % block_size
     places.masked_fill_(blocks >= tables.shape[1], -1)
     slots.copy_(torch.where(known[:, None] & (slots >= 0), places, slots))
-    tokens = torch.cat([last_tokens[r][:, None], ahead[r]], 1).gather(1, own.clamp_min(0))
+    tokens = torch.cat([last_tokens[r][:, None], drafts[r]], 1).gather(1, own.clamp_min(0))
     ids.copy_(torch.where(known[:, None], tokens, ids))
     z = seeds[:, None] * _signed(_SEED) + (draws[:, None] + s[:, None] + own + 1) * _signed(_DRAW)
     for _ in range(2):
@@ -182,20 +183,22 @@ def by_grid(
 
 
 def advance_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, behind: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, ahead: Tensor,
+    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
+    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
     block_size: int,
 ) -> None:  # fmt: skip
     B, m = ids.shape
-    grid, each, by_row = (ids, positions, slots, u), (context, front, behind), (rows, seeds, draws)
+    grid, each, by_row = (ids, positions, slots, u), (context, front, chained), (rows, seeds, draws)
     assert all(x.shape == (B, m) for x in grid) and all(x.shape == (B,) for x in (*each, *by_row)), f"{ids.shape=}"
-    assert len(tables) == B and last_tokens.shape == shifts.shape == ahead.shape[:1], f"{tables.shape=} {ahead.shape=}"
-    assert ahead.shape[1] >= m - 1 and block_size > 0, f"{ahead.shape=} {m=} {block_size=}"
+    assert len(tables) == B and last_tokens.shape == shifts.shape == drafts.shape[:1], (
+        f"{tables.shape=} {drafts.shape=}"
+    )
+    assert drafts.shape[1] >= m - 1 and block_size > 0, f"{drafts.shape=} {m=} {block_size=}"
     assert u.dtype == torch.float64 and all(x.dtype == torch.int32 for x in (*each, tables)), f"{u.dtype=}"
-    ints = (ids, positions, slots, *by_row, last_tokens, shifts, ahead)
+    ints = (ids, positions, slots, *by_row, last_tokens, shifts, drafts)
     assert all(x.dtype == torch.int64 for x in ints), [x.dtype for x in ints]
     assert all(x.is_contiguous() for x in (*grid, *each, tables, *ints)), "views must be contiguous"
     op(
-        ids, positions, slots, u, context, front, behind, tables, rows, seeds, draws, last_tokens, shifts, ahead,
+        ids, positions, slots, u, context, front, chained, tables, rows, seeds, draws, last_tokens, shifts, drafts,
         block_size,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def reference(
     return torch.cat(halves, -1), cos[positions], sin[positions]
 
 
-op = Op("draft_embed", CASES, TOL, inputs, cost, reference, decides=(0, 4))
+op = Op("draft_embed", CASES, TOL, inputs, cost, reference, decides=("ids", "features"))
 
 
 @functools.cache

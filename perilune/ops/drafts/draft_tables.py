@@ -80,7 +80,7 @@ def reference(tables: Tensor, last: Tensor, pages: Tensor, scratch: int, ahead: 
     return found, positions, slots, (positions + 1).int()
 
 
-op = Op("draft_tables", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+op = Op("draft_tables", CASES, TOL, inputs, cost, reference, decides=("tables", "pages"))
 
 
 @functools.cache

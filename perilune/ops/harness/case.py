@@ -1,6 +1,8 @@
 """What op files describe their cases with: the sizes of real models, tolerances, and a maker of inputs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,13 +129,29 @@ class Make:
         return packed, ((self.rand(*rest, i // 16) + 0.5) * 100).to(torch.float8_e4m3fn)
 
 
-def clone(args: dict[str, object]) -> dict[str, object]:
-    return {k: _clone(v) if isinstance(v, Tensor) else v for k, v in args.items()}
+def tensors(args: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor among arguments by its name, those in records too: "x", "latents.pages"."""
+    found: dict[str, Tensor] = {}
+    for name, value in args.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif is_dataclass(value):
+            found |= tensors({f"{name}.{f.name}": getattr(value, f.name) for f in fields(value) if f.init})
+    return found
 
 
-def _clone(x: Tensor) -> Tensor:
-    """A copy with the same strides, so that a non-contiguous input stays one."""
-    if x.is_contiguous():
-        return x.clone()
-    y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
-    return y.copy_(x)
+def clone(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with tensors of their own, also in records."""
+    return {name: _clone(value) for name, value in args.items()}
+
+
+def _clone(value: Any) -> Any:
+    """A tensor's copy has the same strides, so that a non-contiguous input stays one."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**clone({f.name: getattr(value, f.name) for f in fields(value) if f.init}))
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_contiguous():
+        return value.clone()
+    y = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return y.copy_(value)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.ops.harness.case import Make, Tol, clone
+from perilune.ops.harness.case import Make, Tol, clone, tensors
 from perilune.ops.harness.registry import Impl, Op
 
 SEED = 1
@@ -22,13 +22,13 @@ class Verdict:
     failed: str | None = None
 
 
-def cases(op: Op, device: torch.device, pattern: str | None = None) -> list[Any]:
+def cases(op: Op[..., Any], device: torch.device, pattern: str | None = None) -> list[Any]:
     """The cases to run there: all on a GPU, the ones not marked big on CPU; `pattern` is a part of their text."""
     return [c for c in op.cases if (device.type != "cpu" or not c.big) and (pattern is None or pattern in repr(c))]
 
 
 def check(
-    op: Op, case: Any, dtype: torch.dtype, device: torch.device, names: Iterable[str] | None = None
+    op: Op[..., Any], case: Any, dtype: torch.dtype, device: torch.device, names: Iterable[str] | None = None
 ) -> Iterator[Verdict]:
     """A verdict for each implementation (of `names`, if given) but the reference.
 
@@ -49,23 +49,26 @@ def check(
         yield Verdict(impl.name, failed=_compare(op, impl, args, dtype, want))
 
 
-def outputs(op: Op, impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
-    """Results by the names in the op's tolerances; those that are parameters are the arguments written in place."""
-    result = impl.run(*args.values())
+def outputs(op: Op[..., Any], impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:
+    """Results by the names in the op's tolerances; names of arguments are those written in place."""
+    result, given = impl.run(*args.values()), tensors(args)
     returned = [result] if isinstance(result, Tensor) else list(result or ())
-    names = [name for name in op.tol if name not in args]
+    names = [name for name in op.tol if name not in given]
     assert len(names) == len(returned), f"{op.name}/{impl.name}: {len(returned)} results for {names}"
-    return {**dict(zip(names, returned)), **{name: args[name] for name in op.tol if name in args}}
+    return {**dict(zip(names, returned)), **{name: given[name] for name in op.tol if name in given}}
 
 
-def _compare(op: Op, impl: Impl, args: dict[str, Any], dtype: torch.dtype, want: dict[str, Tensor]) -> str | None:
+def _compare(
+    op: Op[..., Any], impl: Impl, args: dict[str, Any], dtype: torch.dtype, want: dict[str, Tensor]
+) -> str | None:
     used = clone(args)
     got = outputs(op, impl, used)
     for name, expected in want.items():
         if why := difference(got[name], expected, op.tol[name][dtype]):
             return f"{name}: {why}"
-    for name, before in args.items():
-        if isinstance(before, Tensor) and name not in op.tol and not same_bits(used[name], before):
+    after = tensors(used)
+    for name, before in tensors(args).items():
+        if name not in op.tol and not same_bits(after[name], before):
             return f"the input {name} was written to"
     again = outputs(op, impl, clone(args))
     for name in want:

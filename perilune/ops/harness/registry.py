@@ -1,10 +1,10 @@
-"""Ops and their implementations: which one runs is decided here, once per device, types and sizes.
+"""Ops and their implementations: chooses which implementation runs, once per device and kind of arguments.
 
-An op file makes one `Op` and decorates its implementations; their order in the file is the order of preference, and
-the op's reference, always runnable, comes last under the name "reference". The decision for a call is cached under
-what the op says decides it (shapes and types of arguments, and single values), so that a call costs one dictionary
-lookup beyond the call itself. The implementation that is decided on and logged is the one that runs: none hands a call
-on to another one of its op, so what it cannot take must be among that.
+An op file makes one `Op` and decorates its implementations. Their order in the file is the order of preference; the
+reference, which runs everywhere, comes last under the name "reference". The choice for a call is cached under the kinds
+of the op's deciding arguments (shape and dtype of a tensor, `kind` of a record, a number itself), so a call costs one
+dictionary lookup beyond the implementation. The implementation that was chosen and logged is the one that runs: no
+implementation calls another one of its op, so everything that it refuses must be among the deciding arguments.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
 from perilune.core.errors import ConfigError
 from perilune.ops.harness.case import Tol
@@ -30,21 +31,23 @@ log = logging.getLogger("perilune.ops")
 REFERENCE = "reference"
 MAX_DECISIONS = 4096  # per op; a decision is cheap to make again
 
+P = ParamSpec("P")
+R = TypeVar("R")
 When = Callable[[Any, torch.device], bool | str]
 
-_ops: dict[str, "Op"] = {}
+_ops: dict[str, "Op[..., Any]"] = {}
 _overrides: ContextVar[Mapping[str, str] | None] = ContextVar("perilune_op_overrides", default=None)
-_overriding = 0  # contexts that override anything, in all threads: while there is none, calls need not ask for theirs
+_overriding = 0  # active `using` contexts in all threads; at 0 a call does not read its context variable
 _counting = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Impl:
-    """One way to compute an op. `when(args, device)` is True, or the reason why it cannot run there.
+    """One implementation of an op. `when(args, device)` is True, or the reason why it cannot run there.
 
-    `args` has the call's arguments as attributes. `when` may look at the types and shapes of the op's deciding
-    arguments, at what is in its `also` and at this machine, at nothing else: its answer is cached under those. `alone`:
-    its kernel needs the GPU for itself, see `alone` below.
+    `args` has all of the call's arguments as attributes. The answer of `when` is cached under the kinds of the op's
+    deciding arguments, so it may depend on these and on this machine only. `alone`: the kernel needs the GPU for
+    itself, see `alone` below.
     """
 
     name: str
@@ -58,12 +61,13 @@ class Impl:
         return None if answer is True else str(answer)
 
 
-class Op:
+class Op(Generic[P, R]):
     """An operation with its contract: cases, tolerances, inputs, cost, and the reference that defines it.
 
-    `decides` are the positions of at most two arguments whose shape and type choose the implementation; the first
-    one also gives the device and the size. `also` has expressions of further arguments, by their names, whose values
-    do: "top_k", "w.shape". `cost(case, dtype)` counts what the op must do at least.
+    `decides` names the arguments whose kinds choose the implementation: a tensor by shape and dtype, a record by its
+    `kind`, a number by itself. The first one (default: the first parameter) is a tensor and gives device and size.
+    `tol` has the outputs in order; an output with the name of an argument ("residual", or "latents.pages" for a field
+    of a record) is written in place. `cost(case, dtype)` counts the least work of the op. Arguments are positional.
     """
 
     def __init__(
@@ -73,14 +77,12 @@ class Op:
         tol: Mapping[str, Mapping[torch.dtype, Tol]],
         inputs: Callable[..., dict[str, Any]],
         cost: Callable[..., Any],
-        reference: Callable[..., Any],
+        reference: Callable[P, R],
         *,
-        decides: tuple[int, ...] = (0,),
-        also: tuple[str, ...] = (),
+        decides: tuple[str, ...] = (),
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
     ) -> None:
         assert name not in _ops, f"op {name} exists twice"
-        assert len(decides) in (1, 2), decides
         self.name = name
         self.cases = cases
         self.tol = tol
@@ -88,18 +90,21 @@ class Op:
         self.cost = cost
         self.reference = reference
         self.dtypes = dtypes
-        self.parameters = tuple(inspect.signature(reference).parameters)
+        types = {p.name: p.annotation for p in inspect.signature(reference).parameters.values()}
+        self.parameters = tuple(types)
         self.impls: dict[str, Impl] = {}
-        self._key = _key(self.parameters, decides, also)
-        self._decides = decides
-        self._decisions: dict[Any, Callable[..., Any]] = {}
+        self._deciding = tuple(self.parameters.index(name) for name in decides or self.parameters[:1])
+        self._key = _key([(i, types[self.parameters[i]]) for i in self._deciding])
+        self._decisions: dict[Any, Callable[P, R]] = {}
         self._logged: dict[Any, str] = {}
         _ops[name] = self
 
-    def impl(self, name: str, *, when: When = lambda args, device: True, alone: bool = False) -> Callable[[Any], Any]:
+    def impl(
+        self, name: str, *, when: When = lambda args, device: True, alone: bool = False
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         assert name != REFERENCE and name not in self.impls, name
 
-        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        def register(run: Callable[P, R]) -> Callable[P, R]:
             assert tuple(inspect.signature(run).parameters) == self.parameters, f"{self.name}/{name}: other parameters"
             self.impls[name] = Impl(name, when, run, alone)
             return run
@@ -111,24 +116,29 @@ class Op:
         """All implementations in order of preference, the reference last."""
         return (*self.impls.values(), Impl(REFERENCE, lambda args, device: True, self.reference))
 
-    def __call__(self, *args: Any) -> Any:
-        overrides = _overrides.get() if _overriding else None
-        key = self._key(args)
-        if overrides is not None and (name := overrides.get(self.name)) is not None:
-            key = (name, key)
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    else:  # positional arguments only: empty keyword arguments would add a third to the time of a call
+
+        def __call__(self, *args):
+            overrides = _overrides.get() if _overriding else None
+            key = self._key(args)
+            if overrides is not None and (name := overrides.get(self.name)) is not None:
+                key = (name, key)
+                run = self._decisions.get(key)
+                if run is None:
+                    run = self._decide(key, args, name)
+                return run(*args)
             run = self._decisions.get(key)
             if run is None:
-                run = self._decide(key, args, name)
+                run = self._decide(key, args, None)
             return run(*args)
-        run = self._decisions.get(key)
-        if run is None:
-            run = self._decide(key, args, None)
-        return run(*args)
 
     def explain(self, args: Sequence[Any]) -> tuple[Impl | None, dict[str, str]]:
-        """(the implementation these arguments get, why each one tried before it refused)."""
-        device = args[self._decides[0]].device
-        named = SimpleNamespace(**dict(zip(self.parameters, args)))
+        """(the implementation that these arguments get, the reason of each one that refused before it)."""
+        named, device = self._named(args)
         refused: dict[str, str] = {}
         for candidate in self.candidates:
             reason = candidate.refusal(named, device)
@@ -139,11 +149,13 @@ class Op:
 
     def refusal(self, name: str, args: Sequence[Any]) -> str | None:
         """Why implementation `name` cannot take these arguments; None if it can."""
-        named = SimpleNamespace(**dict(zip(self.parameters, args)))
         (candidate,) = (c for c in self.candidates if c.name == name)
-        return candidate.refusal(named, args[self._decides[0]].device)
+        return candidate.refusal(*self._named(args))
 
-    def _decide(self, key: Any, args: Sequence[Any], wanted: str | None) -> Callable[..., Any]:
+    def _named(self, args: Sequence[Any]) -> tuple[SimpleNamespace, torch.device]:
+        return SimpleNamespace(**dict(zip(self.parameters, args))), args[self._deciding[0]].device
+
+    def _decide(self, key: Any, args: Sequence[Any], wanted: str | None) -> Callable[P, R]:
         if wanted is None:
             chosen, refused = self.explain(args)
             if chosen is None:
@@ -163,41 +175,57 @@ class Op:
         return chosen.run
 
     def _log_once(self, args: Sequence[Any], name: str, refused: dict[str, str], wanted: str | None) -> None:
-        lead = args[self._decides[0]]
+        lead = args[self._deciding[0]]
         size = lead.shape[0].bit_length()
-        kind = (lead.device, size, *(args[i].dtype for i in self._decides), wanted)
-        if self._logged.get(kind) == name:
+        types = ", ".join(filter(None, (_type(args[i]) for i in self._deciding)))
+        line = (lead.device, size, types, wanted)
+        if self._logged.get(line) == name:
             return
-        self._logged[kind] = name
-        types = ", ".join(str(args[i].dtype).removeprefix("torch.") for i in self._decides)
+        self._logged[line] = name
         why = "".join(f"; {other} refused: {reason}" for other, reason in refused.items())
         asked = " (asked for)" if wanted else ""
         log.info("%s on %s, %s, size < %d: %s%s%s", self.name, lead.device, types, 1 << size, name, asked, why)
 
 
-def _key(parameters: Sequence[str], decides: Sequence[int], also: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
-    """What decides a call, of its arguments. Compiled: a loop would take longer than all the rest of a call.
+def _key(deciding: Sequence[tuple[int, Any]]) -> Callable[[Sequence[Any]], Any]:
+    """The function of a call's arguments that gives the key of its choice, from (position, annotated type) of the
+    deciding ones. Compiled: a loop over them would take longer than the rest of a call.
 
-    The device is its index, -1 for the CPU, which is made and compared in less time than a torch.device.
+    The device is its index, -1 for the CPU: an int is made and compared in less time than a torch.device.
     """
-    parts = [f"a[{decides[0]}].get_device()", *(f"a[{i}].shape, a[{i}].dtype" for i in decides)]
-    for expression in also:
-        name, *rest = expression.split(".")
-        parts.append(".".join([f"a[{parameters.index(name)}]", *rest]))
+    parts = [f"a[{deciding[0][0]}].get_device()"]
+    for i, annotation in deciding:
+        types = get_args(annotation) or (annotation,)
+        if annotation is Tensor:
+            part = f"a[{i}].shape, a[{i}].dtype"
+        elif Tensor in types:
+            part = f"None if a[{i}] is None else (a[{i}].shape, a[{i}].dtype)"
+        elif annotation in (bool, int):
+            part = f"a[{i}]"
+        else:  # a record of layouts/operands.py
+            part = f"a[{i}].kind" if len(types) == 1 else f"a[{i}] and a[{i}].kind"
+        parts.append(part)
     key: Callable[[Sequence[Any]], Any] = eval(f"lambda a: ({', '.join(parts)})")
     return key
 
 
-def all_ops() -> dict[str, Op]:
-    """Every op of this package by name; an op exists when its file does."""
+def _type(argument: Any) -> str:
+    """The dtype of a tensor or of a record's first tensor; "" of anything else."""
+    if is_dataclass(argument):
+        return _type(getattr(argument, fields(argument)[0].name))
+    return str(argument.dtype).removeprefix("torch.") if isinstance(argument, Tensor) else ""
+
+
+def all_ops() -> dict[str, Op[..., Any]]:
+    """Every op of this package by name: imports every file of perilune/ops."""
     for module in pkgutil.walk_packages([str(Path(__file__).parents[1])], "perilune.ops."):
         importlib.import_module(module.name)
     return dict(sorted(_ops.items()))
 
 
 def alone() -> dict[str, str]:
-    """{op: implementation} without any whose CTAs wait for each other, all of which must be on the GPU at once: two
-    such kernels of two streams could each have a part of it, for ever."""
+    """{op: implementation} that replaces each implementation whose CTAs wait for each other, so all must be on the GPU
+    at once: two such kernels on two streams could each hold a part of the GPU and wait for ever."""
     return {
         name: next(impl.name for impl in op.candidates if not impl.alone)
         for name, op in all_ops().items()
@@ -220,7 +248,7 @@ def check_overrides(overrides: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def using(overrides: Mapping[str, str]) -> Iterator[None]:
-    """Within it, in this thread, ops named in {op: implementation} run as told; names as in `check_overrides`."""
+    """In this context, ops named in {op: implementation} run as that implementation; names as in `check_overrides`."""
     global _overriding
     token = _overrides.set(dict(overrides) or None)
     with _counting:

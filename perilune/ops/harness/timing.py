@@ -8,10 +8,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from perilune.core.cost import Cost
-from perilune.ops.harness.case import FLOAT32, Make, clone
+from perilune.ops.harness.case import FLOAT32, Make, clone, tensors
 from perilune.ops.harness.check import SEED
 from perilune.ops.harness.registry import Op
 
@@ -54,11 +53,11 @@ def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
 
 
 def measure(
-    op: Op, case: Any, dtype: torch.dtype, device: torch.device, names: Sequence[str], roof: Roof
+    op: Op[..., Any], case: Any, dtype: torch.dtype, device: torch.device, names: Sequence[str], roof: Roof
 ) -> list[Timing]:
     """Median times of implementations `names`, interleaved; names that refuse are left out."""
     args = op.inputs(case, Make(dtype, device, SEED))
-    size = sum(v.numel() * v.itemsize for v in args.values() if isinstance(v, Tensor))
+    size = sum(t.numel() * t.itemsize for t in tensors(args).values())
     copies = [tuple(clone(args).values()) for _ in range(max(1, min(MAX_COPIES, CACHE_BYTES // max(1, size))))]
     runs = {c.name: c.run for c in op.candidates if c.name in names and not op.refusal(c.name, copies[0])}
     seconds = _seconds([_rotating(run, copies) for run in runs.values()], device)

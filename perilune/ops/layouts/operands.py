@@ -28,19 +28,18 @@ class Matrix:
     weight: Tensor
     scale: Tensor | None = None
     row_scale: Tensor | None = None
+    format: str = field(init=False)  # "dense", "fp8", "int4" or "int4-compact"
     kind: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        packed = "int4" if self.row_scale is None else "int4-compact"
+        known = {torch.float8_e4m3fn: "fp8", torch.int32: packed}
+        object.__setattr__(self, "format", known.get(self.weight.dtype, "dense"))
         object.__setattr__(self, "kind", (kind(self.weight), kind(self.scale), kind(self.row_scale)))
 
     @property
-    def format(self) -> str:
-        """ "dense", "fp8", "int4" or "int4-compact"."""
-        if self.weight.dtype == torch.float8_e4m3fn:
-            return "fp8"
-        if self.weight.dtype == torch.int32:
-            return "int4" if self.row_scale is None else "int4-compact"
-        return "dense"
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.scale, self.row_scale) if t is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +71,41 @@ class Span:
     query_start: Tensor
     context: Tensor
 
+    def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(tables, query_start, context), as kernels read them."""
+        return self.tables.contiguous(), self.query_start.contiguous(), self.context.contiguous()
+
     @property
     def kind(self) -> Hashable:
         """Nothing of a span chooses an implementation: its numbers change from step to step."""
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """The rotation of each row's rope values: cos and sin [T, r / 2] float32 of the angles of its position."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Attention:
+    """Weights of one layer's latent attention: D hidden, i the query's rank, H heads, n and r the query's nope and rope
+    widths, v the value width, R the latent width. An op of one part of it reads the fields of that part."""
+
+    qkv_a: Matrix  # [i + R + r, D]: q_a_proj's rows, then kv_a_proj_with_mqa's
+    q_a_norm: Tensor  # [i]
+    q_b: Matrix  # [H (n + r), i]
+    kv_a_norm: Tensor  # [R]
+    w_uk: Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
+    w_uv: Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
+    o: Matrix  # [D, H v]
+    uv_fp8: Matrix | None = None  # where o is FP8: the same numbers as w_uv, for one token's kernel; scale [H, v]
+
+    @property
+    def kind(self) -> Hashable:
+        return self.qkv_a.kind, self.q_b.kind, self.o.kind, self.w_uk.shape, self.w_uv.shape
 
 
 @dataclass(frozen=True, slots=True)

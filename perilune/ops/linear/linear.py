@@ -77,7 +77,7 @@ def reference(x: Tensor, w: Tensor, wide: bool) -> Tensor:
     return y if wide else y.to(x.dtype)
 
 
-op = Op("linear", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+op = Op("linear", CASES, TOL, inputs, cost, reference, decides=("x", "w"))
 
 
 @functools.cache

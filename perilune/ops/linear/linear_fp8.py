@@ -86,7 +86,7 @@ def reference(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: flo
     return y if wide else y.to(x.dtype)
 
 
-op = Op("linear_fp8", CASES, TOL, inputs, cost, reference, decides=(0, 2))
+op = Op("linear_fp8", CASES, TOL, inputs, cost, reference, decides=("x", "w"))
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:

@@ -53,7 +53,7 @@ def reference(x: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("tha,hab->thb", x.float(), w.float()).to(x.dtype)
 
 
-op = Op("per_head_matmul", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+op = Op("per_head_matmul", CASES, TOL, inputs, cost, reference, decides=("x", "w"))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.harness import build, threads
+from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
 from perilune.ops.moe.experts import Case, each, few_on_gpu, gathered_sum, routing
@@ -59,10 +59,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.experts(c.T, c.k, c.hit, c.D, c.I, dtype.itemsize, BITS)
 
 
-@functools.cache
+_VALUES = torch.tensor((*E2M1, *(-v for v in E2M1)))
+
+
 def _values(device: torch.device) -> Tensor:
-    """Of the 16 codes. Kept, because making it is a copy from the host, which a CUDA graph must not hold."""
-    return torch.tensor((*E2M1, *(-v for v in E2M1)), device=device)
+    """[16] float32 of the codes. On a GPU kept: making it is a copy from the host, which a CUDA graph must not hold."""
+    if device.type == "cpu":
+        return _VALUES
+    return workspace.current(device).kept("experts_nvfp4.values", lambda: _VALUES.to(device))
 
 
 def dequantize(packed: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,7 +99,7 @@ def reference(
     return dense_reference(x, ids, weights, gate_up, dequantize(down_packed, down_scale, down_global, FLOAT32))
 
 
-op = Op("experts_nvfp4", CASES, TOL, inputs, cost, reference, decides=(0, 3))
+op = Op("experts_nvfp4", CASES, TOL, inputs, cost, reference, decides=("x", "gate_up_packed"))
 
 
 @functools.cache

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import mla_decode, mla_decode_output
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Attention, Span
 from perilune.ops.moe import router
 from perilune.ops.pointwise import add_rmsnorm
 
@@ -88,6 +89,7 @@ TOL = {
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Rows of the gate are multiples of one direction in which the residual is long, so that no error changes ids."""
     args = mla_decode_output.inputs(c, g)
+    args = {"attention" if name == "weights" else name: value for name, value in args.items()}
     along = g.randn(c.D, dtype=FLOAT32)
     multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
     residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
@@ -117,16 +119,10 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -138,15 +134,20 @@ def reference(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = mla_decode_output.reference(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
+    y = mla_decode_output.reference(q_full, pages, span, attention, scale)
     x = add_rmsnorm.reference(residual, y, norm, eps)
     return x, *router.reference(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
 
-_ALSO = ("gate.shape", "gate.dtype", "top_k", "n_group", "topk_group")
-op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=(0, 1), also=_ALSO)
+op = Op(
+    "mla_decode_router",
+    CASES,
+    TOL,
+    inputs,
+    cost,
+    reference,
+    decides=("q_full", "pages", "gate", "top_k", "n_group", "topk_group"),
+)
 
 
 @functools.cache
@@ -154,27 +155,8 @@ def _choose() -> Any:
     return build.function("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
 
 
-@dataclass(frozen=True)
-class _Boards:
-    """What processors tell each other (mla_decode_output_t1.cu, mla_decode_router_t1.cu), for launches of always as
-    many of them."""
-
-    values: Tensor
-    fresh: Tensor
-    launches: Tensor
-    scores: Tensor
-
-
-@functools.cache
-def _boards(device: torch.device, stream: int, heads: int, D: int, experts: int) -> _Boards:
-    sizes = (heads * K2.value + 2, D, 2, router.MOST_EXPERTS)
-    return _Boards(*(torch.zeros(n, dtype=torch.int32, device=device) for n in sizes))
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.op.impls["cuda"].when(
-        a, device
-    )  # of w it looks at the rows: as many as the gate has columns
+    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.shape[1], device)  # o has as many rows
     if found is not True:
         return found
     E, D = a.gate.shape
@@ -198,16 +180,10 @@ def _rows(experts: int, device: torch.device) -> int:
 @op.impl("cuda", when=_fits, alone=True)
 def cuda(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -222,21 +198,26 @@ def cuda(
     (_, H, _), (E, D), device = q_full.shape, gate.shape, q_full.device
     rows = _rows(E, device)
     assert all(t.is_contiguous() for t in (norm, gate, bias)), f"{norm.stride()=} {gate.stride()=} {bias.stride()=}"
-    stream = torch.cuda.current_stream(device).cuda_stream
-    boards = _boards(device, stream, H, D, E)
+    memory = workspace.current(device)
+    # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
+    # launches of other sizes have others.
+    values, fresh, launches, scores = (
+        memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
+        for name, n in (("values", H * K2.value + 2), ("fresh", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
+    )
     # Before the launches: the second one of `launch` has not ended when these are written.
     x = torch.empty_like(residual)
     ids = torch.empty(1, top_k, dtype=torch.int32, device=device)
     shares = torch.empty(1, top_k, device=device)
-    number = router.announce(x, ids, stream, router.Source(boards.fresh, norm, eps))
+    number = router.announce(x, ids, memory.stream, router.Source(fresh, norm, eps))
     mla_decode_output.launch(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, boards.values, None,
-        residual, boards.fresh,
+        q_full, pages, span, attention, scale, values, None,
+        (residual, fresh),
     )  # fmt: skip
     failed = _choose()(
-        boards.fresh.data_ptr(), boards.launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
-        x.data_ptr(), boards.scores.data_ptr(), router.board(device, stream).data_ptr(), ids.data_ptr(),
-        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, stream,
+        fresh.data_ptr(), launches.data_ptr(), norm.data_ptr(), gate.data_ptr(), bias.data_ptr(),
+        x.data_ptr(), scores.data_ptr(), router.mailbox(memory).data_ptr(), ids.data_ptr(),
+        shares.data_ptr(), number, D, E, top_k, normalise, rows, eps, factor, memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
     return x, ids, shares
@@ -245,16 +226,10 @@ def cuda(
 @op.impl("composed")
 def composed(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -266,25 +241,17 @@ def composed(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = mla_decode_output.mla_decode_output(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale
-    )
+    y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
     x = add_rmsnorm.add_rmsnorm(residual, y, norm, eps)
     return x, *router.router(x, gate, bias, top_k, n_group, topk_group, factor, normalise)
 
 
 def mla_decode_router(
     q_full: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    context: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
     scale: float,
-    w_uv: Tensor,
-    uv_fp8: Tensor | None,
-    uv_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
     residual: Tensor,
     norm: Tensor,
     eps: float,
@@ -296,12 +263,14 @@ def mla_decode_router(
     factor: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mla_decode_output.check(q_full, cache, tables, query_start, context, w_uv, uv_fp8, uv_scale, w, w_scale)
-    assert residual.shape == (len(q_full), len(w)) and residual.dtype == q_full.dtype, f"{residual.shape=}"
+    mla_decode_output.check(q_full, pages, span, attention)
+    assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
+        f"{residual.shape=}"
+    )
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert norm.shape == w.shape[:1] and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
+    assert len(norm) == len(attention.o.weight) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
     router.check(residual, gate, bias, top_k, n_group, topk_group)
     return op(
-        q_full, cache, tables, query_start, context, scale, w_uv, uv_fp8, uv_scale, w, w_scale, residual, norm, eps,
+        q_full, pages, span, attention, scale, residual, norm, eps,
         gate, bias, top_k, n_group, topk_group, factor, normalise,
     )  # fmt: skip

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.harness import build, threads
+from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ON_CPU
@@ -166,7 +166,7 @@ def reference(
     return y.unsqueeze(1)
 
 
-op = Op("moe_int4", CASES, TOL, inputs, cost, reference, decides=(0, 4))
+op = Op("moe_int4", CASES, TOL, inputs, cost, reference, decides=("x", "gate_up_scale"))
 
 
 def _linear(x: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
@@ -215,12 +215,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    """What the CTAs of gate_up and of down have taken: each launch makes the other's zero again."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up_scale.shape
     first = build.on_hopper(
@@ -258,7 +252,8 @@ def cuda(
     partial: bool,
 ) -> Tensor:
     (T, D), k, E, I = x.shape, ids.shape[1], down_packed.shape[0], down_packed.shape[2] * 8  # noqa: E741
-    processors, stream = _processors(x.device), torch.cuda.current_stream(x.device).cuda_stream
+    processors, memory = _processors(x.device), workspace.current(x.device)
+    stream = memory.stream
     told = router.announced(x, ids, stream)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     many = T > MAX_MMA_TMA and gate_up_row is None
@@ -276,10 +271,11 @@ def cuda(
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_CPASYNC if many else MMA_TMA
     sizes = (k, E, D, I, rides) if source == T1 else (T, k, E, D, I) if many else (T, k, E, D, I, rides)
     shared_rows = () if many else (h_shared,)
-    taken: tuple[int, ...] = () if many else (_counters(x.device, stream).data_ptr(),)
+    # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
+    taken: tuple[int, ...] = () if many else (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
     if source == T1:
-        taken += (router.board(x.device, stream).data_ptr(), told.number)
+        taken += (router.mailbox(memory).data_ptr(), told.number)
         begin = (None, None, 0.0)
         if told.source is not None:
             begin = (told.source.fresh.data_ptr(), told.source.norm.data_ptr(), told.source.eps)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.harness import build, threads
+from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.workspace import Workspace
 from perilune.ops.linear import skinny_gemm
 
 MAX_ROWS = 16  # of the CUDA kernel
@@ -110,7 +111,7 @@ def reference(
     return ids.to(torch.int32), weights * scale
 
 
-op = Op("router", CASES, TOL, inputs, cost, reference, decides=(0, 1))
+op = Op("router", CASES, TOL, inputs, cost, reference, decides=("x", "gate"))
 
 
 @functools.cache
@@ -163,16 +164,9 @@ def _workers(width: int) -> int:
     return next((n for n in (8, 4, 2) if width % (32 * n) == 0), 1)
 
 
-@functools.cache
-def board(device: torch.device, stream: int) -> Tensor:
-    """Where the router announces: router_mailbox.cuh."""
-    return torch.zeros(64, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _sums(device: torch.device, stream: int) -> Tensor:
-    """Sums on their way between processors. The kernel leaves zeros."""
-    return torch.zeros(8 * MAX_ROWS * MOST_EXPERTS, dtype=torch.int32, device=device)
+def mailbox(memory: Workspace) -> Tensor:
+    """[64] int32, where the router announces: router_mailbox.cuh."""
+    return memory.zeros("router.mailbox", 64)
 
 
 @dataclass(frozen=True)
@@ -233,7 +227,8 @@ def cuda(
     x: Tensor, gate: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int, scale: float, norm: bool
 ) -> tuple[Tensor, Tensor]:
     given, x, (T, D), E = x, x.contiguous(), x.shape, gate.shape[0]
-    parts, stream = _parts(D), torch.cuda.current_stream(x.device).cuda_stream
+    parts, memory = _parts(D), workspace.current(x.device)
+    stream = memory.stream
     ids = torch.empty(T, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, top_k, device=x.device)
     number = announce(given, ids, stream) if T == 1 else 0
@@ -241,8 +236,9 @@ def cuda(
         x.data_ptr(),
         gate.data_ptr(),
         bias.data_ptr(),
-        _sums(x.device, stream).data_ptr(),
-        board(x.device, stream).data_ptr(),
+        # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
+        memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS).data_ptr(),
+        mailbox(memory).data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         number,

@@ -83,7 +83,7 @@ def reference(
     return h, norm_reference(h, norm, eps), cos[positions], sin[positions]
 
 
-op = Op("embed_norm", CASES, TOL, inputs, cost, reference, decides=(0, 4))
+op = Op("embed_norm", CASES, TOL, inputs, cost, reference, decides=("ids", "table"))
 
 
 def _tokens(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:

@@ -26,14 +26,14 @@ H200; the reference, a gather and a sum per level, 10 ms there.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from perilune.core.cost import Cost
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, EXACT, K2, NANO, Make, Sized, Tol
 from perilune.ops.harness.registry import Op
 
@@ -104,9 +104,18 @@ class Tables:
     price: Tensor
     byte: Tensor
 
+    def to(self, device: torch.device) -> "Tables":
+        return Tables(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-@functools.lru_cache(maxsize=8)
+
 def tables(device: torch.device) -> Tables:
+    if device.type == "cpu":
+        return _tables()
+    return workspace.current(device).kept("nvfp4_from_int4.tables", lambda: _tables().to(device))
+
+
+@functools.cache
+def _tables() -> Tables:
     wide = torch.float64
     mantissa = 1 + torch.arange(128, dtype=wide) / 128
     k = torch.arange(CANDIDATES)
@@ -133,15 +142,15 @@ def tables(device: torch.device) -> Tables:
 
     def whole(x: Tensor, coarse: int = 1) -> Tensor:
         units = (x / (UNIT * coarse)).round().clamp(max=MOST // coarse)
-        return units.transpose(1, 2).float().contiguous().to(device)
+        return units.transpose(1, 2).float().contiguous()
 
     return Tables(
         whole(cost),
         whole(cost, COARSE),
         whole(error),
-        codes.to(torch.uint8).to(device),
-        price.float().to(device),
-        stored.view(torch.uint8).to(device),
+        codes.to(torch.uint8),
+        price.float(),
+        stored.view(torch.uint8),
     )
 
 

@@ -121,9 +121,9 @@ class TestSpeculator:
     def test_fixed_drafts_and_their_statistics(self) -> None:
         s = Speculator(suffix=True, fixed=3, shared=True)
         s.open(1, [1, 2, 3, 4, 5, 6, 1, 2])
-        s.tidy()
+        s.maintain()
         plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5, 6, 1, 2], 8),))
-        assert s.wanted(plan) and s.propose(plan) == {1: [3, 4, 5]} and s.chain(plan) == 0
+        assert s.worth_waiting(plan) and s.propose(plan) == {1: [3, 4, 5]} and s.chain_length(plan) == 0
         s.observe([Delta(1, (3, 4, 9), drafted=3, accepted=2)], [])
         stats = s.report(EngineStats())
         assert stats.verified == 1
@@ -133,15 +133,15 @@ class TestSpeculator:
         with pytest.raises(AssertionError, match="tokens seen"):
             s.propose(StepPlan(1, (self.work(1, [*text, 1], 8),)))
         assert s.propose(StepPlan(1, (Work(1, 1, 11, (PENDING,), (0,), True, 3, SamplingParams(), 0),))) == {}
-        s.drop(1), s.drop(1), s.tidy()
+        s.drop(1), s.drop(1), s.maintain()
         s.open(2, [7, 3, 4])
-        s.tidy()
+        s.maintain()
         assert s.propose(StepPlan(2, (self.work(2, [7, 3, 4], 3),))) == {2: [9]}  # what the other one said
 
     def test_room_is_kept_to(self) -> None:
         s = Speculator(suffix=True, fixed=8, shared=False)
         s.open(1, [1] * 20)
-        s.tidy()
+        s.maintain()
         assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=3),))) == {1: [1, 1]}
         assert s.propose(StepPlan(0, (self.work(1, [1] * 20, 20, left=1),))) == {}
 
@@ -150,21 +150,21 @@ class TestSpeculator:
         rng = random.Random(0)
         text = [rng.randrange(3) for _ in range(50)]
         s.open(1, text)
-        s.tidy()
+        s.maintain()
         for turn in range(800):
             came = rng.randrange(3) if turn < 400 else (0, 1, 2, 2)[turn % 4]
             text.append(came)
             s.observe([Delta(1, (came,))], [])
-            s.tidy()
+            s.maintain()
             if turn == 399:
                 plan = StepPlan(0, (self.work(1, text, 50),))
                 assert len(s.propose(plan).get(1, ())) <= 2
         plan = StepPlan(0, (self.work(1, text, 50),))
-        assert s.wanted(plan) and len(s.propose(plan)[1]) == MAX_DRAFTS
+        assert s.worth_waiting(plan) and len(s.propose(plan)[1]) == MAX_DRAFTS
         dear = Speculator(suffix=True, costs=DEAR, shared=False)
         dear.open(1, text)
-        dear.tidy()
-        assert not dear.wanted(plan) and dear.propose(plan) == {}
+        dear.maintain()
+        assert not dear.worth_waiting(plan) and dear.propose(plan) == {}
 
     @pytest.mark.parametrize("seconds", [1.0, 1e-4])
     def test_where_steps_are_short_matches_wait_until_one_runs(self, seconds: float) -> None:
@@ -172,12 +172,12 @@ class TestSpeculator:
         s = Speculator(suffix=True, longest=8, costs=costs, shared=False)
         text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3]
         s.open(1, text)
-        s.tidy()
+        s.maintain()
         s.observe([Delta(1, (4,))], [Output(1, (4,), chain=((5, 0.99), (6, 0.99)))])
         text.append(4)
         guesses = list(s.propose(StepPlan(0, (self.work(1, text, 11),)))[1])
         assert guesses[:2] == [5, 6] and (len(guesses) > 2) == (seconds == 1.0)  # what matches behind the chain
-        s.tidy()
+        s.maintain()
         s.observe([Delta(1, (5, 6, 7), drafted=2, accepted=2)], [Output(1, (5, 6, 7))])
         text += [5, 6, 7]
         assert s.propose(StepPlan(1, (self.work(1, text, 11),)))[1][0] == 9  # without a chain they are asked at once
@@ -187,7 +187,7 @@ class TestSpeculator:
     def test_an_unlikely_draft_gives_way_to_what_a_match_foretells(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
         s.open(1, [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4])
-        s.tidy()
+        s.maintain()
         s.observe([Delta(1, (5,))], [Output(1, (5,), chain=((6, 0.99), (0, 0.1), (0, 0.1)))])
         text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5]
         assert s.propose(StepPlan(0, (self.work(1, text, 20),))) == {1: [6, 7, 8, 1]}
@@ -204,41 +204,43 @@ class TestSpeculator:
         for _ in range(3000):
             plan = StepPlan(0, (self.work(1, text, 3),))
             drafts = s.propose(plan)
-            asked.append(s.chain(plan))
+            asked.append(s.chain_length(plan))
             plan = StepPlan(0, plan.work, asked[-1])
             text.append(1)
             chain = tuple((2, 0.1) for _ in range(asked[-1]))
             s.observe([Delta(1, (1,), drafted=len(drafts))], [Output(1, (1,), chain=chain)])
-            waits.append(s.wanted(plan))
-            s.timed(plan, costs.base(1) + max(asked[-1], 0) * 0.2 + 0.1 * waits[-1], waits[-1])
-            s.tidy()
+            waits.append(s.worth_waiting(plan))
+            s.record_time(plan, costs.base(1) + max(asked[-1], 0) * 0.2 + 0.1 * waits[-1], waits[-1])
+            s.maintain()
         assert sum(waits[500:]) < 0.02 * 2500
 
     def test_how_steps_are_planned_behind_others(self) -> None:
         def running(chain: int, drafts: int = 0) -> StepPlan:
             work = self.work(1, [1, 2, 3], 3)
             tokens = (PENDING,) * (1 + drafts) if drafts else work.tokens
-            return StepPlan(0, (replace(work, tokens=tokens, drafts=drafts, behind=drafts > 0),), chain)
+            return StepPlan(0, (replace(work, tokens=tokens, drafts=drafts, chained=drafts > 0),), chain)
 
         fixed = Speculator(suffix=False, longest=8, fixed=3, shared=False)
-        assert [fixed.behind(running(c)) for c in (0, 2, 3)] == [0, 2, 3] and fixed.behind(running(8)) == 3
-        assert Speculator(suffix=True, longest=8, fixed=3, shared=False).behind(running(3)) is None
+        assert [fixed.chained(running(c)) for c in (0, 2, 3)] == [0, 2, 3] and fixed.chained(running(8)) == 3
+        assert Speculator(suffix=True, longest=8, fixed=3, shared=False).chained(running(3)) is None
         s = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
         s.open(1, [1, 2, 3])
-        assert s.behind(running(5)) == s.behind(running(5, 8)) == 5
-        assert s.behind(running(0, 4)) == 0 and s.behind(running(0)) is None and s.behind(running(LEFT_OUT)) is None
+        assert s.chained(running(5)) == s.chained(running(5, 8)) == 5
+        assert s.chained(running(0, 4)) == 0 and s.chained(running(0)) is None and s.chained(running(LEFT_OUT)) is None
         assert s._earnings is not None
         s._earnings._of(1, 3).way = Way.PLAIN
-        assert s.behind(running(5, 4)) == 0 and s.behind(running(5)) is None and s.chain(running(0)) == LEFT_OUT
+        assert (
+            s.chained(running(5, 4)) == 0 and s.chained(running(5)) is None and s.chain_length(running(0)) == LEFT_OUT
+        )
 
     def test_the_statistics_of_drafts_that_nobody_saw_planned(self) -> None:
         s = Speculator(suffix=True, longest=8, costs=TRAILING, shared=False)
         s.open(1, [1, 2, 3, 4, 5, 1, 2])
-        s.tidy()
+        s.maintain()
         s.observe([Delta(1, (3,))], [Output(1, (3,), chain=((4, 0.9), (9, 0.5), (9, 0.5)))])
         s.observe([Delta(1, (4, 5), drafted=3, accepted=1)], [Output(1, (4, 5), chain=((1, 0.9), (2, 0.9)))])
         s.observe([Delta(1, (1, 2, 3), drafted=2, accepted=2)], [Output(1, (1, 2, 3))])
-        s.tidy()
+        s.maintain()
         assert s.report(EngineStats()).drafts == (("eagle3", 0, 2, 2), ("eagle3", 1, 2, 1), ("eagle3", 2, 1, 0))
         text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]
         assert s.propose(StepPlan(1, (self.work(1, text, 7),)))[1][:3] == [4, 5, 1]  # and then one that was
@@ -254,41 +256,41 @@ class TestSpeculator:
             for _ in range(5):
                 s.observe([Delta(r, (7,)) for r in range(16)], [Output(r, (7,), chain=((7, 0.9),)) for r in range(16)])
                 taught.append([lesson[0] for lesson in s._lessons])
-                s.tidy()
+                s.maintain()
             assert taught[0] == [] and all(len(rids) == (HEEDED if trails else 16) for rids in taught[1:])
             assert sorted({rid for rids in taught for rid in rids}) == list(range(16))
 
     def test_a_match_that_promises_more_than_the_chain_is_waited_for(self) -> None:
         text = [*range(100, 140), *range(100, 110)]
-        work = replace(self.work(1, text, 50), tokens=(PENDING, PENDING), drafts=1, behind=True)
+        work = replace(self.work(1, text, 50), tokens=(PENDING, PENDING), drafts=1, chained=True)
         for promising in (True, False):
             s = Speculator(suffix=True, longest=8, costs=TRAILING, shared=False)
             s.open(1, text[:-1])
-            s.tidy()
-            assert s.wanted(StepPlan(0, (work,), 2))  # before the draft model turns out to be of no use
+            s.maintain()
+            assert s.worth_waiting(StepPlan(0, (work,), 2))  # before the draft model turns out to be of no use
             for _ in range(200):
                 for length in (10, 16):
                     s._acceptance.learn(2, suffix_cell(length, 1.0, True), 5, promising)
                 s._acceptance.learn(2, model_cell("eagle3", 0, 0.5, None), 5, False)
             s.observe([Delta(1, (109,))], [Output(1, (109,), chain=((110, 0.9),))])
-            s.tidy()
+            s.maintain()
             plan = StepPlan(0, (work,), 2)
-            assert s.behind(plan) == (None if promising else 2)
-            assert s.wanted(plan)
+            assert s.chained(plan) == (None if promising else 2)
+            assert s.worth_waiting(plan)
 
     def test_matches_that_would_hold_up_short_steps_are_left_alone(self) -> None:
         short = Costs(*(Curve(c.xs, tuple(1e-4 * y for y in c.ys)) for c in vars_of(TRAILING)))
         s = Speculator(suffix=True, longest=8, costs=short, shared=True)
         text = [*range(100, 140), *range(100, 110)]
         s.open(1, text)
-        s.tidy()
+        s.maintain()
         for token in range(110, 120):
             s.observe([Delta(1, (token,))], [Output(1, (token,), chain=((token + 1, 0.9),))])
-            s.tidy()
+            s.maintain()
         mind = s._minds[1]
         assert mind.trail is not None and mind.lag == [*range(110, 120)] and mind.trail.tokens == []
         s.observe([Delta(1, (120,), finish_reason="stop")], [Output(1, (120,))])
-        s.tidy()
+        s.maintain()
         assert mind.trail.tokens == [] and s._store is not None and len(s._store) == 0
 
     def test_matches_are_taken_up_where_steps_become_long_enough_for_them(self) -> None:
@@ -299,25 +301,25 @@ class TestSpeculator:
             s.open(rid, text)
         for token in range(110, 120):
             s.observe([Delta(r, (token,)) for r in range(4)], [Output(r, (token,)) for r in range(4)])
-            s.tidy()
+            s.maintain()
         mind = s._minds[3]
         assert mind.trail is not None and mind.trail.tokens == []
         for rid in range(3):
             s.drop(rid)
         s.observe([Delta(3, (120,))], [Output(3, (120,))])
-        s.tidy()
-        s.tidy()
+        s.maintain()
+        s.maintain()
         assert mind.trail.tokens == [*text, *range(110, 121)] and mind.ready is mind.trail
         s.observe([Delta(3, (121,), finish_reason="stop")], [Output(3, (121,))])
-        s.tidy()
+        s.maintain()
         assert s._store is not None and len(s._store) == 1  # of the others, who slept, nothing is known
 
     def test_a_chain_is_continued_by_what_matches_behind_it(self) -> None:
         s = Speculator(suffix=True, longest=8, fixed=4, shared=False)
         s.open(1, [1, 2, 3, 4, 5, 6, 7, 9])
-        s.tidy()
+        s.maintain()
         plan = StepPlan(0, (self.work(1, [1, 2, 3, 4, 5, 6, 7, 9], 8),))
-        assert s.chain(plan) == 4
+        assert s.chain_length(plan) == 4
         s.observe([Delta(1, (8,))], [Output(1, (8,), chain=((2, 0.9), (3, 0.8)))])
         text = [1, 2, 3, 4, 5, 6, 7, 9, 8]
         assert s.propose(StepPlan(1, (self.work(1, text, 8),))) == {1: [2, 3, 4, 5]}
@@ -333,13 +335,13 @@ class TestSpeculator:
         for turn in range(4000):
             plan = StepPlan(0, (self.work(1, text, 3),))
             drafts = s.propose(plan)
-            asked.append(max(s.chain(plan), 0))
+            asked.append(max(s.chain_length(plan), 0))
             right = turn >= 2000
             came = (1,) * (1 + right * len(drafts.get(1, ())))
             text += came
             chain = tuple((1, 0.99) if right else (2, 0.1) for _ in range(asked[-1]))
             s.observe([Delta(1, came, drafted=len(drafts), accepted=len(came) - 1)], [Output(1, came, chain=chain)])
-            s.timed(StepPlan(0, plan.work, asked[-1]), CHEAP.base(1) + 0.1 * asked[-1], True)
-            s.tidy()
+            s.record_time(StepPlan(0, plan.work, asked[-1]), CHEAP.base(1) + 0.1 * asked[-1], True)
+            s.maintain()
         assert asked[0] > 1 and 2 <= sum(a > 0 for a in asked[200:2000]) <= 60
         assert sum(asked[-1000:]) > 7 * 1000

@@ -287,7 +287,7 @@ class Oracle:
     def allocate(self, *_: Any, **__: Any) -> None:
         self.first = 0
 
-    def propose(self, followed: Followed, length: int, hope: float = 0.0) -> Drafts:
+    def propose(self, followed: Followed, length: int, min_confidence: float = 0.0) -> Drafts:
         tokens = torch.zeros(len(followed.work), length, dtype=torch.int64)
         for k, (w, start) in enumerate(zip(followed.work, followed.starts)):
             # Requests are told apart by their tokens: the walk numbers them anew in every batch.

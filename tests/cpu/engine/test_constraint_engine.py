@@ -72,7 +72,7 @@ def run(engine: Engine, requests: list[Submit]) -> dict[int, tuple[tuple[int, ..
             tokens[delta.rid] += delta.tokens
             if delta.finish_reason is not None:
                 ends[delta.rid] = (delta.finish_reason, delta.error)
-    assert not engine._grammars._sessions and not engine._compiling
+    assert not engine._grammars._sessions and not engine._grammars.compiling
     engine.scheduler.check_integrity()
     return {rid: (tuple(tokens[rid]), *ends[rid]) for rid in tokens}
 
@@ -247,7 +247,7 @@ class TestFailures:
         request = batch(path, nano, person(nano), 1)[0]
         never: Future[Any] = Future()
         with monkeypatch.context() as m:
-            m.setattr(engine._grammars, "compile", lambda *_: never)
+            m.setattr(engine._grammars._compiler, "submit", lambda *_: never)
             engine.submit(request)
             assert engine.busy and engine.step() == []
             engine.cancel(request.rid)

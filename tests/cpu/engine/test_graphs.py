@@ -18,7 +18,9 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.messages import Submit
 from perilune.core.step import StepPlan
 from perilune.engine.engine import Engine
-from perilune.engine.graphs import MAX_BYTES, DecodeGraphs, Key, Replay
+from perilune.engine.graphs.decode import MAX_BYTES, DecodeGraphs, Key
+from perilune.engine.graphs.recorder import Recorder as GraphRecorder
+from perilune.engine.graphs.recorder import Replay
 from perilune.engine.sampler import FAILED, on_device, uniform, uniforms
 from perilune.formats.hub import resolve_model
 from perilune.ops.drafts.accept_drafts import accept_drafts
@@ -30,17 +32,19 @@ from tests.cpu.speculation.test_speculation import CONFIG, PARAMS, PROMPTS, TIGH
 from tests.cpu.speculation.test_speculation import TestConstraints as Constraints
 
 
-class Uncaptured(DecodeGraphs):
+class Running(GraphRecorder):
     """Replays by running."""
 
-    keys: set[Key]
-
-    def _record(self, work: Callable[[], None], name: str) -> Replay:
+    def record(self, work: Callable[[], None], name: str) -> Replay:
         work()
         return work
 
-    def _replayed(self, plan: StepPlan, *, whole: bool) -> tuple[Key, Any] | None:
-        found = super()._replayed(plan, whole=whole)
+
+class Uncaptured(DecodeGraphs):
+    keys: set[Key]
+
+    def _replay(self, plan: StepPlan, *, whole: bool) -> tuple[Key, Any] | None:
+        found = super()._replay(plan, whole=whole)
         assert found is not None, self.broken
         self.keys = getattr(self, "keys", set()) | {found[0]}
         return found
@@ -49,7 +53,8 @@ class Uncaptured(DecodeGraphs):
 def ungraphed(engine: Engine | None) -> Uncaptured:
     assert engine is not None and engine.config.max_model_len
     runner = engine.runner
-    graphs = Uncaptured(runner.model, runner.pages, runner.last_tokens, engine.config.max_model_len)
+    recorder = Running(runner.last_tokens.device)
+    graphs = Uncaptured(runner.model, runner.pages, runner.last_tokens, engine.config.max_model_len, recorder)
     runner.graphs = graphs
     runner.follow(runner.drafter)
     return graphs
@@ -140,15 +145,16 @@ def test_graphs_that_hold_too_much_go_all_at_once(tiny: Path, plain: LLM) -> Non
     params = [SamplingParams(seed=i, max_tokens=10 + 3 * i) for i in range(len(PROMPTS))]
     sizes = []
 
-    class Heavy(Uncaptured):
-        def _record(self, work: Callable[[], None], name: str) -> Replay:
+    class Heavy(Running):
+        def record(self, work: Callable[[], None], name: str) -> Replay:
             self.nbytes += MAX_BYTES
-            sizes.append(len(self))
-            return super()._record(work, name)
+            sizes.append(len(runner.graphs))
+            return super().record(work, name)
 
     with LLM(tiny, **CONFIG, draft="off") as llm:
         runner = llm._engine.runner  # type: ignore[union-attr]
-        runner.graphs = Heavy(runner.model, runner.pages, runner.last_tokens, 256)
+        recorder = Heavy(runner.last_tokens.device)
+        runner.graphs = Uncaptured(runner.model, runner.pages, runner.last_tokens, 256, recorder)
         alike(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
         assert len(sizes) > 3 and set(sizes) == {0, 1}
 
@@ -162,11 +168,12 @@ def test_sizes_that_cannot_be_captured_run_call_by_call(tiny: Path, plain: LLM) 
                 raise RuntimeError("too many\nfor this machine")
             return super()._capture(key, plan)
 
-        _replayed = DecodeGraphs._replayed
+        _replay = DecodeGraphs._replay
 
     with LLM(tiny, **CONFIG, draft="off") as llm:
         runner = llm._engine.runner  # type: ignore[union-attr]
-        runner.graphs = graphs = Small(runner.model, runner.pages, runner.last_tokens, 256)
+        recorder = Running(runner.last_tokens.device)
+        runner.graphs = graphs = Small(runner.model, runner.pages, runner.last_tokens, 256, recorder)
         alike(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
         assert graphs.broken is None and {key.requests for key in graphs._graphs} == {1, 2}
 
@@ -215,7 +222,8 @@ def test_chains_behind_graphs_are_those_behind_steps(tiny: Path, plain: LLM, dra
             llm.generate(PROMPTS, params)
             chains.append(recorder.chains)
             if held is not None:  # behind prompts and behind steps of any size the same ones
-                assert {k for known in held._chains.values() for k in known.replays} == {4} and len(held._chains) > 2
+                begun = held._known._chains.values()  # type: ignore[union-attr]
+                assert {k for known in begun for k in known.replays} == {4} and len(begun) > 2
     assert chains[0].keys() == chains[1].keys() and len(chains[0]) > 30
     same = sum(chains[0][text] == chains[1][text] for text in chains[0])
     assert same >= len(chains[0]) - 2  # float32 in another order may turn a close choice

@@ -17,7 +17,7 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import MAX_BIASED, best, candidates, sibling
 from perilune.core.step import Work
 from perilune.engine import sampler, wire
-from perilune.engine.penalties import FEWEST, Adjuster
+from perilune.engine.penalties import MIN_ROWS, Adjuster
 from perilune.ops.harness import registry
 from perilune.ops.sampling.penalize import PROMPT, penalize
 from perilune.text.stream import TextStream
@@ -195,7 +195,7 @@ class TestAdjuster:
         for slot in (5, 3, 5, 0, 1, 2, 4, 3, 0):
             adjuster.adjust(torch.randn(1, self.V), (work(slot, 0, PENALIZED, (1, 2)),))
             held.append(len(adjuster._counts))  # type: ignore[arg-type]
-        assert held[0] == FEWEST and held[-1] == 6 and held == sorted(held)
+        assert held[0] == MIN_ROWS and held[-1] == 6 and held == sorted(held)
 
     @torch.inference_mode()
     def test_the_host_never_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ class TestAdjuster:
             monkeypatch.setattr(torch.Tensor, name, forbidden)
         with Waits(), registry.using({"sample": "torch", "argmax": "torch"}):
             for batch in batches:
-                tokens = sampler.draw(adjuster.adjust(logits, batch), batch)
+                tokens = sampler.sample_tokens(adjuster.adjust(logits, batch), batch)
                 sampler.finite(logits)
                 adjuster.count(tokens)
         with pytest.raises(AssertionError, match="reads a tensor"):
@@ -225,9 +225,9 @@ class TestAdjuster:
         there = sampler.on_device
         monkeypatch.setattr(sampler, "on_device", lambda a, d: (copies.append(a.size), there(a, d))[1])
         batch = tuple(work(i, 1, p) for i, p in enumerate(MIXED))
-        sampler.draw(torch.randn(len(MIXED), self.V), batch)
+        sampler.sample_tokens(torch.randn(len(MIXED), self.V), batch)
         assert copies == [6 * len(MIXED)]
-        sampler.draw(torch.randn(1, self.V), batch[2:3])
+        sampler.sample_tokens(torch.randn(1, self.V), batch[2:3])
         assert len(copies) == 1  # greedy needs none
 
     def test_a_masked_token_is_never_chosen(self) -> None:
@@ -237,7 +237,7 @@ class TestAdjuster:
         batch = tuple(work(i, 0, p) for i, p in enumerate(params))
         for impl in ("torch", "reference"):
             with registry.using({"sample": impl, "argmax": impl}):
-                assert 2 not in sampler.draw(Adjuster(3).adjust(logits, batch), batch).tolist()
+                assert 2 not in sampler.sample_tokens(Adjuster(3).adjust(logits, batch), batch).tolist()
 
     def test_a_row_that_is_not_finite_fails_alone(self) -> None:
         logits = torch.zeros(4, 9)
@@ -246,7 +246,7 @@ class TestAdjuster:
         logits[3, 2] = float("-inf")
         for temperatures in ((0.0,) * 4, (1e-3,) * 4, (0.0, 1e-3, 0.0, 1e-3)):
             batch = tuple(work(i, 0, SamplingParams(temperature=t)) for i, t in enumerate(temperatures))
-            drawn = sampler.draw(logits, batch).tolist()
+            drawn = sampler.sample_tokens(logits, batch).tolist()
             assert drawn[0] >= 0 and drawn[1:] == [sampler.FAILED, sampler.FAILED, 5]
 
     def test_prompt_flag_does_not_count_as_generated(self) -> None:
@@ -293,7 +293,7 @@ class TestEngine:
             adjuster, resumed = other._engine.runner.adjuster, set()  # type: ignore[union-attr]
 
             def adjust(logits: torch.Tensor, batch: tuple[Work, ...]) -> torch.Tensor:
-                resumed.update(w.rid for w in batch if w.history and w.draw and w.params.penalized)
+                resumed.update(w.rid for w in batch if w.history and w.output_index and w.params.penalized)
                 return Adjuster.adjust(adjuster, logits, batch)
 
             monkeypatch.setattr(adjuster, "adjust", adjust)

@@ -76,7 +76,7 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.step + 1
         self.step = plan.step
-        void = [w for w in plan.work if w.behind and w.rid in self.spoilt]
+        void = [w for w in plan.work if w.chained and w.rid in self.spoilt]
         for work in void:  # it may write whatever it likes to what it was given
             self.kv.update(
                 ((work.blocks[p // self.block_size], p % self.block_size), -1)
@@ -89,7 +89,7 @@ class FakeRunner:
         return StepResult(plan.step, (*result.outputs, *(Output(w.rid, (0,)) for w in void)))
 
     def _resolved(self, work: Work) -> Work:
-        if not work.behind:
+        if not work.chained:
             return work
         assert set(work.tokens) == {PENDING} and work.count == work.drafts + 1
         row = self.last[work.slot]
@@ -97,9 +97,14 @@ class FakeRunner:
         start = len(self.truth[work.rid]) - 1
         shift = start - work.start
         assert 0 <= shift <= self.drafted[work.rid], "the step before brought more than was reserved for"
-        drafts = (self.chain(work.rid, work.draw + shift) + [0] * MAX_DRAFTS)[: work.drafts]
+        drafts = (self.chain(work.rid, work.output_index + shift) + [0] * MAX_DRAFTS)[: work.drafts]
         return replace(
-            work, start=start, draw=work.draw + shift, left=work.left - shift, tokens=(row[2], *drafts), behind=False
+            work,
+            start=start,
+            output_index=work.output_index + shift,
+            left=work.left - shift,
+            tokens=(row[2], *drafts),
+            chained=False,
         )
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -149,7 +154,7 @@ class FakeRunner:
         truth = self.truth[work.rid]
         assert end == len(truth), "sampled before the end of what is known"
         drawn = []
-        for draw, guess in enumerate((*work.guesses, None), work.draw):
+        for draw, guess in enumerate((*work.guesses, None), work.output_index):
             if self.errors.get(work.rid) == draw:
                 if work.drafts:
                     truth += drawn
@@ -237,7 +242,7 @@ class Rig:
         """Plans and runs one step; commits its predecessor (overlapped) or itself."""
         plan = None
         if self.flying is not None and self.trails is not None and self.trails.random() < 0.8:
-            plan = self.scheduler.plan_behind(self.trails.choice([0, 1, 3, 8]))
+            plan = self.scheduler.plan_chained(self.trails.choice([0, 1, 3, 8]))
         behind = plan is not None
         if self.flying is not None and self.drafter is not None and not behind:
             drafted = any(w.drafts for w in self.plans[-1].work)
@@ -247,7 +252,7 @@ class Rig:
         plan = plan or self.scheduler.plan()
         self.scheduler.check_integrity()
         if plan is not None and self.drafter is not None and not behind:
-            guesses = {w.rid: self.drafter(self.prompts[w.rid], w.draw) for w in plan.work}
+            guesses = {w.rid: self.drafter(self.prompts[w.rid], w.output_index) for w in plan.work}
             plan = self.scheduler.add_drafts(plan, guesses)
             self.scheduler.check_integrity()
         result = None
@@ -298,8 +303,8 @@ class Rig:
             assert work.end < self.limits["max_model_len"]
             if (most := work.params.max_tokens) is not None:
                 assert work.end < len(self.prompts[work.rid]) + most
-            assert work.draw >= 0 and (
-                not work.sample or work.draw == work.end - work.drafts - len(self.prompts[work.rid])
+            assert work.output_index >= 0 and (
+                not work.sample or work.output_index == work.end - work.drafts - len(self.prompts[work.rid])
             )
             assert work.drafts <= MAX_DRAFTS and (not work.drafts or work.drafts < work.left)
         # The oldest is never held up, but for a result it is waiting for.
@@ -346,7 +351,7 @@ def test_one_request(overlapped):
     rig.expect(7, cached=0)
     works = rig.works(7)
     assert [w.count for w in works] == [5, 1, 1, 1, 1, 1]
-    assert [w.draw for w in works] == [0, 1, 2, 3, 4, 5]
+    assert [w.output_index for w in works] == [0, 1, 2, 3, 4, 5]
     assert all(w.sample and w.seed == 99 and w.slot == works[0].slot for w in works)
     assert [w.tokens == (PENDING,) for w in works] == [False] + [overlapped] * 5
     stats = rig.scheduler.stats()
@@ -497,7 +502,7 @@ def test_request_preempted_with_a_pending_sample_keeps_its_token():
     rig.expect(1), rig.expect(2)
     resumed = next(w for w in rig.works(2)[2:] if w.count > 1)
     assert PENDING not in resumed.tokens
-    assert resumed.end == 3 + delivered and resumed.draw == delivered
+    assert resumed.end == 3 + delivered and resumed.output_index == delivered
 
 
 def rig_that_preempts_2_while_its_second_token_is_on_the_way(**kwargs):
@@ -694,21 +699,6 @@ def test_unservable_prompts_are_refused(prompt, message):
         scheduler.submit(Submit(1, prompt, SamplingParams()), 0)
     assert error.value.param == "prompt"
     assert not scheduler.has_work and scheduler.plan() is None
-
-
-def test_abort_all_answers_everybody_and_frees_everything():
-    rig = Rig(max_num_seqs=1)
-    rig.submit(1, prompt_of(6), max_tokens=9)
-    rig.submit(2, prompt_of(6), max_tokens=9)
-    rig.tick(), rig.tick()
-    deltas = rig.scheduler.abort_all("the engine shuts down")
-    assert deltas == [
-        Delta(rid, finish_reason="cancelled", error="the engine shuts down", cached_tokens=0) for rid in (1, 2)
-    ]
-    rig.scheduler.check_integrity()
-    assert not rig.scheduler.has_work and rig.scheduler.stats().blocks_owned == 0
-    assert rig.flying is not None and rig.scheduler.commit(rig.flying) == []
-    assert rig.scheduler.abort_all("again") == []
 
 
 def test_contract_with_the_loop():
@@ -933,13 +923,13 @@ def test_seeded_traces_reach_what_they_are_for():
         works = [(p, w) for p in rig.plans for w in p.work]
         deltas = [d for a in rig.answers.values() for d in a.deltas]
         behind["accepted"] += any(d.accepted for d in deltas)
-        behind["long"] += sum(w.behind for _, w in works) > 10
+        behind["long"] += sum(w.chained for _, w in works) > 10
         behind["two in a row"] += any(
-            v.behind and w.behind and v.drafts and w.drafts and v.rid == w.rid and p.step + 1 == q.step
+            v.chained and w.chained and v.drafts and w.drafts and v.rid == w.rid and p.step + 1 == q.step
             for (p, v), (q, w) in itertools.product(works, works)
             if len(works) < 200
         )
-        behind["preempted"] += rig.scheduler.stats().preemptions > 0 and any(w.behind for _, w in works)
+        behind["preempted"] += rig.scheduler.stats().preemptions > 0 and any(w.chained for _, w in works)
         behind["stopped"] += any(d.finish_reason == "stop" and d.drafted for d in deltas)
         behind["spoilt"] += any(d.drafted and d.accepted == len(d.tokens) and not d.finish_reason for d in deltas)
     assert all(n >= 10 for n in seen.values()), seen
@@ -1027,7 +1017,7 @@ def test_steps_behind_drafts_bring_their_number_and_one_more():
     rig.expect(1)
     # Planned behind each other as long as the answer may go on after all of them; then it sits out until they landed.
     assert [len(d.tokens) for d in rig.answers[1].deltas] == [1] + [MAX_DRAFTS + 1] * 5 + [4]
-    assert [w.behind for w in rig.works(1)] == [False] + [True] * 6
+    assert [w.chained for w in rig.works(1)] == [False] + [True] * 6
     assert rig.scheduler.stats().blocks_cached == (5 + 50 - 1) // 4
 
 
@@ -1035,13 +1025,13 @@ def test_nothing_is_planned_behind_where_somebody_waits():
     rig = Rig(drafter=perfect, trails=Always(), max_num_seqs=2, num_blocks=40, max_model_len=100)
     rig.submit(1, prompt_of(5), max_tokens=60)
     rig.tick(), rig.tick()
-    assert rig.plans[-1].work[0].behind
+    assert rig.plans[-1].work[0].chained
     rig.submit(2, prompt_of(6, seed=2), max_tokens=60)
     rig.tick()  # which lands what is in flight, and admits the newcomer
-    assert [(w.rid, w.behind) for w in rig.plans[-1].work] == [(1, False), (2, False)]
+    assert [(w.rid, w.chained) for w in rig.plans[-1].work] == [(1, False), (2, False)]
     rig.submit(3, prompt_of(4, seed=3), max_tokens=4)  # for whom there is no place
     rig.tick()
-    assert [(w.rid, w.behind) for w in rig.plans[-1].work] == [(1, True), (2, True)]
+    assert [(w.rid, w.chained) for w in rig.plans[-1].work] == [(1, True), (2, True)]
     rig.finish()
     for rid in (1, 2, 3):
         rig.expect(rid)
@@ -1052,7 +1042,7 @@ def test_drafts_behind_others_take_only_what_is_left_over():
     for rid in (1, 2):
         rig.submit(rid, prompt_of(4, seed=rid), max_tokens=12)
     rig.tick(), rig.tick()
-    assert [(w.behind, w.drafts) for w in rig.plans[-1].work] == [(True, 0)] * 2  # with 8 each it would take 8 blocks
+    assert [(w.chained, w.drafts) for w in rig.plans[-1].work] == [(True, 0)] * 2  # with 8 each it would take 8 blocks
     assert rig.scheduler.stats().preemptions == 0
     rig.finish()
     rig.expect(1), rig.expect(2)
@@ -1065,6 +1055,6 @@ def test_who_may_have_ended_sits_out_and_comes_back():
     rig.submit(2, prompt_of(6, seed=2), max_tokens=8)
     rig.finish()
     rig.expect(1), rig.expect(2)
-    kinds = [[w.behind for w in p.work if w.rid == 2] for p in rig.plans]
+    kinds = [[w.chained for w in p.work if w.rid == 2] for p in rig.plans]
     assert [False] in kinds[2:] and [] in kinds[: kinds.index([False], 2)], kinds
-    assert all(w.behind for w in rig.works(1)[1:])
+    assert all(w.chained for w in rig.works(1)[1:])

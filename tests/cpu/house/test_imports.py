@@ -53,7 +53,7 @@ NO_TORCH = (
     "core", "text", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
     "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
-    "speculation.rejection_log",
+    "speculation.rejection_log", "speculation.protocol",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"

@@ -1,6 +1,7 @@
 """The latent cache in FP8: what it holds, what it costs the logits, and that every path reads it."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,9 @@ def test_a_row_is_written_as_the_reference_writes_it() -> None:
     args = mla_absorb_query.inputs(case, Make(FLOAT32, CPU, 3))
     written = []
     for run in (mla_absorb_query.reference, mla_absorb_query.composed):
-        cache = torch.full((*args["cache"].shape[:2], 64 + 2 * 8), 0x7F, dtype=latent_cache.PACKED)
-        run(**{**args, "cache": cache})
+        latents = args["latents"]
+        cache = torch.full((*latents.pages.shape[:2], 64 + 2 * 8), 0x7F, dtype=latent_cache.PACKED)
+        run(**{**args, "latents": replace(latents, pages=cache)})
         written.append(latent_cache.unpack(cache, 64))
     assert torch.equal(written[0].isnan(), written[1].isnan())
     torch.testing.assert_close(written[1], written[0], rtol=0.07, atol=1e-3, equal_nan=True)

@@ -15,7 +15,7 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
-from perilune.engine.graphs import NARROWEST, rounded_up, table_width
+from perilune.engine.graphs.decode import MIN_TABLE_BLOCKS, rounded_up, table_width
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.synthetic import random_draft, random_weights
@@ -23,7 +23,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.model.weights import Dense, Fp8, Int4Experts, Moe, Weights
+from perilune.model.weights import Int4Experts, Matrix, Moe, Weights
 from perilune.ops.linear.linear_fp8 import quantize_exactly
 
 TINY = KimiConfig.from_dict(
@@ -125,9 +125,9 @@ def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
     table = torch.arange(4, dtype=torch.int32).view(1, 4)
     starts, context = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
     where = torch.arange(count)
-    step = Step(torch.tensor(tokens), where, where, Span(slice(0, count), table, starts, context), None)
+    step = Step(torch.tensor(tokens), where, where, Span(table, starts, context, slice(0, count)), None)
     with torch.inference_mode():
-        return model.logits(model.hidden(step, cache))
+        return model.logits(model.hidden_with_aux(step, cache, ())[0])
 
 
 def test_fp8_is_what_its_dequantised_weights_compute() -> None:
@@ -140,15 +140,15 @@ def test_fp8_is_what_its_dequantised_weights_compute() -> None:
         mlp, little = (f.shared if isinstance(f, Moe) else f for f in (layer.ffn, small.ffn))
         for to, made, field in (*pairs, (mlp, little, "gate_up"), (mlp, little, "down")):
             fp8 = getattr(made, field)
-            assert isinstance(fp8, Fp8)
-            setattr(to, field, Dense(fp8.weight.float() * fp8.scale.unsqueeze(-1)))
+            assert fp8.format == "fp8"
+            setattr(to, field, Matrix(fp8.weight.float() * fp8.scale.unsqueeze(-1)))
         a, attention = small.attention, layer.attention
         assert a.uv_fp8 is not None
         assert torch.equal(a.w_uv, a.uv_fp8.weight.float() * a.uv_fp8.scale[:, None])
         assert 0 < (attention.w_uv - a.w_uv).norm() < 0.04 * attention.w_uv.norm()
         attention.w_uv = a.w_uv
-    assert isinstance(narrow.lm_head, Fp8)
-    widened.lm_head = Dense(narrow.lm_head.weight.float() * narrow.lm_head.scale.unsqueeze(-1))
+    assert narrow.lm_head.format == "fp8"
+    widened.lm_head = Matrix(narrow.lm_head.weight.float() * narrow.lm_head.scale.unsqueeze(-1))
     tokens = list(range(5, 25))
     got, want = logits(narrow, tokens), logits(widened, tokens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -197,7 +197,7 @@ def test_the_engine_says_what_fp8_cost() -> None:
 
 
 def test_an_exact_matrix_loses_nothing() -> None:
-    weights = dataclasses.replace(tiny_weights(), layers=[], lm_head=Dense(torch.eye(64)))
+    weights = dataclasses.replace(tiny_weights(), layers=[], lm_head=Matrix(torch.eye(64)))
     loss = to_fp8(weights)
     assert loss.matrices == 1 and loss.sqnr_db == float("inf")
 
@@ -207,7 +207,7 @@ def test_graph_sizes() -> None:
         1, 2, 3, 4, 6, 6, 8, 12, 16, 32, 96, 128, 256,
     ]  # fmt: skip
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
-    assert [table_width(n, 10_000) for n in (1, NARROWEST, NARROWEST + 1, 500)] == [24, 24, 96, 1536]
+    assert [table_width(n, 10_000) for n in (1, MIN_TABLE_BLOCKS, MIN_TABLE_BLOCKS + 1, 500)] == [24, 24, 96, 1536]
     assert table_width(5, 20) == 20 and table_width(600, 700) == 700
 
 
@@ -224,7 +224,7 @@ def test_a_random_draft_drafts_and_its_cache_can_be_written_alone() -> None:
     target = random_weights(TINY, dtype=torch.float32, device="cpu")
     draft = Eagle3(config, random_draft(config, target.embed), max_positions=64)
     tables, starts = torch.arange(2, dtype=torch.int32).view(1, 2), torch.tensor([0, 5], dtype=torch.int32)
-    span = Span(slice(0, 5), tables, starts, torch.tensor([5], dtype=torch.int32))
+    span = Span(tables, starts, torch.tensor([5], dtype=torch.int32), slice(0, 5))
     step = Step(torch.arange(5), torch.arange(5), torch.arange(5), span, None)
     aux = torch.randn(5, 2 * TINY.hidden_size)
     whole, alone = (torch.zeros(2, 8, config.kv_width) for _ in range(2))

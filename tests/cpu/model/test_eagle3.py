@@ -22,7 +22,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.names import draft_expected as expected
-from perilune.model.weights import Attention, Dense, Fp8, Weights
+from perilune.model.weights import Attention, Matrix, Weights
 from perilune.speculation.drafter import Followed
 from perilune.speculation.eagle3 import LONGEST, Eagle3Drafter, load_drafter
 
@@ -221,8 +221,8 @@ class Plain:
 def work(rid: int, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Work:
     params = SamplingParams(temperature=0.0)
     return Work(
-        rid=rid, slot=rid, start=start, tokens=tuple(tokens), blocks=tuple(blocks), sample=True, draw=0, params=params,
-        seed=0,
+        rid=rid, slot=rid, start=start, tokens=tuple(tokens), blocks=tuple(blocks), sample=True, output_index=0,
+        params=params, seed=0,
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_aux_states_are_what_enters_the_layers(target: tuple[KimiConfig, Weights
     pages = torch.zeros(LAYERS, 2, 16, 24)
     step = build(StepPlan(0, (work(0, range(9), 0, (0,)),)), torch.zeros(1, dtype=torch.int64), 16, 16).step
     with torch.inference_mode():
-        plain = model.hidden(step, pages)
+        plain, _ = model.hidden_with_aux(step, pages, ())
         hidden, aux = model.hidden_with_aux(step, pages, (0, 2, LAYERS))
         assert torch.equal(plain, hidden) and aux.shape == (9, 3 * D)
         assert torch.equal(aux[:, :D], weights.embed[:9])
@@ -335,7 +335,7 @@ def test_both_spellings_of_the_layer_and_what_is_shared(
     other["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     shared = load(written(tmp_path / "b", raw, other), target)[1]
     assert torch.equal(own.embed, tensors["embed_tokens.weight"])
-    assert isinstance(own.lm_head, Dense) and torch.equal(own.lm_head.weight, tensors["lm_head.weight"])
+    assert own.lm_head.format == "dense" and torch.equal(own.lm_head.weight, tensors["lm_head.weight"])
     assert shared.embed is target[1].embed and shared.lm_head is target[1].lm_head
     assert torch.equal(own.mlp.gate_up.weight, shared.mlp.gate_up.weight)
     assert torch.equal(own.attention.o.weight, shared.attention.o.weight)
@@ -434,10 +434,10 @@ def test_a_draft_in_fp8_drafts_nearly_the_same(tmp_path: Path, target: tuple[Kim
     to_fp8(rounded, wide)
     assert isinstance(exact.attention, Attention) and isinstance(rounded.attention, Attention)
     old, new = exact.attention.qkv_a, rounded.attention.qkv_a
-    assert isinstance(old, Dense) and isinstance(new, Fp8)
+    assert old.format == "dense" and new.format == "fp8"
     assert torch.allclose(new.weight.float() * new.scale[:, None], old.weight, rtol=0.07, atol=1e-2)
     # 96 inputs do not fit the format.
-    assert isinstance(rounded.fc, Dense) and isinstance(exact.fc, Dense)
+    assert rounded.fc.format == "dense" and exact.fc.format == "dense"
     drafters = [Eagle3Drafter(Eagle3Config.from_dict(MLA), w, (2, 3, 5)) for w in (exact, rounded)]
     text, aux = list(range(20)), [torch.randn(20, 3 * D)]
     got = []
@@ -449,14 +449,14 @@ def test_a_draft_in_fp8_drafts_nearly_the_same(tmp_path: Path, target: tuple[Kim
 
 
 def test_a_head_that_is_the_targets_stays_as_it_is(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
-    config, head = target[0], Dense(torch.randn(V, 64))
+    config, head = target[0], Matrix(torch.randn(V, 64))
     path = written(tmp_path, MLA, tensors_of(Eagle3Config.from_dict(MLA), 2))
     own = load_draft(path, config, target[1], dtype=torch.float32, device="cpu")[1]
     own.lm_head = head
     to_fp8(own, dataclasses.replace(target[1], lm_head=head))
     assert own.lm_head is head
     to_fp8(own, target[1])
-    assert isinstance(own.lm_head, Fp8)
+    assert own.lm_head.format == "fp8"
 
 
 def test_the_drafter_is_one(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:

@@ -13,6 +13,7 @@ from perilune.core.errors import CheckpointError
 from perilune.engine.engine import Engine
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import FLOAT32
+from perilune.ops.layouts.operands import Matrix
 from tests import ran
 from tests.cpu.ops import test_ops
 from tests.cpu.ops.test_ops import CPU, GRID, OPS
@@ -47,8 +48,8 @@ def test_no_implementation_names_another() -> None:
         ({}, None),
         ({"q_full": (2, 64, 576)}, "one token"),
         ({"q_full": (1, 16, 576)}, "32 or 64 heads"),
-        ({"cache": (8, 8, 576)}, "cache blocks of a multiple of 16"),
-        ({"cache": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
+        ({"pages": (8, 8, 576)}, "cache blocks of a multiple of 16"),
+        ({"pages": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
         ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),
         ({"gate": (384, 7168, FLOAT32)}, "a bfloat16 gate"),
         ({"gate": (520, 7168)}, "at most 512 experts"),
@@ -63,7 +64,7 @@ def test_one_tokens_kernels_say_what_they_need(
     monkeypatch.setattr(build, "is_hopper", lambda device: True)
     monkeypatch.setattr(build, "library", lambda source: object())
     monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: 132)
-    sizes = {"q_full": (1, 64, 576), "cache": (8, 64, 576), "w": (7168, 8192), "gate": (384, 7168)}
+    sizes = {"q_full": (1, 64, 576), "pages": (8, 64, 576), "gate": (384, 7168)}
     sizes |= {"top_k": 8, "n_group": 1, "topk_group": 1} | other
 
     def made(size: Any) -> Any:
@@ -72,7 +73,8 @@ def test_one_tokens_kernels_say_what_they_need(
         whole = [n for n in size if isinstance(n, int)]
         return torch.empty(whole, dtype=size[-1] if len(whole) < len(size) else torch.bfloat16, device="meta")
 
-    a = SimpleNamespace(**{name: made(size) for name, size in sizes.items()})
+    weights = SimpleNamespace(o=Matrix(made((7168, 8192))))
+    a = SimpleNamespace(weights=weights, **{name: made(size) for name, size in sizes.items()})
     want = True if reason is None else f"needs {reason}"
     assert OPS["mla_decode_router"].impls["cuda"].when(a, torch.device("cuda")) == want
     own = {"gate", "top_k", "n_group"} & other.keys()

@@ -1,12 +1,12 @@
 """Which CUDA kernels a step's experts go to, and that each is called with the arguments it takes: no GPU needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from perilune.ops.harness import build
+from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import Make
 from perilune.ops.moe import moe_int4
 
@@ -17,7 +17,7 @@ APART = ("apart",)  # the shared expert's own launches
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
 
     def function(source: str, name: str, kinds: str) -> Callable[..., int]:
@@ -34,7 +34,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(moe_int4, "_processors", lambda device: 132)
     monkeypatch.setattr(moe_int4, "_add_shared", lambda *args: names.append("apart"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    return names
+    with workspace.owned():
+        yield names
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build, check, registry, timing
 from perilune.ops.harness.case import FLOAT32, NANO, Make, Sized, Tol, exact
 from perilune.ops.layouts.int4 import dequantize
+from perilune.ops.layouts.operands import Latents, Matrix, Span
 from perilune.ops.linear.linear import linear
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_int4 import experts_int4
@@ -93,7 +94,7 @@ class Doubling(Sized):
 
 
 @pytest.fixture
-def doubling() -> Iterator[registry.Op]:
+def doubling() -> Iterator[registry.Op[..., Any]]:
     """An op y = 2 x made for one test."""
 
     def reference(x: Tensor) -> Tensor:
@@ -112,11 +113,11 @@ def doubling() -> Iterator[registry.Op]:
     del registry._ops["doubling"]
 
 
-def verdicts(op: registry.Op) -> dict[str, check.Verdict]:
+def verdicts(op: registry.Op[..., Any]) -> dict[str, check.Verdict]:
     return {v.impl: v for case in op.cases for v in check.check(op, case, FLOAT32, CPU)}
 
 
-def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doubling: registry.Op) -> None:
+def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doubling: registry.Op[..., Any]) -> None:
     calls = 0
 
     @doubling.impl("right")
@@ -154,7 +155,9 @@ def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doub
 # --- the registry
 
 
-def test_first_runnable_is_chosen_once_and_logged(doubling: registry.Op, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_runnable_is_chosen_once_and_logged(
+    doubling: registry.Op[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     asked = 0
 
     def never(a: Any, device: torch.device) -> bool | str:
@@ -182,7 +185,7 @@ def test_first_runnable_is_chosen_once_and_logged(doubling: registry.Op, caplog:
     ]
 
 
-def test_override_holds_inside_its_context_and_thread(doubling: registry.Op) -> None:
+def test_override_holds_inside_its_context_and_thread(doubling: registry.Op[..., Any]) -> None:
     @doubling.impl("fast")
     def fast(x: Tensor) -> Tensor:
         return 2 * x + 100
@@ -229,7 +232,7 @@ def test_an_override_that_cannot_run_says_why() -> None:
         rmsnorm(torch.ones(2, 7), torch.ones(7), 1e-6)
 
 
-def test_nothing_runnable_lists_every_reason(doubling: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runnable_lists_every_reason(doubling: registry.Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     @doubling.impl("one", when=lambda a, device: "no such chip")
     def one(x: Tensor) -> Tensor:
         return x
@@ -242,7 +245,36 @@ def test_nothing_runnable_lists_every_reason(doubling: registry.Op, monkeypatch:
         doubling(torch.ones(2))
 
 
-def test_decisions_are_bounded(doubling: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deciding_arguments_are_named_and_seen_by_their_kinds() -> None:
+    """A tensor by shape and dtype, a record by its `kind`, a number by itself; other arguments are not looked at."""
+
+    def reference(x: Tensor, w: Matrix, norm: Tensor | None, k: int, other: Tensor, latents: Latents | None) -> Tensor:
+        return x
+
+    decides = ("x", "w", "norm", "k", "latents")
+    op = registry.Op("deciding", [], {"y": exact()}, lambda c, g: {}, lambda c, d: None, reference, decides=decides)
+    del registry._ops["deciding"]
+    x, w, latents = torch.ones(2, 3), Matrix(torch.ones(4, 3)), Latents(torch.ones(2, 4, 8), torch.zeros(2))
+    args: tuple[Any, ...] = (x, w, None, 3, torch.ones(1), latents)
+    same = [
+        args,
+        (torch.zeros(2, 3), Matrix(torch.zeros(4, 3)), None, 3, torch.ones(7), Latents(latents.pages, torch.zeros(9))),
+    ]
+    others = [
+        (torch.ones(3, 3), *args[1:]),
+        (x.double(), *args[1:]),
+        (x, Matrix(torch.ones(4, 3), torch.ones(4)), *args[2:]),
+        (*args[:2], torch.ones(3), *args[3:]),
+        (*args[:3], 4, *args[4:]),
+        (*args[:5], None),
+    ]
+    assert len({op._key(a) for a in same}) == 1
+    assert len({op._key(a) for a in (args, *others)}) == 1 + len(others)
+    with pytest.raises(ValueError, match=r"tuple\.index"):
+        registry.Op("wrong", [], {}, lambda c, g: {}, lambda c, d: None, reference, decides=("x", "weight"))
+
+
+def test_decisions_are_bounded(doubling: registry.Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_DECISIONS", 4)
     for n in range(20):
         assert doubling(torch.ones(n)).shape == (n,)
@@ -349,10 +381,9 @@ def test_attention_does_not_depend_on_the_batch() -> None:
     whole = mla_absorbed(*args.values())
     for b in (0, 9, 15):
         rows = slice(b, b + 1)
-        alone = mla_absorbed(
-            args["q_lat"][rows], args["q_pe"][rows], args["cache"], args["tables"][rows],
-            torch.tensor([0, 1], dtype=torch.int32), args["context"][rows], args["scale"],
-        )  # fmt: skip
+        span, start = args["span"], torch.tensor([0, 1], dtype=torch.int32)
+        own = Span(span.tables[rows], start, span.context[rows])
+        alone = mla_absorbed(args["q_lat"][rows], args["q_pe"][rows], args["pages"], own, args["scale"])
         assert torch.equal(alone, whole[rows])
 
 
@@ -366,13 +397,13 @@ def test_wrong_indices_are_refused_before_memory_is_touched() -> None:
     cache = torch.zeros(2, 4, 16)
     for bad in (-1, 8):
         with pytest.raises(AssertionError, match="outside the cache"):
-            write_cache(cache, torch.ones(2, 8), torch.ones(2, 8), torch.tensor([0, bad]))
+            write_cache(Latents(cache, torch.tensor([0, bad])), torch.ones(2, 8), torch.ones(2, 8))
     assert not cache.any()
     q, start = torch.ones(1, 2, 8), torch.tensor([0, 1], dtype=torch.int32)
     for block, context, message in ((2, 3, "outside the cache"), (0, 5, "disagree"), (0, 0, "disagree")):
-        tables = torch.tensor([[block]], dtype=torch.int32)
+        span = Span(torch.tensor([[block]], dtype=torch.int32), start, torch.tensor([context], dtype=torch.int32))
         with pytest.raises(AssertionError, match=message):
-            mla_absorbed(q, q, cache, tables, start, torch.tensor([context], dtype=torch.int32), 1.0)
+            mla_absorbed(q, q, cache, span, 1.0)
 
 
 def test_nan_stays_in_its_row() -> None:
@@ -504,7 +535,7 @@ def test_costs_count_what_a_case_needs() -> None:
     assert costs.Cost(100, 10).seconds(10, 10) == 10 and costs.Cost(1, 50).seconds(10, 10) == 5
 
 
-def test_command_lists_checks_and_times(monkeypatch: pytest.MonkeyPatch, doubling: registry.Op) -> None:
+def test_command_lists_checks_and_times(monkeypatch: pytest.MonkeyPatch, doubling: registry.Op[..., Any]) -> None:
     monkeypatch.setattr(timing, "measure_roof", lambda device, dtype: timing.Roof(1e10, 1e11))
     monkeypatch.setattr(timing, "ROUND_SECONDS", 1e-5)
 

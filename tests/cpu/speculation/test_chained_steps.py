@@ -18,14 +18,14 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.messages import Delta, Submit
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.engine.graphs import DecodeGraphs, Key
+from perilune.engine.graphs.decode import DecodeGraphs, Key
 from perilune.engine.runner import Runner
 from perilune.engine.sampler import uniforms
 from perilune.formats.hub import resolve_model
 from perilune.ops.drafts.advance_inputs import advance_inputs
 from perilune.speculation.step_cost import Costs, Curve
 from tests.cpu.engine.test_engine import POISON, poison
-from tests.cpu.engine.test_graphs import ungraphed
+from tests.cpu.engine.test_graphs import Running, ungraphed
 from tests.cpu.speculation.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter, outcomes  # noqa: F401
 
 
@@ -49,14 +49,14 @@ class Trailing(Scripted):
 
         def seen(plan: StepPlan) -> Any:
             readout = Runner.run(runner, plan)
-            self.behind_steps += any(w.behind for w in plan.work)
-            self.works += [w for w in plan.work if w.behind]
+            self.behind_steps += any(w.chained for w in plan.work)
+            self.works += [w for w in plan.work if w.chained]
             for w in plan.work:
                 if w.sample:
-                    before = self.known[w.rid] if w.behind else w.draw
+                    before = self.known[w.rid] if w.chained else w.output_index
                     self.known[w.rid] = before + int(graphs.shifts[w.slot]) + 1
                     chain = [*self.continued(w.rid, self.known[w.rid]), *[0] * MAX_DRAFTS][:MAX_DRAFTS]
-                    graphs.ahead[w.slot] = torch.tensor(chain)
+                    graphs.draft_buffer[w.slot] = torch.tensor(chain)
             return readout
 
         runner.run = seen  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ class Trailing(Scripted):
             chain[self.rng.randrange(3)] = self.slip
         return chain
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         return MAX_DRAFTS if self.rng is None else self.rng.choice([None, 0, 1, 3, 5, 8, 8])
 
 
@@ -181,13 +181,13 @@ def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, dr
     """The same graphs, planned ahead, as if there were no draft model."""
 
     class LeftOut(Scripted):
-        def wanted(self, running: StepPlan) -> bool:
+        def worth_waiting(self, running: StepPlan) -> bool:
             return False
 
         def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
             return {}
 
-        def chain(self, plan: StepPlan) -> int:
+        def chain_length(self, plan: StepPlan) -> int:
             return LEFT_OUT
 
     params = [SamplingParams(seed=i, max_tokens=20 + 5 * i) for i in range(len(PROMPTS))]
@@ -218,10 +218,6 @@ def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain
     expected = plain.generate(PROMPTS, params)
 
     class Small(DecodeGraphs):
-        def _record(self, work: Any, name: str) -> Any:
-            work()
-            return work
-
         def _capture(self, key: Key, plan: StepPlan) -> Any:
             if key.requests > 2:
                 raise RuntimeError("too many\nfor this machine")
@@ -231,7 +227,8 @@ def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain
         engine = llm._engine
         assert engine is not None
         runner = engine.runner
-        runner.graphs = graphs = Small(runner.model, runner.pages, runner.last_tokens, 256)
+        recorder = Running(runner.last_tokens.device)
+        runner.graphs = graphs = Small(runner.model, runner.pages, runner.last_tokens, 256, recorder)
         runner.follow(runner.drafter)
         trailing = Trailing([c.token_ids for c in expected], random.Random(2)).attach(engine)
         alike(llm.generate(PROMPTS, params), expected)
@@ -274,7 +271,7 @@ def test_the_bundled_model_answers_alike(users: int) -> None:
         engine.use_drafts(source, count, shared=True)
         got = play(engine, asked, [users])
         assert got.answers == expected.answers
-        behind = [p for p in plans if any(w.behind for w in p.work)]
+        behind = [p for p in plans if any(w.chained for w in p.work)]
         assert len(behind) > 4
         assert count is None or {w.drafts for p in behind for w in p.work if w.left > 9} <= {0, count}
         drafts = {(s, i): (d, a) for s, i, d, a in engine.stats().drafts}

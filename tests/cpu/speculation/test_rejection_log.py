@@ -67,7 +67,7 @@ def test_an_engine_logs_what_happened(tmp_path: Path) -> None:
 def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Path) -> None:
     log, rng = log_of(tmp_path), random.Random(1)
     prompt = [rng.randrange(100, 200) for _ in range(CONTEXT + 500)]
-    log.open(7, prompt, greedy=True)
+    log.open(7, prompt)
     text, expected = list(prompt), []
     for i in range(2000):
         came = tuple(rng.randrange(100) for _ in range(rng.randrange(1, 4)))
@@ -96,9 +96,9 @@ def test_the_log_is_bounded_private_and_whole(tmp_path: Path) -> None:
         log = log_of(directory, limit_bytes=limit)
         assert not list(directory.glob(".*")), "what a killed engine left is gone"
         for rid in range(300):
-            log.open(rid, [life, rid, *range(100)], greedy=False)
+            log.open(rid, [life, rid, *range(100)])
             log.observe(*step(rid, (1, 2), (1, 3), ends=True))
-            log.tidy()
+            log.maintain()
         if life == 0:
             (directory / ".rejected-00000009.jsonl").write_text("half")
         else:
@@ -113,7 +113,7 @@ def test_the_log_is_bounded_private_and_whole(tmp_path: Path) -> None:
 def test_a_share_is_drawn_by_lot_and_answers_without_a_wrong_draft_are_not_kept(tmp_path: Path) -> None:
     log = log_of(tmp_path, share=0.1)
     for rid in range(1000):
-        log.open(rid, [1, 2, rid], greedy=True)
+        log.open(rid, [1, 2, rid])
         log.observe(*step(rid, (4, 5), (4, 5, 6) if rid % 2 else (4, 9), ends=True))
     log.close()
     found = [r.ids[2] for r in records(tmp_path)]
@@ -124,7 +124,7 @@ def test_a_full_disk_costs_the_log_and_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = log_of(tmp_path)
-    log.open(0, [1], greedy=True)
+    log.open(0, [1])
     log.observe(*step(0, (4,), (5,), ends=True))
 
     def full(*_: object) -> None:

@@ -93,7 +93,7 @@ def test_steps_are_those_of_an_engine_without_drafts(engine: Engine) -> None:
                 spent.append(calls["call"])
                 take(said, deltas)
             ahead = [(w.tokens == (PENDING,), p.chain) for p in plans for w in p.work]
-            assert draft == "off" or (engine.speculator is not None and engine.speculator.resting)
+            assert draft == "off" or (engine.speculator is not None and engine.speculator.paused)
             found[draft] = said, ahead, spent
             ended(engine)
     finally:
@@ -112,7 +112,7 @@ def test_what_was_said_meanwhile_is_known_afterwards(engine: Engine) -> None:
     for _ in range(STEPS):
         take(said, engine.step())
     speculator = engine.speculator
-    assert speculator is not None and speculator.resting > 1
+    assert speculator is not None and speculator.paused > 1
     speculator._wake()
     for rid, mind in speculator._minds.items():
         assert mind.trail is not None
@@ -130,21 +130,21 @@ def test_it_ends_with_the_trial_that_is_due_and_where_requests_come_or_go() -> N
         s.open(1, [1, 2, 3])
         work = Work(1, 1, 9, (PENDING,), (0,), True, 7, SamplingParams(), 0, left=50)
         for step in range(2):
-            assert not s.resting and s.chain(StepPlan(step, (work, work, work))) == LEFT_OUT
-        assert s.resting == min(left, REST)
+            assert not s.paused and s.chain_length(StepPlan(step, (work, work, work))) == LEFT_OUT
+        assert s.paused == min(left, REST)
         return s
 
     for left in (5, 1000):
         s = resting(left)
         for _ in range(min(left, REST)):
-            assert s.resting
-            s.rest(3, [])
-        assert not s.resting
+            assert s.paused
+            s.record_paused(3, [])
+        assert not s.paused
     for requests, goes_on in ((4, True), (5, False), (2, False)):
         s = resting(1000)
-        s.rest(requests, [])
-        assert bool(s.resting) == goes_on
+        s.record_paused(requests, [])
+        assert bool(s.paused) == goes_on
     for left, goes_on in ((1000, True), (20, False)):  # for a prompt
         s = resting(left)
         s.open(2, [4, 5, 6])
-        assert bool(s.resting) == goes_on
+        assert bool(s.paused) == goes_on

@@ -17,7 +17,7 @@ from perilune.bench.drafts import KINDS, play, trace
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Delta, EngineStats, Submit
-from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work, draws
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work, samples
 from perilune.engine import sampler
 from perilune.engine.engine import Engine
 from perilune.engine.llm import Completion
@@ -49,8 +49,8 @@ class Scripted:
     otherwise lengths and mistakes are random, and now and then it does not want to guess at all.
     """
 
-    hope = 0.0
-    resting = 0
+    min_confidence = 0.0
+    paused = 0
 
     def __init__(self, truths: Iterable[Sequence[int]], rng: random.Random | None, vocabulary: int = 512) -> None:
         self.truths = list(truths)
@@ -66,22 +66,22 @@ class Scripted:
     def drop(self, rid: int) -> None:
         pass
 
-    def tidy(self) -> None:
+    def maintain(self) -> None:
         pass
 
     def report(self, stats: EngineStats) -> EngineStats:
         return stats
 
-    def wanted(self, running: StepPlan) -> bool:
+    def worth_waiting(self, running: StepPlan) -> bool:
         return self.rng is None or self.rng.random() < 0.7
 
-    def behind(self, running: StepPlan) -> int | None:
+    def chained(self, running: StepPlan) -> int | None:
         return None
 
-    def chain(self, plan: StepPlan) -> int:
+    def chain_length(self, plan: StepPlan) -> int:
         return 0
 
-    def timed(self, plan: StepPlan, seconds: float, waited: bool) -> None:
+    def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
         pass
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
@@ -94,7 +94,7 @@ class Scripted:
         return {w.rid: self.guess(w) for w in plan.work if w.sample and w.tokens[-1] != PENDING}
 
     def guess(self, work: Work) -> Sequence[int]:
-        true = self.by_rid[work.rid][work.draw :]
+        true = self.by_rid[work.rid][work.output_index :]
         if self.rng is None:
             return true[:MAX_DRAFTS]
         right = true[: self.rng.choice([0, 0, 1, 2, 4, 8])]
@@ -350,13 +350,13 @@ class TestAcceptance:
             for i in range(N)
         )
         logits = torch.stack([first, then[guess]]).repeat(N, 1)
-        drawn = sampler.draw(logits, draws(works))
+        drawn = sampler.sample_tokens(logits, samples(works))
         got = accept(drawn, [1] * N, [[guess]] * N, sampler.on_device)
         pairs = []
         for work, length, (one, two) in zip(works, got.lengths.tolist(), drawn.view(N, 2).tolist()):
             if length == 1:  # rejected: what is kept is the correction, and the next step draws after it
-                later = replace(work, tokens=(one,), draw=1, drafts=0)
-                two = int(sampler.draw(then[one][None], (later,))[0])
+                later = replace(work, tokens=(one,), output_index=1, drafts=0)
+                two = int(sampler.sample_tokens(then[one][None], (later,))[0])
             pairs.append(one * V + two)
         counts = np.bincount(pairs, minlength=V * V)
         chi = float(((counts - N * joint.numpy()) ** 2 / (N * joint.numpy())).sum())
@@ -366,12 +366,16 @@ class TestAcceptance:
     def test_a_row_alone_and_among_drafts_draws_the_same(self) -> None:
         """Row i of a work with drafts has the random number of output token number draw + i."""
         work = Work(0, 0, 4, (1, 5, 6), (0,), True, 7, SamplingParams(), seed=3, left=9, drafts=2)
-        assert [(d.draw, d.left, d.before) for d in draws((work,))] == [(7, 9, ()), (8, 8, (5,)), (9, 7, (5, 6))]
+        assert [(d.output_index, d.left, d.before) for d in samples((work,))] == [
+            (7, 9, ()),
+            (8, 8, (5,)),
+            (9, 7, (5, 6)),
+        ]
         logits = torch.randn(3, 50)
         numbers = torch.tensor([sampler.uniform(3, 7 + i) for i in range(3)], dtype=torch.float64)
         ones, zeros = torch.ones(3), torch.zeros(3)
         assert torch.equal(
-            sampler.draw(logits, draws((work,))), sample(logits, ones, zeros.int(), ones, zeros, numbers)
+            sampler.sample_tokens(logits, samples((work,))), sample(logits, ones, zeros.int(), ones, zeros, numbers)
         )
 
 
@@ -416,7 +420,7 @@ class Recorder(Scripted):
         super().open(rid, prompt)
         self.texts[rid] = list(prompt)
 
-    def chain(self, plan: StepPlan) -> int:
+    def chain_length(self, plan: StepPlan) -> int:
         return 4
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
@@ -478,7 +482,7 @@ class TestDraftModel:
             found = []
             for hope in (0.0, 0.01, 1.0):
                 recorder = Recorder(truths, None)
-                recorder.hope = hope
+                recorder.min_confidence = hope
                 llm._engine.speculator = recorder  # type: ignore[union-attr, assignment]
                 llm.generate(PROMPTS, params)
                 found.append(recorder.chains)
@@ -492,7 +496,7 @@ class TestDraftModel:
         expected = plain.generate(prompts, params)
 
         class Moody(Recorder):
-            def chain(self, plan: StepPlan) -> int:
+            def chain_length(self, plan: StepPlan) -> int:
                 return random.Random(plan.step).choice([LEFT_OUT, LEFT_OUT, 0, 3])
 
         with LLM(tiny, **CONFIG, draft="eagle3", draft_tokens=4, drafter=str(drafter)) as llm:

@@ -1,5 +1,7 @@
 """Packed cache rows as the CUDA kernel writes them, and a model that decodes from them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,8 +24,9 @@ def test_rows_are_those_of_the_reference(T: int) -> None:
     results = []
     for run in (mla_absorb_query.reference, mla_absorb_query.cuda):
         width = latent_cache.width(R, case.r, latent_cache.PACKED)
-        cache = torch.full((*args["cache"].shape[:2], width), 0x7F, dtype=latent_cache.PACKED, device="cuda")
-        q_full = run(**{**args, "cache": cache})
+        latents = args["latents"]
+        cache = torch.full((*latents.pages.shape[:2], width), 0x7F, dtype=latent_cache.PACKED, device="cuda")
+        q_full = run(**{**args, "latents": replace(latents, pages=cache)})
         results.append((q_full, cache))
     (q_want, want), (q_got, got) = results
     torch.testing.assert_close(q_got, q_want, rtol=1.6e-2, atol=1.6e-2)

@@ -64,15 +64,15 @@ def test_a_step_that_cannot_be_captured_leaves_the_others_their_graphs(tmp_path:
 
         def records() -> list[float]:
             with pytest.raises(RuntimeError):
-                graphs._record(lambda: (x + 1).sum().item(), "a host that waits")
+                graphs.recorder.record(lambda: (x + 1).sum().item(), "a host that waits")
             y = torch.zeros_like(x)
-            replay = graphs._record(lambda: y.copy_(x * 2), "one that does not")
+            replay = graphs.recorder.record(lambda: y.copy_(x * 2), "one that does not")
             y.zero_()
             replay()
             return y.tolist()
 
         assert llm._engine.runner.call(records) == [0.0, 2.0, 4.0, 6.0]
         llm._engine.runner.call(graphs.close)  # so that steps ask for new ones
-        before = graphs.captured
+        before = graphs.recorder.captured
         llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert graphs.captured > before and graphs.broken is None
+        assert graphs.recorder.captured > before and graphs.broken is None

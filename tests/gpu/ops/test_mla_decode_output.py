@@ -1,6 +1,7 @@
 """What follows attention for one token, in one launch (mla_decode_output_t1.cu), beyond its cases: in graphs, on
 streams."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness.case import BFLOAT16, K2, Make
+from perilune.ops.layouts.operands import Matrix
 from perilune.ops.linear import linear_fp8
 from perilune.ops.linear.linear import linear
 
@@ -66,13 +68,10 @@ def test_attention_beside_it_is_attention_before_it(heads: int, block_size: int,
     for context in (1, (most - 1) * block_size, *torch.randint(2, (most - 1) * block_size + 1, (8,)).tolist()):
         case = mla_decode_output.Case((1,), (context,), heads, block_size=block_size, D=K2.hidden, fp8=fp8)
         args = mla_decode_output.inputs(case, Make(BFLOAT16, CUDA, context))
-        tables = args["tables"]
+        tables = args["span"].tables
         wider = tables[:, -1:].expand(1, most + 1 - tables.shape[1])
-        wide = args | {"tables": torch.cat([tables, wider], 1)}
-        leasts = [
-            mla_decode.attend_one(*(a[n] for n in ("q_full", "cache", "tables", "query_start", "context", "scale")))[2]
-            for a in (args, wide)
-        ]
+        wide = args | {"span": replace(args["span"], tables=torch.cat([tables, wider], 1))}
+        leasts = [mla_decode.attend_one(*(a[n] for n in ("q_full", "pages", "span", "scale")))[2] for a in (args, wide)]
         assert leasts == [mla_decode.FEW, mla_decode.LEAST]
         y, expected = _run(args).double(), _run(wide).double()
         assert (y - expected).norm() <= mla_decode_output.TOL["y"][BFLOAT16].norm * expected.norm()
@@ -97,9 +96,10 @@ def test_two_streams_at_once() -> None:
 def test_values_of_any_size(size: float) -> None:
     """Products with e4m3 weights are of fp16."""
     args = _inputs(300, 64, True, 5)
-    w_uv = args["w_uv"].float() * size
+    weights = args["weights"]
+    w_uv = weights.w_uv.float() * size
     w_uv[3] *= 300
-    args["uv_fp8"], scale = linear_fp8.quantize_exactly(w_uv, 1)
-    args["w_uv"], args["uv_scale"] = (args["uv_fp8"].float() * scale).to(BFLOAT16), scale.squeeze(1)
+    q, scale = linear_fp8.quantize_exactly(w_uv, 1)
+    weights.w_uv, weights.uv_fp8 = (q.float() * scale).to(BFLOAT16), Matrix(q, scale.squeeze(1))
     y, expected = _run(args).double(), mla_decode_output.reference(*args.values()).double()
     assert (y - expected).norm() <= mla_decode_output.TOL["y"][BFLOAT16].norm * expected.norm()

@@ -48,7 +48,7 @@ def _mixed(x: Tensor, ids: Tensor, weights: Tensor, experts: dict[str, Any]) -> 
 @pytest.mark.parametrize("context", [1, 1024, 9000])
 def test_the_residual_is_that_of_the_ops_one_by_one(context: int, fp8: bool) -> None:
     args = _inputs(context, fp8, context, E=K2.experts)
-    y = mla_decode_output.op.impls["cuda"].run(*list(args.values())[:11])
+    y = mla_decode_output.op.impls["cuda"].run(*list(args.values())[:5])
     residual, x, ids, weights = _run(args)
     assert torch.equal(residual, args["residual"] + y)
     assert (x.double() - _run(args, "composed")[1].double()).norm() < 1e-3 * x.double().norm()

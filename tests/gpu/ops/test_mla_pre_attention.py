@@ -1,5 +1,6 @@
 """What stands before attention for up to four tokens in one launch, beyond its cases: in graphs, on streams."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from perilune.ops.attention import mla_pre_attention
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
 
 CUDA = torch.device("cuda", 0)
@@ -27,8 +29,9 @@ def _inputs(fp8: bool, seed: int, tokens: int = 1) -> dict[str, Any]:
 
 def _run(args: dict[str, Any], impl: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     """(queries, residual, cache), the arguments left as they are."""
-    own = {**args, "residual": args["residual"].clone(), "cache": torch.zeros_like(args["cache"])}
-    return mla_pre_attention.op.impls[impl].run(*own.values()), own["residual"], own["cache"]
+    latents = replace(args["latents"], pages=torch.zeros_like(args["latents"].pages))
+    own = {**args, "residual": args["residual"].clone(), "latents": latents}
+    return mla_pre_attention.op.impls[impl].run(*own.values()), own["residual"], latents.pages
 
 
 def _same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
@@ -65,17 +68,22 @@ def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
 @pytest.mark.parametrize("tokens", [2, 3, 4])
 def test_a_token_gets_the_same_bits_beside_others(tokens: int, fp8: bool, packed: bool) -> None:
     args = _inputs(fp8, 7, tokens)
-    args["slots"][-1] = -1
+    slots, rotary = args["latents"].slots, args["rotary"]
+    slots[-1] = -1
     if packed:
         width = latent_cache.width(K2.latent, K2.rope, latent_cache.PACKED)
-        args["cache"] = torch.zeros(2, 64, width, dtype=latent_cache.PACKED, device=CUDA)
+        args["latents"] = Latents(torch.zeros(2, 64, width, dtype=latent_cache.PACKED, device=CUDA), slots)
     queries, residual, cache = _run(args)
     written = torch.zeros_like(cache)
     for n in range(tokens):
         rows = [n, (n + 1) % tokens]
-        two = _run(args | {name: args[name][rows] for name in ("residual", "x", "cos", "sin", "slots")})
+        placed = {
+            "rotary": Rotary(rotary.cos[rows], rotary.sin[rows]),
+            "latents": replace(args["latents"], slots=slots[rows]),
+        }
+        two = _run(args | {name: args[name][rows] for name in ("residual", "x")} | placed)
         assert _same((queries[n], residual[n]), (two[0][0], two[1][0]))
-        slot = int(args["slots"][n])
+        slot = int(slots[n])
         if slot >= 0:
             written.view(128, -1)[slot] = two[2].view(128, -1)[slot]
     assert torch.equal(cache, written)

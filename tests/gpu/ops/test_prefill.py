@@ -1,6 +1,7 @@
 """Long prompts on a GPU: the kernels that compute them, put together, against the references of their ops."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,9 +75,9 @@ def states(weights: Weights, parts: list[int], impls: dict[str, str]) -> tuple[t
             where = torch.arange(first, first + count, device=device)
             slots = table[0].long()[where // BLOCK] * BLOCK + where % BLOCK
             counts = torch.tensor([0, count], dtype=torch.int32), torch.tensor([first + count], dtype=torch.int32)
-            step = Step(tokens[where], where, slots, None, Span(slice(0, count), table, *counts))
+            step = Step(tokens[where], where, slots, None, Span(table, *counts, slice(0, count)))
             chosen.append([])
-            found.append(model.hidden(step, cache).float())
+            found.append(model.hidden_with_aux(step, cache, ())[0].float())
             first += count
     return torch.cat(found), torch.cat([torch.stack(layers, 1) for layers in chosen])
 
@@ -116,8 +117,9 @@ def test_packed_rows_are_those_of_the_reference(T: int) -> None:
     caches = []
     for run in (mla_rotate_query.reference, mla_rotate_query.cuda):
         width = latent_cache.width(case.R, case.r, latent_cache.PACKED)
-        cache = torch.full((*args["cache"].shape[:2], width), 0x7F, dtype=latent_cache.PACKED, device="cuda")
-        run(**{**args, "q": args["q"].clone(), "cache": cache})
+        latents = args["latents"]
+        cache = torch.full((*latents.pages.shape[:2], width), 0x7F, dtype=latent_cache.PACKED, device="cuda")
+        run(**{**args, "q": args["q"].clone(), "latents": replace(latents, pages=cache)})
         caches.append(latent_cache.unpack(cache, case.R))
     want, got = caches
     assert torch.equal(want.isnan(), got.isnan()), "rows without a token were written, or rows with one were not"

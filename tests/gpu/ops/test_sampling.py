@@ -31,12 +31,12 @@ def test_adjusting_and_choosing_never_wait(waiting_is_an_error: None) -> None:
     there = [x.cuda() for x in steps]
     drawn = [torch.randint(V, (len(MIXED),), generator=g) for _ in steps]
     drawn_there = [x.cuda() for x in drawn]
-    sampler.draw(Adjuster(8).adjust(there[0], batches[0]), batches[0])  # what is set up once may wait
+    sampler.sample_tokens(Adjuster(8).adjust(there[0], batches[0]), batches[0])  # what is set up once may wait
     adjuster, got = Adjuster(8), []
     torch.cuda.set_sync_debug_mode("error")
     for x, batch, tokens in zip(there, batches, drawn_there):
         adjusted = adjuster.adjust(x, batch)
-        got.append((adjusted, sampler.draw(adjusted, batch), sampler.finite(x)))
+        got.append((adjusted, sampler.sample_tokens(adjusted, batch), sampler.finite(x)))
         adjuster.count(tokens)
     torch.cuda.set_sync_debug_mode("default")
     on_cpu = Adjuster(8)
@@ -44,6 +44,6 @@ def test_adjusting_and_choosing_never_wait(waiting_is_an_error: None) -> None:
         want = on_cpu.adjust(x, batch)
         torch.testing.assert_close(adjusted.cpu(), want, rtol=1e-6, atol=1e-5)
         # The same random numbers and weights; what adjusts logits may round differently, which seldom moves a token.
-        assert int((chosen.cpu() == sampler.draw(want, batch)).sum()) >= len(MIXED) - 1
+        assert int((chosen.cpu() == sampler.sample_tokens(want, batch)).sum()) >= len(MIXED) - 1
         assert finite.all()
         on_cpu.count(tokens)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from perilune import LLM, SamplingParams
-from perilune.engine.graphs import MAX_ROWS, DecodeGraphs
+from perilune.engine.graphs.decode import MAX_ROWS, DecodeGraphs
 from perilune.formats.hub import resolve_model
 from tests.cpu.speculation.test_chained_steps import Trailing
 from tests.cpu.speculation.test_speculation import PARAMS, PROMPTS, Recorder, Scripted, alike, drafter  # noqa: F401
@@ -27,7 +27,7 @@ def plain(tiny: Path) -> Iterator[LLM]:
 
 def captured(llm: LLM) -> DecodeGraphs:
     graphs = llm._engine.runner.graphs  # type: ignore[union-attr]
-    assert graphs is not None and graphs.broken is None and graphs._most_rows == MAX_ROWS
+    assert graphs is not None and graphs.broken is None and graphs._max_rows == MAX_ROWS
     return graphs
 
 

@@ -11,10 +11,10 @@ struct Args {
   int64_t *ids, *positions, *slots;                   // [B, m]
   double* u;                                          // [B, m]
   int* context;                                       // [B]
-  const int *front, *behind;                          // [B]
+  const int *front, *chained;                          // [B]
   const int* tables;                                  // [B, M]
   const int64_t *rows, *seeds, *draws;                // [B]
-  const int64_t *last_tokens, *shifts, *ahead;        // [N], [N], [N, K]
+  const int64_t *last_tokens, *shifts, *drafts;        // [N], [N], [N, K]
   int64_t B, m, M, N, K, block_size;
 };
 
@@ -33,21 +33,21 @@ __global__ __launch_bounds__(THREADS) void advance_inputs_kernel(Args a) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   if (i >= a.B * a.m) return;
   const int64_t b = i / a.m, own = i % a.m - a.front[b], row = a.rows[b];
-  if (!a.behind[b] || row < 0 || row >= a.N) return;
+  if (!a.chained[b] || row < 0 || row >= a.N) return;
   const int64_t shift = a.shifts[row], position = a.positions[i] + shift, block = position / a.block_size;
   if (i % a.m == 0) a.context[b] += static_cast<int>(shift);
   a.positions[i] = position;
   if (a.slots[i] >= 0)
     a.slots[i] = block < a.M ? a.tables[b * a.M + block] * a.block_size + position % a.block_size : int64_t(-1);
-  a.ids[i] = own <= 0 ? a.last_tokens[row] : a.ahead[row * a.K + min(own - 1, a.K - 1)];
+  a.ids[i] = own <= 0 ? a.last_tokens[row] : a.drafts[row * a.K + min(own - 1, a.K - 1)];
   if (own >= 0) a.u[i] = uniform(static_cast<uint64_t>(a.seeds[b]), static_cast<uint64_t>(a.draws[b] + shift + own));
 }
 
 }  // namespace
 
-API int advance_inputs(void* ids, void* positions, void* slots, void* u, void* context, const void* front, const void* behind,
+API int advance_inputs(void* ids, void* positions, void* slots, void* u, void* context, const void* front, const void* chained,
                const void* tables, const void* rows, const void* seeds, const void* draws, const void* last_tokens,
-               const void* shifts, const void* ahead, int64_t B, int64_t m, int64_t M, int64_t N, int64_t K,
+               const void* shifts, const void* drafts, int64_t B, int64_t m, int64_t M, int64_t N, int64_t K,
                int64_t block_size, void* stream) {
   Args a{static_cast<int64_t*>(ids),
          static_cast<int64_t*>(positions),
@@ -55,14 +55,14 @@ API int advance_inputs(void* ids, void* positions, void* slots, void* u, void* c
          static_cast<double*>(u),
          static_cast<int*>(context),
          static_cast<const int*>(front),
-         static_cast<const int*>(behind),
+         static_cast<const int*>(chained),
          static_cast<const int*>(tables),
          static_cast<const int64_t*>(rows),
          static_cast<const int64_t*>(seeds),
          static_cast<const int64_t*>(draws),
          static_cast<const int64_t*>(last_tokens),
          static_cast<const int64_t*>(shifts),
-         static_cast<const int64_t*>(ahead),
+         static_cast<const int64_t*>(drafts),
          B,
          m,
          M,

@@ -1,11 +1,11 @@
-"""A decode or verify step's numbers in one buffer, from plan to device in one copy: what a CUDA graph reads.
+"""What a CUDA graph reads: a decode or verify step's numbers in one buffer, from plan to device in one copy.
 
 The buffer has rows for a fixed number of requests with a fixed number of tokens each. Rows beyond the step's requests
-repeat the first one, so that they touch no expert of their own, and write nothing that anybody reads. Where requests
-have different numbers of tokens, those with fewer get rows in front, which repeat their first token at the positions
-before it and write nothing either: only what has been computed is in reach of them.
+are padding: they repeat the first request, so that they need no experts of their own, and write nothing that is read.
+Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
+token at the positions before it and write no cache; these positions are computed already, so attention may read them.
 
-Where a step is planned behind one whose tokens the host has not seen, the device completes the numbers
+For works chained to a step whose tokens the host has not seen, the device completes the numbers
 (ops/drafts/advance_inputs).
 """
 
@@ -38,15 +38,16 @@ class Size(NamedTuple):
 class Fields(Generic[A]):
     """Views of the buffer, the eight-byte ones first; A is a tensor or an array.
 
-    ids, rows, positions, slots   int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
-    u                             float64 [B, m]: the random number of each draw
-    stores                        int64 [B]: the row of the last-token buffer that a request's last token goes to
-    held, seeds, draws            int64 [B]: of works planned behind a step: the row they go on from, their request's
-                                  seed, the number of the first draw
-    context, front, stop          int32 [B]: tokens in the cache afterwards; own columns and drafts, as in
-    ops/drafts/accept_drafts behind                        int32 [B]: 1 for such works
-    top_k                         int32 [B, m]; temperature, top_p, min_p float32 [B, m]: of each draw
-    tables                        int32 [B, M]
+    ids, rows, positions, slots     int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
+    u                               float64 [B, m]: the random number of each sample
+    stores                          int64 [B]: the row of the last-token buffer that a request's last token goes to
+    sources, seeds, output_index    int64 [B]: of chained works: the row of the device's buffers they go on from, their
+                                    request's seed, the output index of their first sample
+    context, front, stop            int32 [B]: tokens in the cache afterwards; own columns and drafts, as in
+                                    ops/drafts/accept_drafts
+    chained                         int32 [B]: 1 for chained works
+    top_k                           int32 [B, m]; temperature, top_p, min_p float32 [B, m]: of each sample
+    tables                          int32 [B, M]: block tables
     """
 
     ids: A
@@ -55,13 +56,13 @@ class Fields(Generic[A]):
     slots: A
     u: A
     stores: A
-    held: A
+    sources: A
     seeds: A
-    draws: A
+    output_index: A
     context: A
     front: A
     stop: A
-    behind: A
+    chained: A
     top_k: A
     temperature: A
     top_p: A
@@ -70,16 +71,16 @@ class Fields(Generic[A]):
 
 
 _DTYPES = {
-    **dict.fromkeys(("ids", "rows", "positions", "slots", "stores", "held", "seeds", "draws"), torch.int64),
+    **dict.fromkeys(("ids", "rows", "positions", "slots", "stores", "sources", "seeds", "output_index"), torch.int64),
     "u": torch.float64,
-    **dict.fromkeys(("context", "front", "stop", "behind", "top_k", "tables"), torch.int32),
+    **dict.fromkeys(("context", "front", "stop", "chained", "top_k", "tables"), torch.int32),
     **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
 }
 
 
 def _shapes(size: Size) -> dict[str, tuple[int, ...]]:
     B, m, M = size
-    by_request = ("stores", "held", "seeds", "draws", "context", "front", "stop", "behind")
+    by_request = ("stores", "sources", "seeds", "output_index", "context", "front", "stop", "chained")
     special = {**dict.fromkeys(by_request, (B,)), "tables": (B, M)}
     return {f.name: special.get(f.name, (B, m)) for f in fields(Fields)}
 
@@ -98,7 +99,7 @@ def _views(buffer: Tensor, size: Size) -> list[Tensor]:
 class _Host:
     buffer: Tensor  # pinned if the device is a GPU
     fields: Fields[NDArray[Any]]
-    tables: list[tuple[int, ...] | None]  # whose blocks stand in each row of `tables`
+    tables: list[tuple[int, ...] | None]  # the block table that each row of `tables` holds
 
 
 class Arrays:
@@ -115,18 +116,18 @@ class Arrays:
 
 
 class Inputs:
-    """The buffer on the device, and two of its like in host memory: while one is copied, the next step is written to
-    the other. So of two steps in a row the first may still run; the one before them must be over.
+    """The buffer on the device, and two like it in host memory: while one is copied, the next step is written to the
+    other. So the step before may still run when a step is written; the one before that must be over.
 
-    `nobody` is the row of the last-token buffer for what nobody reads.
+    `padding_row` is the row of the last-token buffer that padding rows write to; it is never read.
     """
 
-    def __init__(self, size: Size, device: torch.device, arrays: Arrays, *, block_size: int, nobody: int) -> None:
+    def __init__(self, size: Size, device: torch.device, arrays: Arrays, *, block_size: int, padding_row: int) -> None:
         self.size = size
         nbytes = sum(_DTYPES[name].itemsize * int(np.prod(shape)) for name, shape in _shapes(size).items())
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.fields: Fields[Tensor] = Fields(*_views(self._buffer, size))
-        self._arrays, self._block_size, self._nobody = arrays, block_size, nobody
+        self._arrays, self._block_size, self._padding_row = arrays, block_size, padding_row
         self._hosts = tuple(self._host(nbytes, device.type == "cuda") for _ in range(2))
         self._columns = np.arange(size.each)
         self.turn = 0
@@ -144,11 +145,11 @@ class Inputs:
         to, count = host.fields, len(work)
         to.rows[:count] = np.array([w.slot for w in work])[:, None]
         to.stores[:count] = to.rows[:count, 0]
-        to.context[:count] = [w.end for w in work]
-        behind = any(w.behind for w in work)
-        resumed = behind and all(w.behind for w in work)
-        if resumed:
-            self._resumed(to, work)
+        to.context[:count] = [w.start + len(w.tokens) for w in work]
+        flags = [w.chained for w in work]
+        chained, all_chained = any(flags), all(flags)
+        if all_chained:
+            self._fill_chained(to, work)
         elif self.size.each == 1:
             size = self._block_size
             to.ids[:count, 0] = [w.tokens[0] for w in work]
@@ -156,16 +157,16 @@ class Inputs:
             to.slots[:count, 0] = [w.blocks[w.start // size] * size + w.start % size for w in work]
         else:
             for i, w in enumerate(work):
-                self._tokens(to, i, w)
-        self._draws(to, work, known=not resumed)
+                self._fill_tokens(to, i, w)
+        self._fill_sampling(to, work, numbers=not all_chained)
         for values in (to.ids, to.rows, to.positions, to.context, to.front, to.stop):
             values[count:] = values[:1]
-        if behind:
-            to.behind[:count] = [w.behind for w in work]
+        if chained:
+            to.chained[:count] = flags
             to.seeds[:count] = np.array([w.seed & _WORD for w in work], np.uint64).view(np.int64)
-            to.draws[:count] = [w.draw for w in work]
-            to.behind[count:], to.held[:] = to.behind[0], to.rows[:, 0]
-        to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._nobody, 0.0
+            to.output_index[:count] = [w.output_index for w in work]
+            to.chained[count:], to.sources[:] = to.chained[0], to.rows[:, 0]
+        to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._padding_row, 0.0
         for i, w in enumerate(work):
             if host.tables[i] is not w.blocks:  # the same tuple as long as it is the same table
                 to.tables[i, : len(w.blocks)] = self._arrays.of(w)
@@ -176,9 +177,9 @@ class Inputs:
             to.tables[count:] = to.tables[0]
             host.tables[count:] = [first] * (self.size.requests - count)
         self._buffer.copy_(host.buffer, non_blocking=True)
-        return behind
+        return chained
 
-    def _tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:
+    def _fill_tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:
         """Row i, where requests have several tokens."""
         each, size, blocks = self.size.each, self._block_size, w.blocks
         front = each - w.count
@@ -187,8 +188,8 @@ class Inputs:
         to.slots[i] = [-1] * front + [blocks[p // size] * size + p % size for p in range(w.start, w.end)]
         to.front[i], to.stop[i] = front, each - 1
 
-    def _resumed(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
-        """All rows, where the device completes every one: no ids, and of slots only where there are any."""
+    def _fill_chained(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
+        """All rows, where the device completes every one: no ids, and slots only as -1 or not."""
         count, each = len(work), self.size.each
         front = each - np.array([w.count for w in work])[:, None]
         to.ids[:count] = PENDING
@@ -196,19 +197,19 @@ class Inputs:
         to.slots[:count] = np.where(self._columns < front, -1, 0)
         to.front[:count], to.stop[:count] = front[:, 0], each - 1
 
-    def _draws(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, known: bool) -> None:
-        """`known`: which of a request's draws they are."""
+    def _fill_sampling(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, numbers: bool) -> None:
+        """Sampling parameters; with `numbers` the random numbers too."""
         count, params = len(work), [w.params for w in work]
         if all(p.greedy for p in params):
             to.temperature[:count] = 0.0
             return
         front = to.front[:count, None]
         to.temperature[:count] = np.array([p.temperature for p in params])[:, None]
-        to.temperature[:count][self._columns < front] = 0.0  # the shortest way to a token that nobody reads
+        to.temperature[:count][self._columns < front] = 0.0  # greedy: the fastest for tokens that are not used
         to.top_k[:count] = np.array([min(p.top_k, 2**31 - 1) for p in params])[:, None]
         to.top_p[:count] = np.array([p.top_p for p in params])[:, None]
         to.min_p[:count] = np.array([p.min_p for p in params])[:, None]
-        if not known:
+        if not numbers:
             return
-        numbers = np.array([w.draw for w in work])[:, None] + self._columns - front
-        to.u[:count] = uniforms([w.seed for w in work], numbers.clip(0))
+        indices = np.array([w.output_index for w in work])[:, None] + self._columns - front
+        to.u[:count] = uniforms([w.seed for w in work], indices.clip(0))

@@ -1,0 +1,371 @@
+"""Decode and verify steps as CUDA graphs: one launch from token ids to accepted tokens.
+
+A graph is captured for a number of requests, of tokens for each and a width of the block tables when traffic first asks
+for this size. Where no request of the step needs the host, the graph is the whole step: forward pass, sampling, which
+drafts are accepted (ops/drafts/accept_drafts), last-token buffer. Where a request is masked, penalized or wants
+log-probabilities, the graph ends with the logits, and the rest is queued op by op (`forward`, then `finish`).
+
+A step's numbers reach the graph's inputs in one copy (inputs.py), and its results reach the host in one copy. What the
+next step goes on from stays on the device too, by slot: the last token, how many drafts were accepted, the chain that
+was drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
+before its graph (ops/drafts/advance_inputs) moves its inputs to where that step ended.
+
+A draft model's graphs (draft.py) run behind the step's. All graphs share one memory pool (recorder.py). When they hold
+more than MAX_BYTES all are dropped, and traffic brings back those it needs.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.engine.graphs.draft import DraftGraphs
+from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Size
+from perilune.engine.graphs.recorder import Recorder, Replay
+from perilune.engine.sampler import on_device
+from perilune.kv.pages import Pages
+from perilune.model.kimi_k2 import KimiK2, Span, Step
+from perilune.ops.drafts.accept_drafts import accept_drafts
+from perilune.ops.drafts.advance_inputs import advance_inputs
+from perilune.ops.sampling.sample import sample
+from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
+
+log = logging.getLogger("perilune.engine")
+
+MAX_GRAPHS = 128  # the least recently used is dropped first
+MAX_BYTES = 1 << 30  # half of the memory that engine/resolve.py leaves free besides weights and cache
+MAX_REQUESTS = 256
+MAX_ROWS = 512
+EACH = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
+CHAIN_COLUMN = max(EACH) + 2  # first column of a chain's ids in a step's results; MAX_DRAFTS further, its probabilities
+COLUMNS = CHAIN_COLUMN + 2 * MAX_DRAFTS
+MIN_TABLE_BLOCKS = 24  # table width of the smallest graphs: of 64 positions, what mla_decode.attend_one has room for
+WIDENING = 4  # from one table width to the next
+
+
+class Key(NamedTuple):
+    """A graph's size: `requests` of `each` tokens, block tables `width` wide. `whole`: the graph samples and accepts.
+    `followed`: it gives the features that the draft model reads."""
+
+    requests: int
+    each: int
+    width: int
+    whole: bool
+    followed: bool
+
+
+def rounded_up(requests: int) -> int:
+    """The graph size for that many requests: powers of two and the numbers halfway between."""
+    power = 1 << (requests - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and requests <= power * 3 // 4 else power
+
+
+def table_width(blocks: int, max_blocks: int) -> int:
+    """The width of the graph for tables of so many blocks, of requests that have `max_blocks` at most."""
+    width = MIN_TABLE_BLOCKS
+    while width < blocks:
+        width *= WIDENING
+    return max(min(width, max_blocks), 1)
+
+
+def _not_captured() -> None:
+    raise AssertionError("not captured yet")
+
+
+def _each(plan: StepPlan) -> int:
+    longest = max([len(w.tokens) for w in plan.work])
+    return next((n for n in EACH if n >= longest), longest)
+
+
+@dataclass(slots=True)
+class Graph:
+    """The tensors that a graph of T = B each rows reads and writes, which must live as long as it does.
+
+    out        [B, COLUMNS] float64: results of ops/drafts/accept_drafts, then chains
+    following  [T] int64: the token after each row
+    last       [B] int64: the row of each request's last accepted position
+    logits     [T, V] float32, unless the graph samples
+    features   [T, A D], for a draft model
+    follow     the draft model's graph behind this one
+    """
+
+    inputs: Inputs
+    step: Step
+    following: Tensor
+    last: Tensor
+    out: Tensor
+    logits: Tensor | None = None
+    features: Tensor | None = None
+    replay: Replay = _not_captured
+    follow: Replay | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A step that a graph has run as far as its logits.
+
+    logits  [R, V] float32 in the order of the plan's samples; valid until this graph's next step
+    rows    [R] int64: the graph's rows that are sampled; None: the first R
+    """
+
+    key: Key
+    logits: Tensor
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A graph's results on their way to the host.
+
+    table    [>= S, COLUMNS] float64 in host memory, a row per request: `each` sampled tokens, how many of the request's
+             own are accepted, whether the next failed, and from CHAIN_COLUMN on a chain of `chain` ids and their
+             probabilities; must be read before the step after the next is queued
+    done     CUDA event after which the table is complete; None on a CPU
+    lengths  [S] float64 on the device: the column of how many are accepted; valid until the next step
+    """
+
+    table: Tensor
+    each: int
+    chain: int
+    done: torch.cuda.Event | None
+    lengths: Tensor
+
+
+class DecodeGraphs:
+    """Owns the graphs of one model on one device. Used by one thread at a time.
+
+    last_tokens   [N] int64: the last token of the request in each slot; the last row is the padding row, which rows of
+                  a graph beyond its requests write to, and which is never read
+    shifts        [N] int64, by slot: drafts accepted in the request's last step
+    draft_buffer  [N, MAX_DRAFTS] int64, by slot: the chain that the draft model drafted after that
+    """
+
+    def __init__(
+        self, model: KimiK2, pages: Pages, last_tokens: Tensor, max_model_len: int, recorder: Recorder
+    ) -> None:
+        self._model, self._pages, self._last_tokens = model, pages, last_tokens
+        self._max_blocks = -(-max_model_len // pages.block_size)
+        self.recorder = recorder
+        self._graphs: OrderedDict[Key, Graph] = OrderedDict()
+        device = last_tokens.device
+        self.shifts = torch.zeros_like(last_tokens)
+        self.draft_buffer = torch.zeros(len(last_tokens), MAX_DRAFTS, dtype=torch.int64, device=device)
+        self._on_gpu = device.type == "cuda"
+        self._out = torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, device=device)
+        # Two: while the device writes to one, the host reads the other.
+        self._host = [torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, pin_memory=self._on_gpu) for _ in "01"]
+        self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._turn = 0
+        self._arrays = Arrays()
+        self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
+        self._drafts: DraftGraphs | None = None  # of the draft model that goes along
+        self._known: DraftGraphs | None = None  # of the one that went along last
+        self._max_rows = MAX_ROWS  # less after a capture that failed
+        self.broken: str | None = None  # why no step can be captured on this machine, not even one of one row
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def follow(self, drafter: Drafter | None) -> None:
+        """From now on this draft model reads steps and drafts, or none does; no step may be in flight."""
+        self._drafts = None
+        if drafter is not None:
+            if self._known is None or drafter is not self._known.drafter:
+                self.close()
+                self._known = DraftGraphs(drafter, self.recorder, self._out[:, CHAIN_COLUMN:], self.draft_buffer)
+            self._drafts = self._known
+
+    def close(self) -> None:
+        """Gives all memory back; graphs are captured again when steps need them."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._last_tokens.device)
+        self._graphs.clear()
+        if self._known is not None:
+            self._known.clear()
+        self.recorder.clear()
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether there can be a graph for the step: every request decodes one token, or verifies drafts."""
+        each = _each(plan)
+        if self.broken is not None or len(plan.work) > MAX_REQUESTS:
+            return False
+        if each * rounded_up(len(plan.work)) > self._max_rows:
+            return False
+        for w in plan.work:
+            count = len(w.tokens)
+            if not w.sample or count != w.drafts + 1 or w.prompt_targets or w.start + count < each:
+                return False
+        return True
+
+    def run(self, plan: StepPlan) -> Arriving | None:
+        """The whole step, whose requests must not need the host. None if this size cannot be captured on this machine;
+        `takes` then refuses it from now on."""
+        found = self._replay(plan, whole=True)
+        return None if found is None else self._send(found[1], found[0], plan)
+
+    def forward(self, plan: StepPlan) -> Run | None:
+        """The step as far as its logits; None as with `run`."""
+        found = self._replay(plan, whole=False)
+        if found is None:
+            return None
+        key, graph = found
+        assert graph.logits is not None
+        count, each = len(plan.work), key.each
+        logits, rows = graph.logits[: count * each], None
+        if any(w.count < each for w in plan.work):
+            own = [i * each + j for i, w in enumerate(plan.work) for j in range(each - w.count, each)]
+            rows = on_device(np.array(own), logits.device)
+            logits = graph.logits.index_select(0, rows)
+        return Run(key, logits, rows)
+
+    def finish(self, run: Run, plan: StepPlan, sampled: Tensor, cut: Mapping[int, int]) -> Arriving:
+        """The rest of a step whose tokens were sampled outside the graph. `sampled` [R] int64, negative where logits
+        were not finite. cut[i] = n: only the first n drafts of work i may be accepted."""
+        graph, each = self._graphs[run.key], run.key.each
+        fields = graph.inputs.fields
+        grid = torch.zeros_like(graph.following)
+        if run.rows is None:
+            grid[: len(sampled)] = sampled
+        else:
+            grid[run.rows] = sampled
+        stop = fields.stop
+        if cut:
+            ends = [each - w.count + cut.get(i, w.drafts) for i, w in enumerate(plan.work)]
+            stop = stop.clone()
+            stop[: len(ends)] = on_device(np.array(ends, np.int32), stop.device)
+        self._accept(graph, grid, stop)
+        return self._send(graph, run.key, plan)
+
+    def store(self, slots: Tensor, tokens: Tensor, lengths: Tensor | None, chains: Drafts | None) -> None:
+        """Stores where a step that ran op by op ended, for a chained one: of the requests in `slots` [S] int64 the last
+        tokens [S] int64, how many each got (`lengths` [S] int64; None: one), and the chains drafted after them."""
+        self._last_tokens[slots] = tokens
+        self.shifts[slots] = 0 if lengths is None else (lengths - 1).clamp_min(0)
+        if chains is not None:
+            self.draft_buffer[slots, : chains.tokens.shape[1]] = chains.tokens.long()
+
+    def draft(self, start: Start, length: int) -> Drafts:
+        """As Drafter.draft, for at most MAX_REQUESTS requests; valid until the next step."""
+        assert self._drafts is not None
+        count, used = start.tables.shape
+        requests, width = min(rounded_up(count), MAX_REQUESTS), table_width(used, self._max_blocks)
+        return self._drafts.draft_from(start, length, requests, width)
+
+    @torch.inference_mode()
+    def latest(self) -> Graph:
+        """The graph that ran last; its `replay` runs the step once more, on the same tokens: for measurements."""
+        graph = next(reversed(self._graphs.values()))
+        ids, rows = graph.step.tokens, graph.inputs.fields.rows.flatten()
+        ids.copy_(torch.where(ids < 0, self._last_tokens[rows], ids))
+        return graph
+
+    def _replay(self, plan: StepPlan, *, whole: bool) -> tuple[Key, Graph] | None:
+        width = table_width(max([len(w.blocks) for w in plan.work]), self._max_blocks)
+        requests = min(rounded_up(len(plan.work)), MAX_REQUESTS)
+        key = Key(requests, _each(plan), width, whole, self._drafts is not None and plan.chain != LEFT_OUT)
+        graph = self._graphs.get(key)
+        if graph is None:
+            try:
+                graph = self._capture(key, plan)
+            except RuntimeError as e:
+                rows, why = key.requests * key.each, str(e).splitlines()[0]
+                log.warning("decode steps of %d rows run without CUDA graphs: %s", rows, why)
+                self._max_rows = rows * 3 // 4
+                self.broken = why if rows == 1 else None
+                return None
+            self._graphs[key] = graph
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        if graph.inputs.fill(plan.work):
+            self._advance(graph.inputs.fields)
+        graph.replay()
+        return key, graph
+
+    def _advance(self, fields: Fields[Tensor]) -> None:
+        advance_inputs(
+            fields.ids, fields.positions, fields.slots, fields.u, fields.context, fields.front, fields.chained,
+            fields.tables, fields.sources, fields.seeds, fields.output_index, self._last_tokens, self.shifts,
+            self.draft_buffer, self._pages.block_size,
+        )  # fmt: skip
+
+    def _send(self, graph: Graph, key: Key, plan: StepPlan) -> Arriving:
+        """Has the draft model follow a step whose tokens are accepted, and sends the results to the host."""
+        chain, drafts = 0, self._drafts
+        if drafts is not None and plan.chain != LEFT_OUT:
+            if graph.follow is None:
+                graph.follow = self._capture_follow(graph, key, plan, drafts)
+            graph.follow()
+            chain = min(plan.chain, drafts.drafter.longest)
+            if chain:
+                drafts.draft(key.requests, key.width, chain)
+        self._turn ^= 1
+        table, done = self._host[self._turn][: key.requests], self._done[self._turn]
+        table.copy_(graph.out, non_blocking=True)
+        if done is not None:
+            done.record()
+        return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
+
+    def _capture(self, key: Key, plan: StepPlan) -> Graph:
+        if self.recorder.nbytes > MAX_BYTES:
+            log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
+            self.close()
+        device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
+        inputs = Inputs(Size(*key[:3]), device, self._arrays, block_size=self._pages.block_size, padding_row=padding)
+        rows = requests * each
+        graph = Graph(
+            inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests]
+        )  # fmt: skip
+        if inputs.fill(plan.work):
+            self._advance(inputs.fields)
+        # Recording runs the step once before the replay that counts: it must not change the last tokens.
+        inputs.fields.stores.fill_(padding)
+        drafts = self._drafts
+        layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()
+
+        def work() -> None:
+            hidden, graph.features = self._model.hidden_with_aux(graph.step, self._pages.data, layers)
+            logits = self._model.logits(hidden)
+            if key.whole:
+                fields = inputs.fields
+                by_row = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
+                self._accept(graph, sample(logits, *(x.flatten() for x in by_row)), fields.stop)
+            else:
+                graph.logits = logits
+
+        graph.replay = self.recorder.record(work, f"{key}")
+        return graph
+
+    def _capture_follow(self, graph: Graph, key: Key, plan: StepPlan, drafts: DraftGraphs) -> Replay:
+        requests, each, *_ = key
+        starts, sampled = tuple(range(0, requests * each, each)), tuple(range(requests))
+        # Any works will do: the draft model reads the step's own block tables, not theirs.
+        works = tuple(plan.work[i % len(plan.work)] for i in range(requests))
+
+        def followed() -> Followed:
+            assert graph.features is not None
+            return Followed(works, starts, graph.step, graph.features, graph.following, sampled, graph.last)
+
+        return drafts.record_follow(followed, graph.inputs.fields.stores, key.width, f"{key}, following")
+
+    def _step(self, inputs: Inputs) -> Step:
+        fields, (requests, each, _) = inputs.fields, inputs.size
+        rows = requests * each
+        starts = torch.arange(0, rows + 1, each, dtype=torch.int32, device=fields.ids.device)
+        span = Span(fields.tables, starts, fields.context, slice(0, rows))
+        pending = (fields.rows.flatten(), self._last_tokens)
+        return Step(fields.ids.flatten(), fields.positions.flatten(), fields.slots.flatten(), span, None, pending)
+
+    def _accept(self, graph: Graph, sampled: Tensor, stop: Tensor) -> None:
+        fields = graph.inputs.fields
+        accept_drafts(
+            sampled, graph.step.tokens, fields.front, stop, fields.stores, self._last_tokens, self.shifts, graph.out,
+            graph.following, graph.last,
+        )  # fmt: skip

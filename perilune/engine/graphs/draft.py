@@ -1,0 +1,102 @@
+"""The draft model's CUDA graphs: one to follow a step, one to draft a chain.
+
+The graph that follows belongs to one step graph, because it reads that graph's tensors, and writes where the chains
+begin to a `Start` for its number of requests and table width. The graph that drafts starts from there, whichever step
+came before. So the number of graphs is the sum of step sizes and chain lengths, not their product, and both are
+launched while the step itself runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from perilune.engine.graphs.recorder import Recorder, Replay
+from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Where the chains of B requests begin, and the graphs that draft them.
+
+    slots    [B] int64: the requests' rows of the draft buffer
+    replays  by chain length
+    """
+
+    start: Start
+    slots: Tensor
+    replays: dict[int, Replay] = field(default_factory=dict)
+
+
+class DraftGraphs:
+    """The graphs of one draft model.
+
+    out           [max requests, 2 K] float64: chains of length <= K go there, ids first, then their probabilities
+    draft_buffer  [N, K] int64: ids of the chains, by the requests' slots; the last row is padding
+    """
+
+    def __init__(self, drafter: Drafter, recorder: Recorder, out: Tensor, draft_buffer: Tensor) -> None:
+        self.drafter = drafter
+        self._recorder, self._out, self._buffer = recorder, out, draft_buffer
+        self._chains: dict[tuple[int, int], _Chains] = {}  # by number of requests and table width
+
+    def clear(self) -> None:
+        self._chains.clear()
+
+    def record_follow(self, followed: Callable[[], Followed], slots: Tensor, width: int, name: str) -> Replay:
+        """The graph with which the draft model reads a step; `slots` [B] int64 are the requests' rows of the draft
+        buffer. Afterwards `draft` may be called for B requests with tables of this width."""
+        chains = self._room(len(slots), width)
+        room = chains.start
+
+        def follow() -> None:
+            start = self.drafter.follow(followed())
+            assert start is not None
+            room.states.copy_(start.states)
+            room.features.copy_(start.features)
+            room.positions.copy_(start.positions)
+            room.tables.copy_(start.tables)
+            chains.slots.copy_(slots)
+
+        return self._recorder.record_or_run(follow, name)
+
+    def draft(self, requests: int, width: int, length: int) -> None:
+        """Drafts from where the step followed last ends, once; the chains go to `out` and the draft buffer."""
+        chains = self._room(requests, width)
+        replay = chains.replays.get(length)
+        if replay is None:
+            ids, probabilities = self._out[:requests].chunk(2, 1)
+
+            def draft() -> None:
+                drafts = self.drafter.draft(chains.start, length)
+                ids[:, :length], probabilities[:, :length] = drafts.tokens, drafts.confidence
+                self._buffer[:, :length].index_copy_(0, chains.slots, drafts.tokens)
+
+            kept = chains.start.features.clone()  # drafting uses them up, and recording runs it once more
+            name = f"chains of {length} for {requests} requests, tables {width} wide"
+            replay = self._recorder.record_or_run(draft, name)
+            chains.start.features.copy_(kept)
+            chains.replays[length] = replay
+        replay()
+
+    def draft_from(self, start: Start, length: int, requests: int, width: int) -> Drafts:
+        """As Drafter.draft from `start`, which has at most `requests` rows and tables up to `width`; valid until the
+        next step. The draft buffer stays as it is."""
+        count, used = start.tables.shape
+        chains = self._room(requests, width)
+        chains.slots.fill_(len(self._buffer) - 1)
+        room = chains.start
+        for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
+            to[:count] = of
+        room.tables[:count, :used] = start.tables
+        self.draft(requests, width, length)
+        ids, probabilities = self._out[:count].chunk(2, 1)
+        return Drafts(ids[:, :length], probabilities[:, :length])
+
+    def _room(self, requests: int, width: int) -> _Chains:
+        found = self._chains.get((requests, width))
+        if found is None:
+            slots = torch.full((requests,), len(self._buffer) - 1, device=self._buffer.device)
+            found = self._chains[requests, width] = _Chains(self.drafter.blank(requests, width), slots)
+        return found

@@ -1,0 +1,79 @@
+"""Captures CUDA graphs, all of them in one memory pool, and counts the device memory that they hold."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger("perilune.engine")
+
+SPARE_BYTES = 512 << 20  # free for a capture; where there is less, torch first gives its cached memory back
+
+Replay = Callable[[], None]
+
+
+class Recorder:
+    """One per engine and device; used by one thread at a time. Graphs may be replayed in any order, never two at once,
+    because they share memory.
+
+    captured, capture_seconds  since the start
+    nbytes                     device memory that the graphs hold, as the device's free memory shows it
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch has no public type for it; None: the next graph makes one
+        self._failed: list[torch.cuda.CUDAGraph] = []  # see `record`
+        self._stream: torch.cuda.Stream | None = None
+        self.captured, self.capture_seconds, self.nbytes = 0, 0.0, 0
+
+    def clear(self) -> None:
+        """The graphs have been dropped: the next ones get a new pool."""
+        self._pool, self.nbytes = None, 0
+
+    def record(self, work: Callable[[], None], name: str) -> Replay:
+        """Runs `work` once, captures a second run, and returns the function that replays that. RuntimeError if `work`
+        cannot be captured."""
+        begin, device = time.perf_counter(), self._device
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
+        with torch.cuda.stream(self._stream):
+            work()  # the first run may allocate and compile, which a capture may not
+            self._stream.synchronize()
+            # cuBLAS must make its workspace of this stream while capturing, so that it is memory of the pool.
+            torch._C._cuda_clearCublasWorkspaces()
+            if torch.cuda.mem_get_info(device)[0] < SPARE_BYTES:
+                torch.cuda.empty_cache()  # costs time: the next prompts must ask the driver for memory again
+            before = torch.cuda.mem_get_info(device)[0]
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it only repeats that there was an error
+                    graph.capture_end()
+                # A failed graph has not released the pool, and no capture can begin there again: the next ones get
+                # another pool. The allocator keeps asking this graph whether it is capturing, so it must live on.
+                self._failed.append(graph)
+                self._pool = None
+                raise
+            graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
+        self._pool = graph.pool()
+        self.nbytes += max(before - torch.cuda.mem_get_info(device)[0], 0)
+        seconds = time.perf_counter() - begin
+        self.captured, self.capture_seconds = self.captured + 1, self.capture_seconds + seconds
+        log.info("CUDA graph of %s: %.3f s; %.0f MB in all", name, seconds, self.nbytes / 1e6)
+        return graph.replay
+
+    def record_or_run(self, work: Callable[[], None], name: str) -> Replay:
+        """As `record`, or `work` itself if it cannot be captured."""
+        try:
+            return self.record(work, name)
+        except RuntimeError as e:
+            log.warning("no CUDA graph of %s: %s", name, str(e).splitlines()[0])
+            return work
