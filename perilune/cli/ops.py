@@ -95,7 +95,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
     return {"type": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def _list(ops: dict[str, Op], device: torch.device, as_json: bool) -> None:
+def _list(ops: dict[str, Op[..., Any]], device: torch.device, as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for name, op in ops.items():
         chosen: dict[str, int] = {}
@@ -125,7 +125,12 @@ def _listed(refused: dict[str, dict[str, None]]) -> dict[str, list[str]]:
 
 
 def _check(
-    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+    op: Op[..., Any],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    pattern: str | None,
+    names: tuple[str, ...],
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     rows = []
     for case in check.cases(op, device, pattern):
@@ -143,7 +148,12 @@ def _check(
 
 
 def _time(
-    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+    op: Op[..., Any],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    pattern: str | None,
+    names: tuple[str, ...],
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     rows = []
     ratios: dict[str, list[float]] = {}
