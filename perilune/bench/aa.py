@@ -28,7 +28,7 @@ EXTENDED = ("perilune", "vllm", "sglang")  # what servers that know the extensio
 MARGIN = 0.02  # a prompt may be this much shorter than asked for
 MAX_COUNTS = 12  # tries at a prompt of the right length; usual is 1 to 4
 SLACK = 32  # tokens of context left free beside prompt and output
-_FIRST_GUESS = 1.6  # tokens per word before any server has counted
+_FIRST_ESTIMATE = 1.6  # tokens per word before any server has counted
 
 _WORDS = """\
 harbour lantern valley engine orchard letter bridge winter garden signal river market station copper forest window
@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def end_to_end(self) -> float | None:
-        """Seconds until 500 answer tokens; None if there was no answer, or too short a stream to tell its speed."""
+        """Seconds until 500 answer tokens; None if there was no answer, or too short a stream to have a speed."""
         if self.answer_at is None:
             return None
         speed = _rate(self.answer_tokens, self.end_at - self.answer_at) or self.speed
@@ -113,7 +113,7 @@ class Prompts:
     def __init__(self, endpoint: Endpoint, tokens: int) -> None:
         self.tokens = tokens
         self._endpoint = endpoint
-        self._per_word = _FIRST_GUESS
+        self._per_word = _FIRST_ESTIMATE
         self._beside = 0.0  # tokens of the question and the chat template
 
     async def calibrate(self) -> None:

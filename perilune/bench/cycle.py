@@ -80,7 +80,7 @@ def measure(
             )
             engines.append(engine)
             start(engine, batch, context, TOKENS)
-            for name, speculator in (("plain", None), ("verify", _Guesses(draft, engine.info.vocab_size))):
+            for name, speculator in (("plain", None), ("verify", _RandomDrafts(draft, engine.info.vocab_size))):
                 engine.speculator = speculator
                 steps[name] = step_ms(engine, scattered=speculator is None)
                 assert engine.runner.graphs is not None
@@ -167,7 +167,7 @@ def measure(
     return row
 
 
-class _Guesses(Speculator):
+class _RandomDrafts(Speculator):
     """So many random drafts for every request, whatever it says."""
 
     def __init__(self, count: int, vocabulary: int) -> None:

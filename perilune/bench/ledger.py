@@ -17,7 +17,7 @@ DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherev
 
 def circumstances() -> dict[str, Any]:
     """Where and with what a row was measured."""
-    import torch  # here: whoever measures a server needs it for these few words only
+    import torch  # here: a measurement of a server needs it for these few words only
 
     cuda = torch.cuda.is_available()
     return {

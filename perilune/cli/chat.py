@@ -48,7 +48,7 @@ class Part:
 
 
 class Backend(Protocol):
-    """Whoever answers."""
+    """The model or endpoint that answers."""
 
     name: str
 
@@ -365,7 +365,7 @@ def command(
     else:
         config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
         opened = local(model, config, wanted)
-    # Between answers the loop stands still; nothing needs it then, because an idle engine sends nothing.
+    # Between answers the loop does not run; nothing needs it then, because an idle engine sends nothing.
     with asyncio.Runner() as runner:
         backend = runner.run(opened.__aenter__())
         try:
@@ -402,7 +402,7 @@ async def remote(
 
 
 def read_message(read: Callable[[str], str]) -> str:
-    """A message: one line, lines joined by a final backslash, or what stands between two triple quotes."""
+    """A message: one line, lines joined by a final backslash, or the text between two triple quotes."""
     line = read("> ")
     if line.lstrip().startswith(QUOTES):
         line = line.lstrip().removeprefix(QUOTES)

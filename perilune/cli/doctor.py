@@ -215,12 +215,12 @@ def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
         "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size",
         "rms_norm_eps", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "fc_norm",
     )  # fmt: skip
-    told = {"architectures": shown(names)} | {k: shown(raw[k]) for k in keys if k in raw}
+    fields = {"architectures": shown(names)} | {k: shown(raw[k]) for k in keys if k in raw}
     inner = list(eagle.items()) if isinstance(eagle, dict) else []
-    told |= {f"eagle_config.{shown(k)}": shown(v) for k, v in inner[:DRAFT_KEYS]}
+    fields |= {f"eagle_config.{shown(k)}": shown(v) for k, v in inner[:DRAFT_KEYS]}
     if (more := len(inner) - DRAFT_KEYS) > 0:
-        told["eagle_config"] = f"and {more:,} more keys"
-    return told
+        fields["eagle_config"] = f"and {more:,} more keys"
+    return fields
 
 
 def _plan(report: Report, config: KimiConfig, found: Survey) -> None:

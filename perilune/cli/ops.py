@@ -68,7 +68,7 @@ def command(
 
 
 def _build() -> None:
-    """What would otherwise happen on first use. A source whose compiler is missing is named and skipped."""
+    """What would otherwise happen on first use. A source without its compiler is named and skipped."""
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, built in zip(build.sources(), pool.map(build.library, build.sources())):
@@ -95,7 +95,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
     return {"type": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def _list(ops: dict[str, Op], device: torch.device, as_json: bool) -> None:
+def _list(ops: dict[str, Op[..., Any]], device: torch.device, as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for name, op in ops.items():
         chosen: dict[str, int] = {}
@@ -125,16 +125,21 @@ def _listed(refused: dict[str, dict[str, None]]) -> dict[str, list[str]]:
 
 
 def _check(
-    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+    op: Op[..., Any],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    pattern: str | None,
+    names: tuple[str, ...],
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     rows = []
     for case in check.cases(op, device, pattern):
         for dtype in dtypes:
-            for verdict in check.check(op, case, dtype, device, names):
-                row = {"case": repr(case), "dtype": check.short(dtype), **vars(verdict)}
+            for result in check.check(op, case, dtype, device, names):
+                row = {"case": repr(case), "dtype": check.short(dtype), **vars(result)}
                 rows.append(row)
-                if verdict.failed and not quiet:
-                    click.echo(f"FAILED {verdict.impl} {row['dtype']} {case}: {verdict.failed}")
+                if result.failed and not quiet:
+                    click.echo(f"FAILED {result.impl} {row['dtype']} {case}: {result.failed}")
     ran = [r for r in rows if r["refused"] is None]
     failed = sum(r["failed"] is not None for r in ran)
     if not quiet:
@@ -143,7 +148,12 @@ def _check(
 
 
 def _time(
-    op: Op, device: torch.device, dtypes: list[torch.dtype], pattern: str | None, names: tuple[str, ...], quiet: bool
+    op: Op[..., Any],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    pattern: str | None,
+    names: tuple[str, ...],
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     rows = []
     ratios: dict[str, list[float]] = {}

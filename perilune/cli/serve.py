@@ -151,7 +151,7 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
 
         for number in SIGNALS:
             loop.add_signal_handler(number, stop)
-        announce(console, client.info, service.model, sock, locked=server.api_key is not None)
+        show_ready(console, client.info, service.model, sock, locked=server.api_key is not None)
         await http.serve(sockets=[sock])
     finally:
         await client.close()
@@ -201,7 +201,7 @@ def read_key(path: Path) -> str:
     return key
 
 
-def announce(console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool) -> None:
+def show_ready(console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool) -> None:
     """Prints the automatic choices with their reasons, the address and a question to try, once."""
     for key, value, reason in info.choices:
         console.print(f"  {escape(key)} = [bold]{escape(value)}[/]  [dim]{escape(reason)}[/]", soft_wrap=True)

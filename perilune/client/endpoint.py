@@ -34,7 +34,7 @@ class EndpointError(PeriluneError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts by the server. `reasoning` is None where it does not tell thinking from answering."""
+    """Token counts by the server. `reasoning` is None where the server does not count thinking apart."""
 
     prompt: int
     completion: int

@@ -289,7 +289,7 @@ def judge(case: Case, drawn: Sequence[Drawn], reply: Reply) -> Iterator[str]:
             yield f"leak of {found[0]} in {what}"
     if case.kind == "json_schema":
         if reply.tool_calls:
-            yield "a call that nobody asked for"
+            yield "a call that was not asked for"
         yield from misfits(reply.content, drawn[case.schemas[0]].schema)
         return
     if case.kind != "auto" and not reply.tool_calls:

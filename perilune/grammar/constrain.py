@@ -21,7 +21,7 @@ _JSON_LEAP = 48  # what a token of brackets and quotes opens has to be closed ag
 _FREE_LEAP = 256
 _MOST_LEAP = 1 << 15
 _OVERLAP = (
-    "oneOf has alternatives that one value could satisfy together: use anyOf, or tell them apart by type or a const"
+    "oneOf has alternatives that one value could satisfy together: use anyOf, or distinguish them by type or a const"
 )
 
 
@@ -63,7 +63,7 @@ def constrain(
 ) -> Constraint | None:
     """The constraint of a chat answer; None when nothing has to be enforced.
 
-    Raises RequestError whose `param` is the field, naming the keyword, for anything the engine cannot enforce. Give
+    Raises RequestError with `param` = the field, naming the keyword, for anything the engine cannot enforce. Give
     the result to `EngineClient.generate(prompt, params, constraint)`; call `result.check_room(max_tokens)` before the
     response has begun. Takes about a millisecond for each schema not seen before, and some seconds on the first call
     with a large vocabulary (`warm_up` does that ahead): call it on a thread.

@@ -12,7 +12,7 @@ Control tokens are allowed where the picture has them, and nowhere else.
 
 A structure once begun always comes to its end within the tokens that are left. A completion ("way") is searched for
 whenever the last one found may have become too long, and when no more tokens are left than it takes, it is what
-follows. Close to that point one careless token (a key whose value is long) could make every completion too long:
+follows. Close to that point one careless token (a key with a long value) could make every completion too long:
 such a token is exchanged for the first of the way before anybody sees it (`tight`, `settle`).
 
 What follows for want of tokens is exchanged too, not masked: a token that differs from the drawn one shows that the
@@ -361,7 +361,7 @@ class Enforcer:
 
 def _completion(matcher: Matcher, earlier: list[int], enough: int = 0) -> list[int] | None:
     """A completion of the matcher's text: the one found earlier, without its first token or as it was, or a new one."""
-    for guess in (earlier[1:], earlier):
-        if matcher.takes(guess):
-            return guess
+    for way in (earlier[1:], earlier):
+        if matcher.takes(way):
+            return way
     return matcher.completion(enough)

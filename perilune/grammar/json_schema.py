@@ -16,7 +16,7 @@ _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
     "discriminator", "externalDocs", "xml",
 )  # fmt: skip
-_DEEPEST = 16  # references and alternatives followed to tell two schemas apart
+_DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
 
 

@@ -19,7 +19,7 @@ from perilune.grammar.shortest_end import example, shortest
 from perilune.grammar.unordered import required_keys, rules
 from perilune.text.tokenizer import Tokenizer
 
-Words = NDArray[np.uint32]  # bit i of word w stands for token 32 w + i
+Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
 MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to some 15 MB as its states are met
 MAX_HINTS = 32

@@ -1,7 +1,7 @@
 """The shortest way to the end of a text that a grammar has begun to match: so that no bound on tokens cuts it off.
 
-llguidance tells which bytes may come next, not how far the end is: it has to be searched for. What is found is always
-a completion; that there is no shorter one is likely, not certain.
+llguidance gives the bytes that may come next, not the distance to the end: the end has to be searched for. The result
+is always a completion; that there is no shorter one is likely, not certain.
 """
 
 import functools
@@ -116,7 +116,7 @@ def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bou
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
 
     States of one length after which the same may come count as the same state, and few of one cost are looked into:
-    those first on whose way the most has changed, because they have got the furthest.
+    first the ones reached by the most changes, because they have got the furthest.
     """
     states: list[tuple[int, int, int, bytes, LLMatcher]] = [(0, 0, 0, b"", start)]
     looked_at: dict[int, int] = {}
@@ -201,7 +201,7 @@ def _run_on(state: LLMatcher, piece: bytes, mask: bytes) -> bytes:
 def example(expression: str) -> bytes:
     """A short text that the expression finds, as UTF-8; empty if none is known.
 
-    Read with Python's parser of expressions, whose syntax is nearly llguidance's: a guess, to be checked by use.
+    Read with Python's parser of expressions, with nearly llguidance's syntax: an estimate, to be checked by use.
     """
     try:
         return "".join(_match(parser.parse(expression))).encode()

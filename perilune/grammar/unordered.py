@@ -1,4 +1,4 @@
-"""Objects whose properties may come in any order: rules for the grammar compiler, which by itself keeps the schema's.
+"""Objects with properties in any order: rules for the grammar compiler, which by itself keeps the schema's.
 
 JSON knows no order, and a model that has to write its properties in another order than its own reasoning went through
 them makes mistakes: kimi-nano's exact tool calls fell from 99 % to 80 %. So an object that lists its properties is
@@ -76,7 +76,7 @@ class _Rules:
 
 
 def rules(schema: Any) -> tuple[str, list[Any]] | None:
-    """Lark text whose `@value0`, `@value1`, ... are values of the schemas beside it; None: nothing is gained by it."""
+    """Lark text whose `@value0`, `@value1`, ... are values of the schemas that come with it; None: no gain."""
     if not _listed(schema):
         return None
     made = _Rules(schema)

@@ -28,7 +28,7 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every process of a run is told. `shape` are the keywords of `config_for`, empty where `begin` brings one."""
+    """What every process of a run gets. `shape` are the keywords of `config_for`, empty where `begin` brings one."""
 
     model: Path
     corpora: tuple[Path, ...]

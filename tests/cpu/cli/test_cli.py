@@ -112,7 +112,7 @@ def test_the_printed_address_can_be_used(capsys: pytest.CaptureFixture[str]) -> 
     info = EngineInfo("m", 64, 512, (), 4, 16, 4, (("dtype", "float32", "[a] reason"),))
     with socket.socket() as sock:
         sock.bind(("0.0.0.0", 0))
-        serve.announce(Console(stderr=True), info, "m", sock, locked=True)
+        serve.show_ready(Console(stderr=True), info, "m", sock, locked=True)
         port = sock.getsockname()[1]
     printed = capsys.readouterr().err
     assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in printed and "Authorization: Bearer" in printed
