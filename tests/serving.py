@@ -87,14 +87,20 @@ class FakeEngine:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     constraints: list[Constraint | None] = field(default_factory=list)
+    cache_keys: list[tuple[str, ...]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     live: int = 0
     held: int = 0
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
     ) -> AsyncGenerator[Delta, None]:
         rid = len(self.seen)
+        self.cache_keys.append(cache_keys)
         self.constraints.append(constraint)
         self.seen.append((list(prompt), params))
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else BYTES.stop_ids)}

@@ -26,9 +26,9 @@ from perilune.convert.shards import arrange
 from perilune.core.errors import EngineError
 from perilune.core.jsonfile import write_object
 from perilune.formats import int4
-from perilune.formats.writer import EXPERT, with_quantization
-from perilune.loading.survey import expected
+from perilune.formats.writer import with_quantization
 from perilune.model.config import KimiConfig
+from perilune.model.names import EXPERT, expected
 
 SHARD_BYTES = 1_000_000_000
 KILLS = (0.2, 0.5, 0.8)  # shares of the result

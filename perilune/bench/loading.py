@@ -27,10 +27,10 @@ from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.formats import int4
 from perilune.formats.scheme import INT4_GROUP
-from perilune.formats.writer import EXPERT, Writer, with_quantization
+from perilune.formats.writer import Writer, with_quantization
 from perilune.loading.load import default_threads, load
-from perilune.loading.survey import expected
 from perilune.model.config import KimiConfig
+from perilune.model.names import EXPERT, expected
 
 GB = 1e9
 VOCABULARY = 32_768  # of the real 163,840: most of the checkpoint is to be experts

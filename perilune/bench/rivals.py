@@ -30,8 +30,9 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import Writer
-from perilune.loading.survey import expected, read_linear, survey
+from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
+from perilune.model.names import expected
 
 MAX_PARAMETERS = 4_000_000_000  # beyond this the float32 copy and three models in memory make no sense on a CPU
 NORM_EPS = 1e-6  # of the q and kv norms in transformers, whatever the config says

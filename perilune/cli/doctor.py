@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ from perilune.formats import hub
 from perilune.formats.progress import progress
 from perilune.formats.served import require_served
 from perilune.loading.eagle3 import require_draft
-from perilune.loading.survey import VISION_PREFIXES, Survey, expected, is_linear
+from perilune.loading.survey import Survey
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
 from perilune.plan import memory
@@ -31,8 +33,6 @@ from perilune.plan import memory
 GB = 1e9
 KV_BYTES = 2  # bfloat16
 DRAFT_KEYS = 20  # of eagle_config that are shown; published drafts have up to 6
-# Too narrow to split over GPUs: every one of them computes the whole.
-_WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "media_placeholder_token_id")
 
 
@@ -113,7 +113,7 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
         report.title = model
         report.findings.append(Finding("wrong", str(e), "nothing further can be checked without it"))
         return report
-    has_vision = any(name.startswith(VISION_PREFIXES) for name in (*shards.tensors, *shards.unread))
+    has_vision = any(name.startswith(names.VISION) for name in (*shards.tensors, *shards.unread))
     text = text_examine.examine(
         path, vocab_size=config.vocab_size, ids=_ids(raw), vision=config.has_vision and has_vision
     )
@@ -242,17 +242,17 @@ def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
 def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
     """The numbers of weights by how GPUs share them, and the bytes of the routed experts as stored."""
     routed_rows = linear = embedding = kv_b = whole_linear = whole = 0
-    for name, (rows, *inputs) in expected(config).items():
-        size = rows * (inputs[0] if inputs else 1)
-        if ".mlp.experts." in name:
-            routed_rows += rows
-        elif name.endswith("embed_tokens.weight"):
+    for name, shape, entry, _ in names.tensors(config):
+        size = math.prod(shape)
+        if names.ROUTED in name:
+            routed_rows += shape[0]
+        elif entry.field == "embed":
             embedding += size
-        elif name.endswith(".kv_b_proj.weight"):
+        elif entry.field == "kv_b":
             kv_b += size
-        elif not is_linear(name):
+        elif not entry.linear:
             whole += size
-        elif name.endswith(_WHOLE):
+        elif entry.axis is None:
             whole_linear += size
         else:
             linear += size
@@ -266,7 +266,7 @@ def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
         whole=whole + found.vision_bytes // 2,
         kv_values=config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim),
     )
-    return model, float(sum(t.nbytes for name, t in found.tensors.items() if ".mlp.experts." in name))
+    return model, float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name))
 
 
 def page(report: Report) -> list[str]:

@@ -78,8 +78,14 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
             raise EngineError(f"the private server ended with exit code {code}: {_words(last)}") from e
         raise
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        if reader.done():
+            # The server has closed its log and is ending by itself. terminate() would poll it first, and so take its exit
+            # code away from asyncio's own waiter, which then warns of an unknown child process.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), DEATH_SECONDS)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
         try:
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
         except TimeoutError:

@@ -31,6 +31,7 @@ from perilune.core.jsonfile import read_object, write_object
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.scheme import NVFP4_GROUP
+from perilune.model import names
 from perilune.ops.quantize.nvfp4_from_int4 import OFTEN
 
 PROJECTIONS = ("gate_up", "down")
@@ -136,11 +137,13 @@ class _Watch:
         squares = _squares(x)
         sums.tokens += len(x)
         sums.squares = squares if sums.squares is None else sums.squares + squares
-        self._often[f"{_name(layer)}.{expert}"] = shares(_squares(hidden), len(hidden))
+        self._often[f"{names.experts(layer)}.{expert}"] = shares(_squares(hidden), len(hidden))
 
     def measured(self) -> Measured:
-        maxima = {_name(i): {p: x.item() for p, x in sums.largest.items()} for i, sums in self._layers.items()}
-        whole = {_name(i): shares(s.squares, s.tokens) for i, s in self._layers.items() if s.squares is not None}
+        maxima = {names.experts(i): {p: x.item() for p, x in sums.largest.items()} for i, sums in self._layers.items()}
+        whole = {
+            names.experts(i): shares(s.squares, s.tokens) for i, s in self._layers.items() if s.squares is not None
+        }
         return Measured(maxima, self._often | whole)
 
 
@@ -155,10 +158,6 @@ def shares(squares: Tensor, tokens: int) -> Tensor:
 
 def _squares(x: Tensor) -> Tensor:
     return x.float().square().sum(0, dtype=torch.float64)
-
-
-def _name(layer: int) -> str:
-    return f"model.layers.{layer}.mlp.experts"
 
 
 def _read(text: Path, arrays: Path) -> tuple[Any, Measured]:

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,9 @@ from perilune.formats import int4 as int4_format
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.nvfp4 import MAX, SCALE_MAX
 from perilune.formats.served import SERVED
-from perilune.loading.survey import SKIPPED, VISION_PREFIXES, Survey, is_linear, read_parts
+from perilune.loading.survey import Survey, read_parts
+from perilune.model import names
 
-EXPERT = re.compile(r"((.*\.mlp\.experts)\.\d+\.)(gate|up|down)_proj")
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats whose weights are q * s
 KEPT_FACTORS = 64  # of matrices that are being converted
@@ -71,7 +70,7 @@ class Encoder:
         self.inputs = Inputs()
         self._factors: dict[tuple[str, ...], Tensor] = {}
         self._lock = threading.Lock()
-        kinds = {form for name, form in found.formats.items() if EXPERT.fullmatch(name)}
+        kinds = {form for name, form in found.formats.items() if names.EXPERT.fullmatch(name)}
         if len(kinds) > 1:
             raise ConfigError(f"{checkpoint.path}: experts in several formats ({', '.join(sorted(kinds))}) at once")
         self.experts = kinds.pop() if kinds else scheme.DENSE
@@ -92,8 +91,8 @@ class Encoder:
         """Copies of the INT4 scales, without which bfloat16 weights cannot become the same INT4 again."""
         if self._target.to != "bf16" or not self._target.sidecar or self.experts != scheme.INT4:
             return []
-        names = (name + SCALE_NAMES for name in self._found.formats if EXPERT.fullmatch(name))
-        jobs = [copy(self._checkpoint, self._found.tensors[name], self._stored(name)) for name in names]
+        scales = (name + SCALE_NAMES for name in self._found.formats if names.EXPERT.fullmatch(name))
+        jobs = [copy(self._checkpoint, self._found.tensors[name], self._stored(name)) for name in scales]
         return sorted(jobs, key=lambda job: job.at)
 
     # ---- which job for which tensor ------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Encoder:
             scheme.FP8_SCALED: self._to_fp8,
         }
         for name, form in self._found.formats.items():
-            wanted = self._target.experts if EXPERT.fullmatch(name) else self._target.others
+            wanted = self._target.experts if names.EXPERT.fullmatch(name) else self._target.others
             if wanted is None or wanted == form:
                 for suffix, part in self._found.parts(name).items():
                     yield copy(self._checkpoint, self._found.tensors[name + suffix], self._stored(name) + suffix, part)
@@ -119,10 +118,10 @@ class Encoder:
     def _rest(self) -> Iterator[Job]:
         """Norms, embedding, router and vision tensors, under the names they should have."""
         for name, info in self._found.tensors.items():
-            if not is_linear(name.rpartition(".")[0] + ".weight"):
+            if name.rpartition(".")[0] not in self._found.formats:
                 yield copy(self._checkpoint, info, self._found.prefix + name)
         for name, info in self._checkpoint.tensors.items():
-            if name.startswith(VISION_PREFIXES) and not SKIPPED.fullmatch(name):
+            if name.startswith(names.VISION) and not names.SKIPPED.fullmatch(name):
                 yield copy(self._checkpoint, info)
 
     # ---- the encodings -------------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class Encoder:
 
     def _input_scale(self, name: str) -> Tensor:
         """As ModelOpt means it, [] float32: measured, else the source's, else INPUT_SCALE."""
-        _, layer, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        _, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
         known = self.inputs.scales.get((layer, "down" if kind == "down" else "gate_up"))
         if known is not None:
             return torch.tensor(known)
@@ -200,7 +199,7 @@ class Encoder:
         return scale.reshape(()) if form == scheme.NVFP4 else scale.reshape(()).reciprocal()
 
     def _often(self, name: str) -> Tensor | None:
-        stem, layer, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        stem, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
         known = self.inputs.often.get(stem[:-1] if kind == "down" else layer)
         if known is None:
             return None
@@ -210,8 +209,8 @@ class Encoder:
 
     def _pair(self, name: str) -> tuple[str, ...]:
         """The matrices that share a scale with `name`: engines put gate and up together, and keep one for both."""
-        stem, _, kind = EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
-        return (name,) if kind == "down" else (f"{stem}gate_proj", f"{stem}up_proj")
+        stem, _, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        return (name,) if kind == "down" else names.mlp(stem)["gate_up"]
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:
         """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once, and alike."""

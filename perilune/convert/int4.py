@@ -18,7 +18,7 @@ def compact(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, floa
     steps, row = int4_compact.compact(scale)
     none = scale == 0
     if none.any():  # a compact scale cannot say 0, levels can
-        words = packed.unflatten(-1, (-1, INT4_GROUP // 8))
+        words = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8))
         packed = torch.where(none.unsqueeze(-1), _ZEROS, words).flatten(-2)
     squares = _squares(packed)
     exact = scale.double()
@@ -29,7 +29,7 @@ def compact(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, floa
 
 def _squares(packed: Tensor) -> Tensor:
     """[o, i / 8] -> the sum of q * q over each group [o, i / 32], float64."""
-    q = int4.unpack(packed).unflatten(-1, (-1, INT4_GROUP))
+    q = torch.unflatten(int4.unpack(packed), -1, (-1, INT4_GROUP))
     sums: Tensor = (q.short() * q.short()).sum(-1, dtype=torch.int32)
     return sums.double()
 
@@ -37,7 +37,7 @@ def _squares(packed: Tensor) -> Tensor:
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
     """The levels of weights [o, i] for given scales [o, i / 32], packed; whether they reproduce w as w is stored."""
     step = scale.float().unsqueeze(-1)
-    groups = w.float().unflatten(-1, (-1, INT4_GROUP))
+    groups = torch.unflatten(w.float(), -1, (-1, INT4_GROUP))
     q = (groups / torch.where(step == 0, 1.0, step)).round_().clamp_(-8, 7)
     same = torch.equal((q * step).to(w.dtype).flatten(-2), w)
     return int4.pack(q.flatten(-2)), same
@@ -53,8 +53,8 @@ def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     packed, scale = int4.quantize(w)
     if w.dtype != torch.bfloat16:
         return packed, scale
-    groups = w.unflatten(-1, (-1, INT4_GROUP)).flatten(0, 1)
-    words, flat = packed.unflatten(-1, (-1, INT4_GROUP // 8)).flatten(0, 1), scale.flatten()
+    groups = torch.unflatten(w, -1, (-1, INT4_GROUP)).flatten(0, 1)
+    words, flat = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8)).flatten(0, 1), scale.flatten()
     left = torch.arange(len(groups), device=w.device)
     for level in (7, 8):
         near = (groups[left].abs().amax(-1).float() / level).to(torch.bfloat16).view(torch.int16)

@@ -53,7 +53,7 @@ def from_int4(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None
 
 def from_weights(w: Tensor, exponent: int, often: Tensor | None = None) -> Encoded:
     """[o, i] float32, finite. `often` as in `from_int4`."""
-    blocks = (w * 2.0**-exponent).unflatten(-1, (-1, NVFP4_GROUP))
+    blocks = torch.unflatten(w * 2.0**-exponent, -1, (-1, NVFP4_GROUP))
     start = (blocks.abs().amax(-1) / nvfp4.MAX).clamp(max=nvfp4.SCALE_MAX).to(torch.float8_e4m3fn)
     first = start.view(torch.uint8).int()
     shares = 1.0 if often is None else often.float().view(-1, NVFP4_GROUP)

@@ -29,6 +29,7 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.loading.load import row_step
 from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
+from perilune.model.names import ffn
 from perilune.ops.linear.linear import linear
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.problem import Answer, Problem
@@ -263,9 +264,9 @@ def compare_outputs(
             a.attend(i)
             b.attend(i)
             mine = a.ffn(i, a.x)
-            if any(f"model.layers.{i}.mlp." in name for name in changed):
+            if any(name.startswith(ffn(i)) for name in changed):
                 both = b.ffn(i, torch.cat([a.x, b.x]))  # so that each expert is read once
-                theirs, own = both.split(len(a.x))
+                theirs, own = torch.split(both, len(a.x))
                 layers.append((energy(mine), energy(theirs - mine)))
             else:
                 own = b.ffn(i, b.x)

@@ -41,6 +41,7 @@ from perilune.loading.eagle3 import require_draft
 from perilune.loading.survey import survey
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
+from perilune.model.names import ROUTED
 
 CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
 MAX_THREADS = 16
@@ -457,6 +458,6 @@ def sizes(files: list[Files]) -> dict[str, int]:
     """Bytes by what they are: "experts" and "everything else", and "INT4 scales" kept beside them."""
     main, *rest = files
     jobs = [job for shard in main.shards for job in shard.jobs]
-    experts = sum(job.nbytes for job in jobs if any(".mlp.experts." in out.name for out in job.outs))
+    experts = sum(job.nbytes for job in jobs if any(ROUTED in out.name for out in job.outs))
     found = {"routed experts": experts, "everything else": main.nbytes - experts}
     return found | ({"INT4 scales kept beside them": sum(f.nbytes for f in rest)} if rest else {})

@@ -1,7 +1,7 @@
 """What a conversion is to make, and how its configuration says so."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -55,7 +55,7 @@ class Target:
 def configuration(target: Target, config: Mapping[str, Any], experts: str) -> dict[str, Any]:
     """config.json of the result; `experts` is the format of routed experts in the source."""
     layout = nvfp4 if target.layout == "modelopt" else nvfp4_packed
-    blocks = {
+    blocks: dict[str, Callable[[], dict[str, Any] | None]] = {
         "nvfp4": lambda: layout.quantization_config(activations=True),
         "int4": int4.quantization_config,
         "int4-compact": int4_compact.quantization_config,

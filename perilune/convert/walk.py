@@ -19,6 +19,7 @@ from perilune.core.errors import CheckpointError
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.served import require_served
 from perilune.loading.survey import read_linear, survey
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Span, Step, mla
 from perilune.model.weights import Attention, Dense
@@ -59,6 +60,7 @@ class Walk:
         self.config, self._checkpoint, self._found = config, checkpoint, survey(checkpoint, config)
         self._dtype, self._device = dtype, device
         self._eps, self._scale = config.rms_norm_eps, config.softmax_scale
+        (self._head,) = names.model()["lm_head"]
         self._pieces = list(_pieces(sequences, device))
         blocks = max(p.blocks for p in self._pieces)
         width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -67,7 +69,7 @@ class Walk:
         angles = positions[:, None] * torch.tensor(config.rope_inv_freq(), dtype=torch.float64, device=device)
         self._cos, self._sin = ((f(angles) * config.rope_magnitude).float() for f in (torch.cos, torch.sin))
         self._h = self._embedded(torch.cat([p.step.tokens for p in self._pieces]))
-        self.x = rmsnorm(self._h, self._plain("model.layers.0.input_layernorm.weight"), self._eps)
+        self.x = rmsnorm(self._h, self._plain(*names.layer(0)["input_norm"]), self._eps)
 
     @property
     def layers(self) -> range:
@@ -75,34 +77,35 @@ class Walk:
 
     @property
     def vocab(self) -> int:
-        return self._found.shapes["lm_head"][0]
+        return self._found.shapes[self._head][0]
 
     def attend(self, i: int) -> None:
         """Adds layer i's attention; x is now what its experts or its MLP read."""
-        w = self._attention_weights(f"model.layers.{i}.self_attn")
+        at = names.layer(i)
+        w = self._attention_weights(at)
         out = torch.empty_like(self.x)
         for piece in self._pieces:
             rows = piece.rows
             out[rows] = mla(
                 w, self.x[rows], self._cos[rows], self._sin[rows], piece.step, self._pages, self._eps, self._scale
             )
-        self.x = add_rmsnorm(self._h, out, self._plain(f"model.layers.{i}.post_attention_layernorm.weight"), self._eps)
+        self.x = add_rmsnorm(self._h, out, self._plain(*at["post_norm"]), self._eps)
 
     def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:
         """[T', D] -> [T', D] float32: the experts or the MLP of layer i, for any rows."""
-        c, at = self.config, f"model.layers.{i}.mlp"
+        c, at = self.config, names.layer(i)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if i < c.first_k_dense_replace:
-            return _gated(self._triple(at), x, out)
+            return _gated(self._triple(names.dense(i)), x, out)
         if c.n_shared_experts:
-            _gated(self._triple(f"{at}.shared_experts"), x, out)
-        gate, bias = self._wide(f"{at}.gate.weight"), self._wide(f"{at}.gate.e_score_correction_bias")
+            _gated(self._triple(names.shared(i)), x, out)
+        gate, bias = self._wide(*at["gate"]), self._wide(*at["bias"])
         ids, shares = router(
             x, gate, bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.routed_scaling_factor, c.norm_topk_prob
         )
         wanted = sorted(set(ids.flatten().tolist()))
         with ThreadPoolExecutor(READERS, thread_name_prefix="walk") as pool:
-            triples = in_order(pool, (partial(self._triple, f"{at}.experts.{e}") for e in wanted), READERS + 1)
+            triples = in_order(pool, (partial(self._triple, names.expert(i, e)) for e in wanted), READERS + 1)
             for e, triple in zip(wanted, triples):
                 rows, place = (ids == e).nonzero(as_tuple=True)
                 some = x[rows]
@@ -115,20 +118,20 @@ class Walk:
     def add(self, i: int, y: Tensor) -> None:
         """Ends layer i, whose experts or MLP gave `y`. CheckpointError if that is not finite."""
         last = i + 1 == self.config.num_hidden_layers
-        norm = "model.norm.weight" if last else f"model.layers.{i + 1}.input_layernorm.weight"
+        (norm,) = names.model()["norm"] if last else names.layer(i + 1)["input_norm"]
         self.x = add_rmsnorm(self._h, y.unsqueeze(1), self._plain(norm), self._eps)
         if not self.x.isfinite().all():
             raise CheckpointError(f"{self._checkpoint.path}: layer {i} gives values that are not finite")
 
     def head(self, rows: slice) -> Tensor:
         """Rows of lm_head, from multiples of 128 on."""
-        return self._linear("lm_head", rows)
+        return self._linear(self._head, rows)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """[T, D]; only rows that occur are read."""
-        info = self._found.tensors["model.embed_tokens.weight"]
+        info = self._found.tensors[names.EMBED.suffix]
         listed = ids.tolist()
         place = {token: n for n, token in enumerate(dict.fromkeys(listed))}
         table = torch.empty(len(place), *info.shape[1:], dtype=info.dtype)
@@ -136,22 +139,22 @@ class Walk:
             self._checkpoint.read_into(info, row, token * row.nbytes)
         return table[[place[token] for token in listed]].to(self._device, self._dtype)
 
-    def _attention_weights(self, at: str) -> Attention:
+    def _attention_weights(self, at: names.Names) -> Attention:
         c = self.config
         heads, n, latent = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
-        kv_b = self._linear(f"{at}.kv_b_proj").view(heads, n + c.v_head_dim, latent)
+        kv_b = self._linear(at["kv_b"][0]).view(heads, n + c.v_head_dim, latent)
         return Attention(
-            qkv_a=Dense(torch.cat([self._linear(f"{at}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa")])),
-            q_a_norm=self._plain(f"{at}.q_a_layernorm.weight"),
-            q_b=Dense(self._linear(f"{at}.q_b_proj")),
-            kv_a_norm=self._plain(f"{at}.kv_a_layernorm.weight"),
+            qkv_a=Dense(torch.cat([self._linear(name) for name in at["qkv_a"]])),
+            q_a_norm=self._plain(*at["q_a_norm"]),
+            q_b=Dense(self._linear(at["q_b"][0])),
+            kv_a_norm=self._plain(*at["kv_a_norm"]),
             w_uk=kv_b[:, :n].contiguous(),
             w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
-            o=Dense(self._linear(f"{at}.o_proj")),
+            o=Dense(self._linear(at["o"][0])),
         )
 
-    def _triple(self, at: str) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up, down = (self._linear(f"{at}.{kind}_proj") for kind in ("gate", "up", "down"))
+    def _triple(self, at: names.Names) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = (self._linear(name) for name in (*at["gate_up"], *at["down"]))
         return gate, up, down
 
     def _linear(self, name: str, rows: slice = slice(None)) -> Tensor:

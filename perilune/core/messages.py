@@ -19,12 +19,15 @@ class Submit:
 
     `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): only for a `constraint` on the
     answer does the engine read the tokenizer.
+    `cache_keys` are what the KV depends on besides the token ids, or who may share it: "image:HASH", "adapter:NAME",
+    "salt:TENANT". Only requests with equal keys, in the same order, share cached blocks.
     """
 
     rid: int
     prompt: tuple[int, ...]
     params: SamplingParams
     constraint: Constraint | None = None
+    cache_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

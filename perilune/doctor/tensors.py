@@ -16,7 +16,8 @@ from perilune.doctor.headers import Shards
 from perilune.formats.checkpoint import few
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.stored import Part, finite
-from perilune.loading.survey import VISION_PREFIXES, Survey, compare, is_linear, spell
+from perilune.loading.survey import Survey, compare, spell
+from perilune.model import names
 from perilune.model.config import KimiConfig
 
 SAMPLED_BYTES = 1 << 26  # read of all values; a checkpoint with fewer to check is checked whole
@@ -48,9 +49,9 @@ def sample(found: Survey) -> tuple[Sample, list[Finding]]:
     chosen = candidates
     whole = sum(info.nbytes for info, _ in candidates) <= SAMPLED_BYTES
     if not whole:
-        experts = [c for c in candidates if ".mlp.experts." in c[0].name]
+        experts = [c for c in candidates if names.ROUTED in c[0].name]
         step = max(len(experts) // EXPERT_PIECES, 1)
-        chosen = [c for c in candidates if ".mlp.experts." not in c[0].name] + experts[::step]
+        chosen = [c for c in candidates if names.ROUTED not in c[0].name] + experts[::step]
     generator = random.Random(0)
     faults: dict[str, list[str]] = {}
     nbytes = 0
@@ -69,26 +70,26 @@ def sample(found: Survey) -> tuple[Sample, list[Finding]]:
             faults.setdefault(f"cannot be read: {e.strerror}", []).append(file.name)
     remedy = "the file is damaged or the conversion went wrong: download it again, or convert again"
     findings = []
-    for fault, names in faults.items():
-        more = f" (and {len(names) - 1:,} more of those looked at)" if len(names) > 1 else ""
-        findings.append(Finding("wrong", f"tensor {shown(names[0])} {fault}{more}", remedy))
+    for fault, faulty in faults.items():
+        more = f" (and {len(faulty) - 1:,} more of those looked at)" if len(faulty) > 1 else ""
+        findings.append(Finding("wrong", f"tensor {shown(faulty[0])} {fault}{more}", remedy))
     return Sample(len(chosen), len(candidates), nbytes), findings
 
 
 def _candidates(found: Survey) -> Iterator[tuple[TensorInfo, Part]]:
     """Tensors with values that can be wrong, of a type that is expected; packed ones have none."""
     for name, info in found.tensors.items():
-        if is_linear(f"{name.rpartition('.')[0]}.weight"):
+        if name.rpartition(".")[0] in found.formats:
             continue
         if info.dtype.is_floating_point and info.nbytes:
             yield info, Part(info.shape, (info.dtype,))
     for linear in found.formats:
         for suffix, part in found.parts(linear).items():
-            info = found.tensors.get(linear + suffix)
-            if info is None or info.dtype not in part.dtypes or not info.nbytes:
+            stored = found.tensors.get(linear + suffix)
+            if stored is None or stored.dtype not in part.dtypes or not stored.nbytes:
                 continue
-            if part.fault is not None or info.dtype.is_floating_point:
-                yield info, part
+            if part.fault is not None or stored.dtype.is_floating_point:
+                yield stored, part
 
 
 def _piece(handle: int, info: TensorInfo, generator: random.Random, whole: bool) -> torch.Tensor:
@@ -110,19 +111,19 @@ def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
     """What the family's documentation leaves open and the tensors of a checkpoint tell, by topic."""
     tensors = shards.tensors
     told = {
-        "router bias": _types(tensors, ".e_score_correction_bias"),
+        "router bias": _types(tensors, names.ROUTER_BIAS),
         "weight_shape": _types(tensors, ".weight_shape"),
         "expert scales": _types(tensors, ".weight_scale", ".weight_scale_inv"),
     }
-    times = [name for name in tensors if name.endswith("pos_emb.time_weight")]
-    tower = [t.nbytes for name, t in tensors.items() if name.startswith(VISION_PREFIXES)]
+    times = [name for name in tensors if name.endswith(names.TIME_WEIGHT)]
+    tower = [t.nbytes for name, t in tensors.items() if name.startswith(names.VISION)]
     told["vision"] = (
         f"{len(tower):,} tensors ({sum(tower) / 1e9:.2f} GB) known, not served: text only" if tower else "none"
     )
     told["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
-    angles = [name for name in tensors if name.endswith(".rotary_emb.inv_freq")]
+    angles = [name for name in tensors if name.endswith(names.INV_FREQ)]
     told["inv_freq"] = few(angles, "tensor", limit=2) + ", computed instead" if angles else "none"
-    scales = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    scales = [name for name in tensors if name.endswith(names.KV_SCALES)]
     told["KV cache scales"] = few(scales, "tensor", limit=2) + ", not read" if scales else "none"
     if not published.is_full_size(config):
         told["config.json"] = "not of a published size, not compared"

@@ -12,11 +12,11 @@ from perilune.draft.batch import Batch
 from perilune.draft.capture import Capture
 from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Row
-from perilune.draft.optimizer import HEAD
 from perilune.draft.trainee import Trainee
 from perilune.loading.eagle3 import read_tensors
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
+from perilune.model.names import DRAFT_HEAD
 from perilune.model.weights import Dense
 
 
@@ -29,7 +29,13 @@ def reopen(draft: Path, model: KimiK2) -> Trainee:
     if config.draft_vocab_size != config.vocab_size:
         vocabulary = (tensors["d2t"].long() + torch.arange(config.draft_vocab_size)).tolist()
     return Trainee(
-        config, model.weights.embed, head.weight, seed=0, vocabulary=vocabulary, own_head=HEAD in tensors, start=tensors
+        config,
+        model.weights.embed,
+        head.weight,
+        seed=0,
+        vocabulary=vocabulary,
+        own_head=DRAFT_HEAD in tensors,
+        start=tensors,
     )
 
 

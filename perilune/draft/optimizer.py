@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-HEAD = "lm_head.weight"
+from perilune.model.names import DRAFT_HEAD
+
 HEAD_RATE: Final = 0.1  # of the peak: a head begins as the target's own rows
 MOMENTUM: Final = 0.95
 STEPS: Final = 5  # of the Newton-Schulz iteration
@@ -107,9 +108,9 @@ class Optimizer:
     """Of parameters by name. `rate` is what `step` is told, a head's is HEAD_RATE of it."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, weight_decay: float) -> None:
-        matrices = {name: p for name, p in parameters.items() if p.dim() > 1 and name != HEAD}
+        matrices = {name: p for name, p in parameters.items() if p.dim() > 1 and name != DRAFT_HEAD}
         self._muon = Muon(matrices, weight_decay)
-        heads = [name for name in parameters if name == HEAD]
+        heads = [name for name in parameters if name == DRAFT_HEAD]
         self._names = [name for name in parameters if name not in matrices and name not in heads] + heads
         self._parameters = [parameters[name] for name in self._names]
         cut = len(self._names) - len(heads)

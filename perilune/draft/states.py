@@ -26,7 +26,7 @@ from perilune.draft.corpus import Corpus, Row
 from perilune.draft.storage import safe_open, save_file
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.dense import FLOATS
-from perilune.loading.survey import NESTED_PREFIX
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.weights import Dense, Weights
 
@@ -181,10 +181,10 @@ def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[
     with Checkpoint.open(path) as checkpoint:
 
         def read(name: str) -> Tensor:
-            full = next((p + name for p in (NESTED_PREFIX, "") if p + name in checkpoint.tensors), None)
+            full = next((p + name for p in (names.NESTED, "") if p + name in checkpoint.tensors), None)
             if full is None or checkpoint.info(full).dtype not in FLOATS:
                 raise CheckpointError(f"{path} has no {name} of floating-point numbers")
             return checkpoint.read(full).to(device, dtype)
 
-        embed, norm = read("model.embed_tokens.weight"), read("model.norm.weight")
-        return config, Weights(embed, [], norm, Dense(read("lm_head.weight")))
+        embed, norm, head = (read(tensor.name) for tensor in names.ends(config))
+        return config, Weights(embed, [], norm, Dense(head))

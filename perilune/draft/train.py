@@ -27,13 +27,14 @@ from perilune.draft.capture import Capture
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.lessons import Lessons
 from perilune.draft.losses import LOSSES
-from perilune.draft.optimizer import HEAD, Optimizer, distribute
+from perilune.draft.optimizer import Optimizer, distribute
 from perilune.draft.states import States
 from perilune.draft.storage import safe_open, save_file
 from perilune.draft.trainee import Trainee
 from perilune.draft.vocabulary import most_frequent
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
+from perilune.model.names import DRAFT_HEAD
 from perilune.model.weights import Dense
 
 STATE = "state.safetensors"
@@ -135,7 +136,7 @@ def train(
     if states is not None:
         rows = _captured(states, [*corpora, *windows], layers, rows, mined, model.weights.norm)
     vocabulary = _vocabulary(config, rows, start)
-    own_head = own_head or vocabulary is not None or HEAD in (start or {})
+    own_head = own_head or vocabulary is not None or DRAFT_HEAD in (start or {})
     about = {
         "options": asdict(options),
         "draft": asdict(config),

@@ -23,10 +23,10 @@ from perilune.core.errors import CheckpointError
 from perilune.draft import ranks
 from perilune.draft.batch import Batch, Group
 from perilune.draft.losses import LOSSES
-from perilune.draft.optimizer import HEAD
 from perilune.draft.vocabulary import mapping
-from perilune.loading.eagle3 import LAYER, OPTIONAL, expected
+from perilune.model import names
 from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.names import DRAFT_HEAD
 
 T = TypeVar("T")
 SCORES = 1 << 28  # of a piece of attention that is computed twice
@@ -81,24 +81,24 @@ class Trainee(nn.Module):
         super().__init__()
         assert (vocabulary is None) == (config.draft_vocab_size == config.vocab_size), config
         assert vocabulary is None or (own_head and len(vocabulary) == config.draft_vocab_size), config
-        self.config = config
+        self.config, self._names = config, names.draft(config)
         self.embed, self.head = embed, head
         self.recompute = recompute
         self.vocabulary = None if vocabulary is None else torch.tensor(vocabulary, device=embed.device)
         generator = torch.Generator().manual_seed(seed)
-        for name, shape in expected(config).items():
-            if name in OPTIONAL and not (name == HEAD and own_head):
+        for name, shape in names.draft_expected(config).items():
+            if name in names.DRAFT_OPTIONAL and not (name == DRAFT_HEAD and own_head):
                 continue
             if start is not None:
                 if name not in start or start[name].shape != shape:
                     raise CheckpointError(f"the draft to begin with has no {name} of shape {list(shape)}")
                 p = start[name].float().clone()
-            elif name == HEAD:
+            elif name == DRAFT_HEAD:
                 p = (head if self.vocabulary is None else head[self.vocabulary]).float().clone()
             elif len(shape) == 1:
                 p = torch.ones(shape)
             else:
-                into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                into_stream = name in (*self._names["o"], *self._names["down"])
                 p = torch.empty(shape).normal_(0, shape[1] ** -0.5 * (0.5 if into_stream else 1.0), generator=generator)
             _place(self, name, nn.Parameter(p.to(embed.device)))
         self._frequencies = torch.tensor(config.rope_inv_freq, dtype=torch.float64, device=embed.device)
@@ -109,7 +109,7 @@ class Trainee(nn.Module):
         """Scales `fc` so that features begin with a mean square of about one, given those of the aux states. Without
         norms before `fc` they would begin as large as the target's stream, which drowns all that the draft adds."""
         if not self.config.fc_norm and not self.config.norm_before_fc:
-            for columns, square in zip(self.get_parameter("fc.weight").chunk(self.config.num_aux, -1), squares):
+            for columns, square in zip(self.get_parameter(*self._names["fc"]).chunk(self.config.num_aux, -1), squares):
                 columns.mul_((square + self.config.rms_norm_eps) ** -0.5)
 
     def lesson(self, batch: Batch, aux: Tensor, hidden: Tensor, steps: int, decay: float, loss: str = "kl") -> Lesson:
@@ -161,7 +161,7 @@ class Trainee(nn.Module):
         grids = [(g.token_grid(keys), g.token_grid(values)) for g in batch.groups]
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch.groups]
         state = features.index_select(0, batch.begin)
-        head = p.get(HEAD, self.head)
+        head = p.get(DRAFT_HEAD, self.head)
         for j in range(steps):
             # Chains near a row's end have no step j: they are computed and count nothing.
             token = (batch.begin + j + 1).minimum(batch.last)
@@ -173,55 +173,58 @@ class Trainee(nn.Module):
                 for group, mine in zip(batch.groups, own):
                     mine.append((group.chain_grid(k), group.chain_grid(v)))
             attended = self._attend(self._queries(x, positions), grids, own, batch.groups)
-            residual = self._norm(state, f"{LAYER}hidden_norm") if c.norm_before_residual else state
-            h = residual + F.linear(attended, p[f"{LAYER}self_attn.o_proj.weight"])
-            inner = self._norm(h, f"{LAYER}post_attention_layernorm")
-            gate = F.linear(inner, p[f"{LAYER}mlp.gate_proj.weight"])
-            up = F.linear(inner, p[f"{LAYER}mlp.up_proj.weight"])
-            h = h + F.linear(F.silu(gate) * up, p[f"{LAYER}mlp.down_proj.weight"])
+            residual = self._norm(state, "hidden_norm") if c.norm_before_residual else state
+            h = residual + self._linear(attended, "o")
+            inner = self._norm(h, "post_norm")
+            gate, up = self._linear(inner, "gate_up"), self._linear(inner, "gate_up", 1)
+            h = h + self._linear(F.silu(gate) * up, "down")
             normed = self._norm(h, "norm")
             state = normed if c.norm_output else h
             yield ChainStep(token, valid, normed, head)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, field: str, part: int = 0) -> Tensor:
+        """The linear layer `part` of those that share a field."""
+        return F.linear(x, self._now[self._names[field][part]])
+
+    def _norm(self, x: Tensor, field: str, part: int = 0) -> Tensor:
         f = x.float()
         f = f * (f.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
-        return (f * self._now[f"{name}.weight"]).to(x.dtype)
+        return (f * self._now[self._names[field][part]]).to(x.dtype)
 
     def _features(self, aux: Tensor) -> Tensor:
         c = self.config
         if c.norm_before_fc:
-            aux = self._norm(aux, "input_norm")
+            aux = self._norm(aux, "joint_norm")
         if c.fc_norm:
             pieces = aux.chunk(c.num_aux, -1)
-            aux = torch.cat([self._norm(piece, f"fc_norm.{i}") for i, piece in enumerate(pieces)], -1)
-        return F.linear(aux, self._now["fc.weight"])
+            aux = torch.cat([self._norm(piece, "fc_norms", i) for i, piece in enumerate(pieces)], -1)
+        return self._linear(aux, "fc")
 
     def _input(self, tokens: Tensor, features: Tensor) -> Tensor:
-        embedded = self._norm(F.embedding(tokens, self.embed).to(features.dtype), f"{LAYER}input_layernorm")
-        return torch.cat([embedded, self._norm(features, f"{LAYER}hidden_norm")], -1)
+        embedded = self._norm(F.embedding(tokens, self.embed).to(features.dtype), "input_norm")
+        return torch.cat([embedded, self._norm(features, "hidden_norm")], -1)
 
     def _keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, 2 D] -> keys [R, H, width of a head], values [R, H, v]."""
-        c, p, at = self.config, self._now, f"{LAYER}self_attn"
+        c = self.config
         if c.form == "mha":
             shape, times = (len(x), c.num_key_value_heads, c.head_dim), c.num_attention_heads // c.num_key_value_heads
-            k, v = (F.linear(x, p[f"{at}.{name}_proj.weight"]).view(shape) for name in "kv")
+            k, v = (self._linear(x, "qkv", part).view(shape) for part in (1, 2))
             return self._half_rope(k, positions).repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-        latent, k_pe = F.linear(x, p[f"{at}.kv_a_proj_with_mqa.weight"]).tensor_split((c.kv_lora_rank,), -1)
-        kv = F.linear(self._norm(latent, f"{at}.kv_a_layernorm"), p[f"{at}.kv_b_proj.weight"])
+        latent, k_pe = self._linear(x, "qkv_a", 1).tensor_split((c.kv_lora_rank,), -1)
+        kv = self._linear(self._norm(latent, "kv_a_norm"), "kv_b")
         nope, values = kv.view(len(x), c.num_attention_heads, -1).tensor_split((c.qk_nope_head_dim,), -1)
         k_pe = self._rope(k_pe[:, None], positions).expand(-1, c.num_attention_heads, -1)
         return torch.cat((nope, k_pe), -1), values
 
     def _queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [R, 2 D] -> [R, H, width of a head], scaled."""
-        c, p, at = self.config, self._now, f"{LAYER}self_attn"
+        c = self.config
         if c.form == "mha":
-            q = F.linear(x, p[f"{at}.q_proj.weight"]).view(len(x), c.num_attention_heads, -1)
+            q = self._linear(x, "qkv").view(len(x), c.num_attention_heads, -1)
             return self._half_rope(q, positions) * c.softmax_scale
-        q = self._norm(F.linear(x, p[f"{at}.q_a_proj.weight"]), f"{at}.q_a_layernorm")
-        q = F.linear(q, p[f"{at}.q_b_proj.weight"]).view(len(x), c.num_attention_heads, -1)
+        q = self._norm(self._linear(x, "qkv_a"), "q_a_norm")
+        q = self._linear(q, "q_b").view(len(x), c.num_attention_heads, -1)
         nope, pe = q.tensor_split((c.qk_nope_head_dim,), -1)
         return torch.cat((nope, self._rope(pe, positions)), -1) * c.softmax_scale
 

@@ -105,9 +105,15 @@ class EngineClient:
         return self._failure is None
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
+
+        Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run, or whose constraint leaves no room for an answer, and
         EngineError if the engine is or goes down.
@@ -122,7 +128,7 @@ class EngineClient:
         self._inboxes[rid] = inbox
         finished = False
         try:
-            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint))
+            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint, cache_keys))
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish_reason is not None

@@ -109,6 +109,7 @@ class LLM:
         n: int = 1,
         best_of: int | None = None,
         constraint: Constraint | None = None,
+        cache_keys: Sequence[str] = (),
         progress: bool = False,
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
@@ -117,7 +118,9 @@ class LLM:
         are generated and the n with the highest mean log-probability per token kept, best first; candidate i runs with
         `core.sampling.sibling(params, i)`.
 
-        `constraint` (text.grammar.constrain) fixes the form of every completion.
+        `constraint` (grammar.constrain) fixes the form of every completion.
+
+        Cached KV is shared only with calls of equal `cache_keys`, such as ("salt:TENANT",).
 
         Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
         where it does not.
@@ -146,7 +149,7 @@ class LLM:
             parts[i].append(stream.feed(delta.tokens))
             return stream.stopped
 
-        runs = self._run(tokens, wanted, take, progress, constraint)
+        runs = self._run(tokens, wanted, take, progress, constraint, tuple(cache_keys))
         results = []
         for run, stream, part in zip(runs, streams, parts):
             text = None if stream is None else "".join(part) + stream.finish()
@@ -171,13 +174,14 @@ class LLM:
         thinking_budget: int | None = None,
         preserve_thinking: bool = False,
         continue_final_message: bool | None = None,
+        cache_keys: Sequence[str] = (),
     ) -> ChatCompletion:
         """The assistant's next turn of an OpenAI-style conversation.
 
         Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
         `thinking_budget` tokens. `thinking` None is the model's own way. A last message of the assistant's is continued
         unless `continue_final_message` is False; the result is what is new (text/beginning.py). Raises RequestError for
-        a schema that cannot be enforced, and for a mode that this model does not have.
+        a schema that cannot be enforced, and for a mode that this model does not have. `cache_keys` as in `generate`.
         """
         tokenizer = self._need_tokenizer()
         template: ChatTemplate = template_for(self.path)
@@ -217,7 +221,7 @@ class LLM:
             events.extend(stream.feed(delta.tokens))
             return stream.stopped
 
-        (run,) = self._run([prompt.ids], [params], take, False, constraint)
+        (run,) = self._run([prompt.ids], [params], take, False, constraint, tuple(cache_keys))
         events.extend(stream.finish())
         reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
         content = "".join(e.text for e in events if isinstance(e, Content))
@@ -262,6 +266,7 @@ class LLM:
         take: Callable[[int, Delta], bool],
         progress: bool,
         constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
     ) -> "list[_Run]":
         """Runs all prompts to their ends. `take(index, delta)` sees every delta and may end its request early."""
         for prompt, given in zip(prompts, params):
@@ -277,7 +282,7 @@ class LLM:
             try:
                 for rid, run in runs.items():
                     ends = self._resolved(params[run.index]).ending_with(self._end_tokens)
-                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends, constraint))
+                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends, constraint, cache_keys))
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
                     while engine.busy and failure is None:

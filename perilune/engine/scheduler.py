@@ -28,7 +28,7 @@ from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.kv.blocks import BlockPool
-from perilune.kv.prefix import PrefixTree, extend_digests
+from perilune.kv.prefix import PrefixTree, extend_digests, root_of
 
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -116,7 +116,8 @@ class Scheduler:
         limit = min(self._max_model_len, room + 1)
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit)
+        root = root_of(message.cache_keys)
+        request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit, root)
         self._arrivals += 1
         self._live[request.rid] = request
         self._waiting.append(request)
@@ -344,7 +345,7 @@ class Scheduler:
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []
         blocks = (request.known - 1) // self._block_size
-        extend_digests(request.digests, request.tokens, self._block_size, blocks)
+        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root)
         return request.digests[:blocks]
 
     def _launch(self, request: Request, count: int, behind: int | None = None) -> _Flight:
@@ -470,7 +471,7 @@ class Scheduler:
         full = request.computed // self._block_size
         if not self._prefix_cache or full == request.registered:
             return
-        extend_digests(request.digests, request.tokens, self._block_size, full)
+        extend_digests(request.digests, request.tokens, self._block_size, full, request.root)
         for index in range(request.registered, full):
             parent = request.blocks[index - 1] if index else None
             own = request.blocks[index]

@@ -31,7 +31,8 @@ def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     o, i = w.shape[-2:]
     w = w.float()
     whole = torch.nn.functional.pad(w, (0, -i % BLOCK, 0, -o % BLOCK))
-    scale = whole.abs().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).amax((-3, -1)) / MAX
+    squares = torch.unflatten(torch.unflatten(whole.abs(), -1, (-1, BLOCK)), -3, (-1, BLOCK))
+    scale = squares.amax((-3, -1)) / MAX
     if not scale.isfinite().all():
         raise ValueError("weights are not finite")
     step = _spread(torch.where(scale == 0, 1.0, scale), o, i)

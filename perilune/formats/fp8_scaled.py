@@ -14,8 +14,7 @@ import torch
 from perilune.core.errors import CheckpointError
 from perilune.formats import fp8_block
 from perilune.formats.stored import Part, finite, has_nan
-
-TARGETS = ["re:.*self_attn.*_proj.*", "re:.*shared_experts.*_proj$", "re:.*mlp\\.(gate|up|down)_proj$", "re:.*lm_head$"]
+from perilune.model.names import UNROUTED_TARGETS
 
 
 def quantize_rows(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,4 +68,9 @@ def group(*, rows: bool) -> dict[str, Any]:
     else:
         weights = number | {"strategy": "block", "block_structure": [fp8_block.BLOCK] * 2, "dynamic": False}
         activations = number | {"strategy": "group", "group_size": fp8_block.BLOCK, "dynamic": True}
-    return {"format": "float-quantized", "targets": TARGETS, "weights": weights, "input_activations": activations}
+    return {
+        "format": "float-quantized",
+        "targets": list(UNROUTED_TARGETS),
+        "weights": weights,
+        "input_activations": activations,
+    }

@@ -13,7 +13,9 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
+
+# Public by its documentation; the package lists no exports.
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
 
 from perilune.core.errors import ConfigError, quoted, shown
 from perilune.core.jsonfile import MAX_HEADER
@@ -33,7 +35,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 class _Silent(tqdm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"disable": True})
+        super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
 
 
 def resolve_model(

@@ -16,6 +16,7 @@ import torch
 from perilune.core.errors import CheckpointError
 from perilune.formats.scheme import INT4_GROUP
 from perilune.formats.stored import Part, finite
+from perilune.model.names import UNROUTED_EXPRESSIONS
 
 MAX_LEVEL = 7
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -120,10 +121,5 @@ def quantization_config() -> dict[str, Any]:
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group},
-        "ignore": [
-            "lm_head",
-            "re:.*self_attn.*",
-            "re:.*shared_experts.*",
-            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        ],
+        "ignore": list(UNROUTED_EXPRESSIONS),
     }

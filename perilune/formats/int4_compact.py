@@ -47,7 +47,7 @@ def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """
     scale, row = compact(int4.quantize(w)[1])
     step = expand(scale, row).unsqueeze(-1)
-    groups = w.float().unflatten(-1, (-1, INT4_GROUP))
+    groups = torch.unflatten(w.float(), -1, (-1, INT4_GROUP))
     q = (groups / torch.where(step == 0, 1.0, step)).round_().clamp_(-int4.MAX_LEVEL, int4.MAX_LEVEL)
     return int4.pack(q.flatten(-2)), scale, row
 

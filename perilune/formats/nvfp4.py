@@ -18,6 +18,7 @@ import torch
 from perilune.core.errors import CheckpointError
 from perilune.formats.scheme import NVFP4_GROUP
 from perilune.formats.stored import Part, finite
+from perilune.model.names import UNROUTED_GLOBS
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0  # the largest e2m1 number
@@ -61,7 +62,7 @@ def quantize(w: torch.Tensor, factor: torch.Tensor | None = None) -> tuple[torch
     not finite.
     """
     assert w.shape[-1] % NVFP4_GROUP == 0, w.shape
-    groups = w.float().unflatten(-1, (-1, NVFP4_GROUP))
+    groups = torch.unflatten(w.float(), -1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(-1)
     if not largest.isfinite().all():
         raise ValueError("weights are not finite")
@@ -82,7 +83,7 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, 
 
 def scaled(packed: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed [..., i/2], step [..., i/16] float32 -> [..., i] in `dtype`: e2m1 * step."""
-    groups = values(unpack(packed)).unflatten(-1, (-1, NVFP4_GROUP))
+    groups = torch.unflatten(values(unpack(packed)), -1, (-1, NVFP4_GROUP))
     return (groups * step.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -143,15 +144,5 @@ def quantization_config(*, activations: bool = False) -> dict[str, Any]:
             | ({"input_activations": number} if activations else {})
         },
         "producer": {"name": "perilune"},
-        "ignore": [
-            "*embed_tokens*",
-            "*lm_head*",
-            "*self_attn*",
-            "*shared_experts*",
-            "*mlp.gate*",
-            "*mlp.up_proj*",
-            "*mlp.down_proj*",
-            "*mm_projector*",
-            "*vision_tower*",
-        ],
+        "ignore": list(UNROUTED_GLOBS),
     }

@@ -16,6 +16,7 @@ import torch
 from perilune.formats import nvfp4
 from perilune.formats.scheme import NVFP4_GROUP, NVFP4_PACKED
 from perilune.formats.stored import Part, finite
+from perilune.model.names import UNROUTED_EXPRESSIONS
 
 
 def dequantize(
@@ -80,10 +81,5 @@ def quantization_config(*, activations: bool = False) -> dict[str, Any]:
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group},
-        "ignore": [
-            "lm_head",
-            "re:.*self_attn.*",
-            "re:.*shared_experts.*",
-            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        ],
+        "ignore": list(UNROUTED_EXPRESSIONS),
     }

@@ -21,11 +21,9 @@ from perilune.core.jsonfile import write_object
 from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import INDEX, SINGLE
 from perilune.formats.safetensors_file import DTYPES
+from perilune.model import names
 
 SHARD_BYTES = 5_000_000_000
-EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
-LINEAR = re.compile(r".*_proj(_with_mqa)?\.weight")
-ROUTER_BIAS = ".e_score_correction_bias"
 
 Form = Literal["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack-quantized"]
 
@@ -40,11 +38,11 @@ class _Quantiser:
 
 
 _QUANTISERS: Mapping[str, _Quantiser] = {
-    "int4": _Quantiser(EXPERT, int4.encode, int4.quantization_config),
-    "int4-compact": _Quantiser(EXPERT, int4_compact.encode, int4_compact.quantization_config),
-    "fp8-block": _Quantiser(LINEAR, fp8_block.encode, fp8_block.quantization_config),
-    "nvfp4": _Quantiser(EXPERT, nvfp4.encode, nvfp4.quantization_config),
-    "nvfp4-pack-quantized": _Quantiser(EXPERT, nvfp4_packed.encode, nvfp4_packed.quantization_config),
+    "int4": _Quantiser(names.EXPERT, int4.encode, int4.quantization_config),
+    "int4-compact": _Quantiser(names.EXPERT, int4_compact.encode, int4_compact.quantization_config),
+    "fp8-block": _Quantiser(names.LAYER_LINEAR, fp8_block.encode, fp8_block.quantization_config),
+    "nvfp4": _Quantiser(names.EXPERT, nvfp4.encode, nvfp4.quantization_config),
+    "nvfp4-pack-quantized": _Quantiser(names.EXPERT, nvfp4_packed.encode, nvfp4_packed.quantization_config),
 }
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -73,7 +71,7 @@ def write(
                 for part in quantiser.encode(name.removesuffix(".weight"), tensor):
                     out.add(*part)
             elif tensor.is_floating_point():
-                out.add(name, tensor.to(torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16))
+                out.add(name, tensor.to(torch.float32 if name.endswith(names.ROUTER_BIAS) else torch.bfloat16))
             else:
                 out.add(name, tensor)
     block = quantiser.config() if quantiser is not None else None

@@ -1,8 +1,9 @@
 """Which KV blocks hold which token prefixes, so that prompts that begin alike are computed once.
 
 A full block is named by a chained digest: of its predecessor's digest and its own token ids, hence of everything before
-it. The tree has at most one block per digest, and whoever references a block references all its predecessors:
-a request that finds its freshly computed block already known adopts the known one (`insert`). With blocks released
+it. The first block's predecessor is the digest of the request's cache keys (`root_of`): media, adapter, tenant's salt.
+The tree has at most one block per digest, and a request that references a block references all its predecessors: a
+request that finds its freshly computed block already known adopts the known one (`insert`). With blocks released
 last-to-first, a block therefore always falls idle before its predecessor does, and the queue of idle blocks in the
 order they fell idle is at once least-recently-used first and leaf first: eviction is O(1) and never leaves a hole.
 """
@@ -18,13 +19,27 @@ from perilune.kv.blocks import BlockPool
 _DIGEST_BYTES = 16
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, blocks: int) -> None:
-    """Appends to `digests` until it names the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1)."""
+def root_of(keys: Sequence[str]) -> bytes:
+    """What the digests of a request with these cache keys begin with: 16 bytes, b"" without keys."""
+    if not keys:
+        return b""
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"cache keys")  # so that no block's digest is equal to it
+    for key in keys:
+        encoded = key.encode("utf-8", "surrogatepass")
+        digest.update(struct.pack("<Q", len(encoded)) + encoded)
+    return digest.digest()
+
+
+def extend_digests(
+    digests: list[bytes], tokens: Sequence[int], block_size: int, blocks: int, root: bytes = b""
+) -> None:
+    """Appends to `digests` until it names the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1) after
+    `root`, which is the same in every call for one chain."""
     assert blocks * block_size <= len(tokens), (blocks, block_size, len(tokens))
     layout = struct.Struct(f"<{block_size}I")
     for index in range(len(digests), blocks):
         ids = layout.pack(*tokens[index * block_size : (index + 1) * block_size])
-        parent = digests[-1] if digests else b""
+        parent = digests[-1] if digests else root
         digests.append(blake2b(parent + ids, digest_size=_DIGEST_BYTES).digest())
 
 
@@ -39,7 +54,7 @@ class _Node:
 class PrefixTree:
     """The one way to the pool's blocks: hands them out, takes them back, and keeps registered ones as long as it can.
 
-    A block nobody references is cached if it is registered here, and evicted when a new block is wanted and none is
+    A block without references is cached if it is registered here, and evicted when a new block is wanted and none is
     free; otherwise it goes back to the pool at once.
     """
 
@@ -51,7 +66,7 @@ class PrefixTree:
 
     @property
     def num_cached(self) -> int:
-        """Registered blocks that nobody references."""
+        """Registered blocks without references."""
         return len(self._idle)
 
     @property

@@ -1,7 +1,6 @@
 """Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,58 +12,14 @@ from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
 from perilune.loading.fp8_dense import quantize, round_values
 from perilune.loading.survey import spell
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.weights import Attention, Dense, Fp8, Linear, Mlp, Weights
 
-LAYER = "midlayer."
-_OTHER_LAYER = "layers.0."
-_SKIPPED = re.compile(r".*rotary_emb\.inv_freq")
 FP8_WIDTH = 64  # inputs of an FP8 matrix come in so many
 _IDS = (torch.int64, torch.int32)
-
-
-def expected(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every floating-point tensor, `embed_tokens` and `lm_head`, which may be absent, included."""
-    c, d, wide = config, config.hidden_size, config.num_aux * config.target_hidden_size
-    heads, at = c.num_attention_heads, f"{LAYER}self_attn"
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (c.vocab_size, d),
-        "fc.weight": (d, wide),
-        "norm.weight": (d,),
-        "lm_head.weight": (c.draft_vocab_size, d),
-        f"{LAYER}hidden_norm.weight": (d,),
-        f"{LAYER}input_layernorm.weight": (d,),
-        f"{LAYER}post_attention_layernorm.weight": (d,),
-        f"{LAYER}mlp.gate_proj.weight": (c.intermediate_size, d),
-        f"{LAYER}mlp.up_proj.weight": (c.intermediate_size, d),
-        f"{LAYER}mlp.down_proj.weight": (d, c.intermediate_size),
-    }
-    if c.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(c.num_aux)}
-    if c.norm_before_fc:
-        shapes["input_norm.weight"] = (wide,)
-    if c.form == "mha":
-        kv = c.num_key_value_heads * c.head_dim
-        return shapes | {
-            f"{at}.q_proj.weight": (heads * c.head_dim, 2 * d),
-            f"{at}.k_proj.weight": (kv, 2 * d),
-            f"{at}.v_proj.weight": (kv, 2 * d),
-            f"{at}.o_proj.weight": (d, heads * c.head_dim),
-        }
-    return shapes | {
-        f"{at}.q_a_proj.weight": (c.q_lora_rank, 2 * d),
-        f"{at}.q_a_layernorm.weight": (c.q_lora_rank,),
-        f"{at}.q_b_proj.weight": (heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
-        f"{at}.kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, 2 * d),
-        f"{at}.kv_a_layernorm.weight": (c.kv_lora_rank,),
-        f"{at}.kv_b_proj.weight": (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
-        f"{at}.o_proj.weight": (d, heads * c.v_head_dim),
-    }
-
-
-OPTIONAL = ("embed_tokens.weight", "lm_head.weight")
 
 
 def load_draft(
@@ -82,40 +37,35 @@ def load_draft(
         stored = _names(checkpoint)
         _check_tensors(checkpoint, stored, config)
 
-        def has(name: str) -> bool:
-            return name in stored
+        at = names.draft(config)
 
-        def read(*names: str) -> Tensor:
-            pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in names]
+        def read(*parts: str) -> Tensor:
+            pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in parts]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-        def linear(*names: str) -> Dense:
-            return Dense(read(*names))
+        def linear(field: str) -> Dense:
+            return Dense(read(*at[field]))
 
-        if has("lm_head.weight"):
-            lm_head: Linear = linear("lm_head.weight")
+        if names.DRAFT_HEAD in stored:
+            lm_head: Linear = linear("lm_head")
         elif config.draft_vocab_size == target.vocab_size and config.hidden_size == target.hidden_size:
             lm_head = shared.lm_head
         else:
-            raise CheckpointError(f"{path} lacks lm_head.weight, and the target's has another shape")
-        if not has("embed_tokens.weight") and config.hidden_size != target.hidden_size:
-            raise CheckpointError(f"{path} lacks embed_tokens.weight, and the target's has another width")
+            raise CheckpointError(f"{path} lacks {names.DRAFT_HEAD}, and the target's has another shape")
+        own_embed = names.DRAFT_EMBED in stored
+        if not own_embed and config.hidden_size != target.hidden_size:
+            raise CheckpointError(f"{path} lacks {names.DRAFT_EMBED}, and the target's has another width")
         weights = Eagle3Weights(
-            embed=read("embed_tokens.weight") if has("embed_tokens.weight") else shared.embed,
-            fc=linear("fc.weight"),
-            fc_norms=torch.stack([read(f"fc_norm.{i}.weight") for i in range(config.num_aux)])
-            if config.fc_norm
-            else None,
-            joint_norm=read("input_norm.weight") if config.norm_before_fc else None,
-            input_norm=read(f"{LAYER}input_layernorm.weight"),
-            hidden_norm=read(f"{LAYER}hidden_norm.weight"),
-            attention=_attention(config, read, linear),
-            post_norm=read(f"{LAYER}post_attention_layernorm.weight"),
-            mlp=Mlp(
-                linear(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"),
-                linear(f"{LAYER}mlp.down_proj.weight"),
-            ),
-            norm=read("norm.weight"),
+            embed=read(*at["embed"]) if own_embed else shared.embed,
+            fc=linear("fc"),
+            fc_norms=torch.stack([read(name) for name in at["fc_norms"]]) if config.fc_norm else None,
+            joint_norm=read(*at["joint_norm"]) if config.norm_before_fc else None,
+            input_norm=read(*at["input_norm"]),
+            hidden_norm=read(*at["hidden_norm"]),
+            attention=_attention(config, at, read, linear),
+            post_norm=read(*at["post_norm"]),
+            mlp=Mlp(linear("gate_up"), linear("down")),
+            norm=read(*at["norm"]),
             lm_head=lm_head,
             target_ids=_target_ids(checkpoint, stored, config, device),
         )
@@ -145,7 +95,7 @@ def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of the draft in `path` as stored, on the CPU, by the names that `expected` has; checked as for
+    """The tensors of the draft in `path` as stored, on the CPU, by the names of model/names.py; checked as for
     `load_draft`, but for the target."""
     config = Eagle3Config.from_directory(path)
     with Checkpoint.open(path) as checkpoint:
@@ -154,21 +104,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: checkpoint.read(own) for name, own in stored.items()}
 
 
-def _attention(c: Eagle3Config, read: Callable[..., Tensor], linear: Callable[..., Dense]) -> Attention | HeadAttention:
-    at = f"{LAYER}self_attn"
+def _attention(
+    c: Eagle3Config, at: names.Names, read: Callable[..., Tensor], linear: Callable[[str], Dense]
+) -> Attention | HeadAttention:
     if c.form == "mha":
-        qkv = linear(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight")
-        return HeadAttention(qkv, linear(f"{at}.o_proj.weight"))
+        return HeadAttention(linear("qkv"), linear("o"))
     n, v, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
-    kv_b = read(f"{at}.kv_b_proj.weight").view(c.num_attention_heads, n + v, latent)
+    kv_b = read(*at["kv_b"]).view(c.num_attention_heads, n + v, latent)
     return Attention(
-        qkv_a=linear(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
-        q_a_norm=read(f"{at}.q_a_layernorm.weight"),
-        q_b=linear(f"{at}.q_b_proj.weight"),
-        kv_a_norm=read(f"{at}.kv_a_layernorm.weight"),
+        qkv_a=linear("qkv_a"),
+        q_a_norm=read(*at["q_a_norm"]),
+        q_b=linear("q_b"),
+        kv_a_norm=read(*at["kv_a_norm"]),
         w_uk=kv_b[:, :n].contiguous(),
         w_uv=kv_b[:, n:].transpose(1, 2).contiguous(),
-        o=linear(f"{at}.o_proj.weight"),
+        o=linear("o"),
     )
 
 
@@ -185,22 +135,20 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     """Stored names by the ones used here."""
     found: dict[str, str] = {}
     for name in checkpoint.tensors:
-        usual = name.removeprefix("model.")
-        if usual.startswith(_OTHER_LAYER):
-            usual = LAYER + usual.removeprefix(_OTHER_LAYER)
+        usual = names.draft_name(name)
         if usual in found:
             raise CheckpointError(
                 f"{checkpoint.path}: tensors {shown(found[usual])} and {shown(name)} are the same one"
             )
-        if not _SKIPPED.fullmatch(usual):
+        if not usual.endswith(names.INV_FREQ):
             found[usual] = name
     return found
 
 
 def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Eagle3Config) -> None:
-    wanted = expected(config)
+    wanted = names.draft_expected(config)
     ids = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    if missing := [n for n in wanted if n not in stored and n not in OPTIONAL]:
+    if missing := [n for n in wanted if n not in stored and n not in names.DRAFT_OPTIONAL]:
         raise CheckpointError(f"{checkpoint.path} lacks {few(missing, 'tensor')}")
     if surplus := [own for name, own in stored.items() if name not in wanted and name not in ids]:
         raise CheckpointError(f"{checkpoint.path} holds {few(surplus, 'tensor')} that no draft of this kind has")

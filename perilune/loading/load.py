@@ -33,7 +33,7 @@ from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.served import require_served
 from perilune.formats.stored import Part
 from perilune.loading.survey import Survey, read_linear, require_sound, spell, survey
-from perilune.loading.survey import expected as expected
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
     Attention,
@@ -139,7 +139,7 @@ def row_step(inputs: int) -> int:
 
 
 Advance = Callable[[int], None]
-Triple = tuple[str, str, str]
+Triple = tuple[str, ...]
 
 
 def _ignore(_: int) -> None: ...
@@ -187,43 +187,44 @@ class _Plan:
         self._dtype, self._device = dtype, device
 
     def weights(self) -> Weights:
+        at = names.model()
         return Weights(
-            embed=self._plain("model.embed_tokens.weight"),
+            embed=self._plain(*at["embed"]),
             layers=[self.layer(i) for i in range(self._config.num_hidden_layers)],
-            norm=self._plain("model.norm.weight"),
-            lm_head=self._linear("lm_head"),
+            norm=self._plain(*at["norm"]),
+            lm_head=self._linear(*at["lm_head"]),
         )
 
     def layer(self, i: int) -> Layer:
-        at = f"model.layers.{i}"
+        at = names.layer(i)
         return Layer(
-            input_norm=self._plain(f"{at}.input_layernorm.weight"),
-            attention=self._attention(f"{at}.self_attn"),
-            post_norm=self._plain(f"{at}.post_attention_layernorm.weight"),
-            ffn=self._mlp(f"{at}.mlp") if i < self._config.first_k_dense_replace else self._moe(f"{at}.mlp"),
+            input_norm=self._plain(*at["input_norm"]),
+            attention=self._attention(at),
+            post_norm=self._plain(*at["post_norm"]),
+            ffn=self._mlp(names.dense(i)) if i < self._config.first_k_dense_replace else self._moe(i, at),
         )
 
-    def _attention(self, at: str) -> Attention:
-        w_uk, w_uv = self._split_kv_b(f"{at}.kv_b_proj")
+    def _attention(self, at: names.Names) -> Attention:
+        w_uk, w_uv = self._split_kv_b(*at["kv_b"])
         return Attention(
-            qkv_a=self._linear(f"{at}.q_a_proj", f"{at}.kv_a_proj_with_mqa"),
-            q_a_norm=self._plain(f"{at}.q_a_layernorm.weight"),
-            q_b=self._linear(f"{at}.q_b_proj"),
-            kv_a_norm=self._plain(f"{at}.kv_a_layernorm.weight"),
+            qkv_a=self._linear(*at["qkv_a"]),
+            q_a_norm=self._plain(*at["q_a_norm"]),
+            q_b=self._linear(*at["q_b"]),
+            kv_a_norm=self._plain(*at["kv_a_norm"]),
             w_uk=w_uk,
             w_uv=w_uv,
-            o=self._linear(f"{at}.o_proj"),
+            o=self._linear(*at["o"]),
         )
 
-    def _mlp(self, at: str) -> Mlp:
-        return Mlp(gate_up=self._linear(f"{at}.gate_proj", f"{at}.up_proj"), down=self._linear(f"{at}.down_proj"))
+    def _mlp(self, at: names.Names) -> Mlp:
+        return Mlp(gate_up=self._linear(*at["gate_up"]), down=self._linear(*at["down"]))
 
-    def _moe(self, at: str) -> Moe:
+    def _moe(self, i: int, at: names.Names) -> Moe:
         return Moe(
-            gate=self._plain(f"{at}.gate.weight", self._gate_dtype(f"{at}.gate.weight")),
-            bias=self._plain(f"{at}.gate.e_score_correction_bias", torch.float32),
-            experts=self._experts(f"{at}.experts"),
-            shared=self._mlp(f"{at}.shared_experts") if self._config.n_shared_experts else None,
+            gate=self._plain(*at["gate"], dtype=self._gate_dtype(*at["gate"])),
+            bias=self._plain(*at["bias"], dtype=torch.float32),
+            experts=self._experts(i),
+            shared=self._mlp(names.shared(i)) if self._config.n_shared_experts else None,
         )
 
     def _gate_dtype(self, name: str) -> torch.dtype:
@@ -231,25 +232,21 @@ class _Plan:
         narrow = self._device.type == "cuda" and self._info(name).dtype == torch.bfloat16
         return torch.bfloat16 if narrow else torch.float32
 
-    def _experts(self, at: str) -> Experts:
+    def _experts(self, layer: int) -> Experts:
         c = self._config
         d, i = c.hidden_size, c.moe_intermediate_size
+        every = [names.expert(layer, e) for e in range(c.n_routed_experts)]
+        triples = [(*at["gate_up"], *at["down"]) for at in every]
         first, last = (c.n_routed_experts * n // self._ranks for n in (self._rank, self._rank + 1))
-        ours, e = range(first, last), last - first
-        for k in range(c.n_routed_experts):
-            if k not in ours:
-                self.left_out += self._bytes(f"{at}.{k}.gate_proj", f"{at}.{k}.up_proj", f"{at}.{k}.down_proj")
-        pairs = [(f"{at}.{k}.gate_proj", f"{at}.{k}.up_proj") for k in ours]
-        downs = [f"{at}.{k}.down_proj" for k in ours]
-        names = [name for pair in pairs for name in pair] + downs
-        kinds = {self._found.formats[name] for name in names}
+        self.left_out += sum(self._bytes(*triple) for triple in triples[:first] + triples[last:])
+        triples, e = triples[first:last], last - first
+        kinds = {self._found.formats[name] for triple in triples for name in triple}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"{self._checkpoint.path}: {self._found.prefix}{at}: the routed experts of a layer must share one "
-                f"format, found {' and '.join(sorted(kinds))}"
+                f"{self._checkpoint.path}: {self._found.prefix}{names.experts(layer)}: the routed experts of a layer "
+                f"must share one format, found {' and '.join(sorted(kinds))}"
             )
         (kind,) = kinds
-        triples = [(*pair, down) for pair, down in zip(pairs, downs)]
         if kind == scheme.DENSE:
             return self._dense_experts(triples, e, d, i)
         if kind == scheme.INT4:
@@ -266,30 +263,30 @@ class _Plan:
 
     # What follows takes (gate, up, down) names of each expert; e experts of d inputs and width i.
 
-    def _dense_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> DenseExperts:
+    def _dense_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> DenseExperts:
         dense = DenseExperts(gate_up=self._empty(e, 2 * i, d), down=self._empty(e, d, i))
-        for (gate, up, down), both, one in zip(names, dense.gate_up, dense.down):
+        for (gate, up, down), both, one in zip(triples, dense.gate_up, dense.down):
             self._fill(gate, {".weight": both[:i]})
             self._fill(up, {".weight": both[i:]})
             self._fill(down, {".weight": one})
         return dense
 
-    def _int4_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Int4Experts:
-        scales = self._scale_dtype([name for triple in names for name in triple])
+    def _int4_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Int4Experts:
+        scales = self._scale_dtype([name for triple in triples for name in triple])
         x = Int4Experts(
             gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
             gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=scales),
             down_packed=self._empty(e, d, i // 8, dtype=torch.int32),
             down_scale=self._empty(e, d, i // scheme.INT4_GROUP, dtype=scales),
         )
-        for k, (gate, up, down) in enumerate(names):
+        for k, (gate, up, down) in enumerate(triples):
             for name, half in ((gate, slice(0, i)), (up, slice(i, None))):
                 packed, scale = x.gate_up_packed[k, half], x.gate_up_scale[k, half]
                 self._fill(name, {".weight_packed": packed, ".weight_scale": scale})
             self._fill(down, {".weight_packed": x.down_packed[k], ".weight_scale": x.down_scale[k]})
         return x
 
-    def _int4_compact_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Int4CompactExperts:
+    def _int4_compact_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Int4CompactExperts:
         x = Int4CompactExperts(
             gate_up_packed=self._empty(e, 2 * i, d // 8, dtype=torch.int32),
             gate_up_scale=self._empty(e, 2 * i, d // scheme.INT4_GROUP, dtype=torch.uint8),
@@ -300,13 +297,13 @@ class _Plan:
         )
         suffixes = (".weight_packed", ".weight_scale", ".weight_scale_row")
         gate_up, down = (x.gate_up_packed, x.gate_up_scale, x.gate_up_row), (x.down_packed, x.down_scale, x.down_row)
-        for k, triple in enumerate(names):
+        for k, triple in enumerate(triples):
             self._fill(triple[0], dict(zip(suffixes, (t[k, :i] for t in gate_up))))
             self._fill(triple[1], dict(zip(suffixes, (t[k, i:] for t in gate_up))))
             self._fill(triple[2], dict(zip(suffixes, (t[k] for t in down))))
         return x
 
-    def _fp8_experts(self, names: Sequence[Triple], e: int, d: int, i: int) -> Fp8Experts:
+    def _fp8_experts(self, triples: Sequence[Triple], e: int, d: int, i: int) -> Fp8Experts:
         across, along = fp8_blocks(d), fp8_blocks(i)
         x = Fp8Experts(
             gate_up=self._empty(e, 2 * i, d, dtype=torch.float8_e4m3fn),
@@ -314,14 +311,14 @@ class _Plan:
             down=self._empty(e, d, i, dtype=torch.float8_e4m3fn),
             down_scale=self._empty(e, across, along, dtype=torch.float32),
         )
-        for k, (gate, up, down) in enumerate(names):
+        for k, (gate, up, down) in enumerate(triples):
             self._fill(gate, {".weight": x.gate_up[k, :i], ".weight_scale_inv": x.gate_up_scale[k, 0]})
             self._fill(up, {".weight": x.gate_up[k, i:], ".weight_scale_inv": x.gate_up_scale[k, 1]})
             self._fill(down, {".weight": x.down[k], ".weight_scale_inv": x.down_scale[k]})
         return x
 
     def _nvfp4_experts(
-        self, names: Sequence[Triple], e: int, d: int, i: int, suffixes: tuple[str, str, str]
+        self, triples: Sequence[Triple], e: int, d: int, i: int, suffixes: tuple[str, str, str]
     ) -> NvFp4Experts:
         """`suffixes` of the packed values, the scales and the global scale."""
         x = NvFp4Experts(
@@ -332,29 +329,29 @@ class _Plan:
             down_scale=self._empty(e, d, i // scheme.NVFP4_GROUP, dtype=torch.float8_e4m3fn),
             down_global=self._empty(e, dtype=torch.float32),
         )
-        for k, (gate, up, down) in enumerate(names):
+        for k, (gate, up, down) in enumerate(triples):
             for half, name, rows in ((0, gate, slice(0, i)), (1, up, slice(i, None))):
                 outs = x.gate_up_packed[k, rows], x.gate_up_scale[k, rows], x.gate_up_global[k, half]
                 self._fill(name, dict(zip(suffixes, outs)))
             self._fill(down, dict(zip(suffixes, (x.down_packed[k], x.down_scale[k], x.down_global[k]))))
         return x
 
-    def _linear(self, *names: str) -> Linear:
+    def _linear(self, *linears: str) -> Linear:
         """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
-        shapes = [self._found.shapes[name] for name in names]
+        shapes = [self._found.shapes[name] for name in linears]
         rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
-        ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(names))]
+        ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(linears))]
         slices = [slice(end - o, end) for end, (o, _) in zip(ends, shapes)]
-        if all(self._found.formats[name] == scheme.INT4 for name in names):
+        if all(self._found.formats[name] == scheme.INT4 for name in linears):
             packed = Int4(
                 packed=self._empty(rows, inputs // 8, dtype=torch.int32),
-                scale=self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(names)),
+                scale=self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(linears)),
             )
-            for name, part in zip(names, slices):
+            for name, part in zip(linears, slices):
                 self._fill(name, {".weight_packed": packed.packed[part], ".weight_scale": packed.scale[part]})
             return packed
         dense = Dense(self._empty(rows, inputs))
-        for name, part in zip(names, slices):
+        for name, part in zip(linears, slices):
             self._fill_dense(name, dense.weight[part])
         return dense
 
@@ -374,7 +371,7 @@ class _Plan:
         self._job(self._first_part(name), split)
         return w_uk, w_uv
 
-    def _plain(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _plain(self, name: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         info = self._info(name)
         out = self._empty(*info.shape, dtype=dtype)
         self._job(info, partial(self._copy, info, out))
@@ -426,9 +423,9 @@ class _Plan:
                 piece.copy_(source)
             stage.advance(source.nbytes)
 
-    def _scale_dtype(self, names: Sequence[str]) -> torch.dtype:
+    def _scale_dtype(self, linears: Sequence[str]) -> torch.dtype:
         """The type of all these layers' scales; float32, which holds the others exactly, if they differ."""
-        dtypes = {self._info(f"{name}.weight_scale").dtype for name in names}
+        dtypes = {self._info(f"{name}.weight_scale").dtype for name in linears}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def _first_part(self, name: str) -> TensorInfo:

@@ -14,63 +14,15 @@ from perilune.formats.dense import FLOATS
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.served import SERVED, format_of
 from perilune.formats.stored import Part
+from perilune.model import names
 from perilune.model.config import KimiConfig
-
-NESTED_PREFIX = "language_model."
-LEGACY_LAYERS = "language_model.layers."  # in some NVFP4 shards of Kimi K2.5
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
-# Computed here, or scales of an FP8 KV cache, which is not served.
-SKIPPED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(\w+\.)?[kv]_scale)")
-
-
-def expected(config: KimiConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the text model, unquantised and without prefix."""
-    c, d = config, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, d)}
-
-    def mlp(at: str, width: int) -> None:
-        shapes[f"{at}.gate_proj.weight"] = shapes[f"{at}.up_proj.weight"] = (width, d)
-        shapes[f"{at}.down_proj.weight"] = (d, width)
-
-    for i in range(c.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        attn = f"{layer}.self_attn"
-        kv_b = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (d,),
-            f"{layer}.post_attention_layernorm.weight": (d,),
-            f"{attn}.q_a_proj.weight": (c.q_lora_rank, d),
-            f"{attn}.q_a_layernorm.weight": (c.q_lora_rank,),
-            f"{attn}.q_b_proj.weight": (c.num_attention_heads * c.qk_head_dim, c.q_lora_rank),
-            f"{attn}.kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, d),
-            f"{attn}.kv_a_layernorm.weight": (c.kv_lora_rank,),
-            f"{attn}.kv_b_proj.weight": (kv_b, c.kv_lora_rank),
-            f"{attn}.o_proj.weight": (d, c.num_attention_heads * c.v_head_dim),
-        }
-        if i < c.first_k_dense_replace:
-            mlp(f"{layer}.mlp", c.intermediate_size)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (c.n_routed_experts, d)
-        shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (c.n_routed_experts,)
-        for e in range(c.n_routed_experts):
-            mlp(f"{layer}.mlp.experts.{e}", c.moe_intermediate_size)
-        if c.n_shared_experts:
-            mlp(f"{layer}.mlp.shared_experts", c.n_shared_experts * c.moe_intermediate_size)
-    shapes["model.norm.weight"] = (d,)
-    shapes["lm_head.weight"] = (c.vocab_size, d)
-    return shapes
-
-
-def is_linear(name: str) -> bool:
-    """Whether an expected tensor is a linear layer's weight, which a checkpoint may store quantised."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or name == "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What a checkpoint holds, found consistent with its configuration. Names are without prefix."""
 
-    prefix: str  # before every name of `expected`
+    prefix: str  # before every name of model/names.py
     tensors: Mapping[str, TensorInfo]  # that are read, by the names they should have: `_usual`
     formats: Mapping[str, str]  # of each linear layer, by its name without ".weight"
     shapes: Mapping[str, tuple[int, ...]]  # (o, i) of each linear layer
@@ -101,15 +53,15 @@ def compare(
     """
     tensors, faults = _usual(stored)
     unknown = {name.rpartition(".")[0] for name in unread}
-    nested = any(name.startswith(NESTED_PREFIX) for name in (*stored, *unread))
-    prefix = NESTED_PREFIX if nested else ""
+    nested = any(name.startswith(names.NESTED) for name in (*stored, *unread))
+    prefix = names.NESTED if nested else ""
     looks: dict[str, str | None] = {}
     formats: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     wanted: dict[str, Part] = {}
     unsuited: list[str] = []
-    for name, shape in expected(config).items():
-        if is_linear(name):
+    for name, shape, entry, _ in names.tensors(config):
+        if entry.linear:
             linear = name.removesuffix(".weight")
             looks[linear], shapes[linear] = format_of(tensors, prefix + linear), shape
         else:
@@ -127,13 +79,13 @@ def compare(
     lacking = [name for name, part in wanted.items() if name not in tensors and not part.unread]
     if missing := [name for name in lacking if name.rpartition(".")[0] not in unknown]:
         faults.append(f"lacks {few(missing, 'tensor')}")
-    vision = [t for name, t in tensors.items() if name.startswith(VISION_PREFIXES)]
+    vision = [t for name, t in tensors.items() if name.startswith(names.VISION)]
     surplus = [
         info.name
         for name, info in tensors.items()
         if name not in wanted
-        and not name.startswith(VISION_PREFIXES)
-        and not SKIPPED.fullmatch(name)
+        and not name.startswith(names.VISION)
+        and not names.SKIPPED.fullmatch(name)
         and name.rpartition(".")[0] not in unknown
     ]
     if surplus:
@@ -240,8 +192,8 @@ def _usual(stored: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], lis
     twice = []
     for name, info in stored.items():
         usual = name
-        if name.startswith(LEGACY_LAYERS):
-            usual = f"{NESTED_PREFIX}model.layers.{name.removeprefix(LEGACY_LAYERS)}"
+        if name.startswith(names.LEGACY_LAYERS):
+            usual = names.NESTED_LAYERS + name.removeprefix(names.LEGACY_LAYERS)
         if usual in tensors:
             twice.append(f"holds {shown(tensors[usual].name)} and {shown(name)}, two names of the same tensor")
         tensors[usual] = info

@@ -7,6 +7,7 @@ whose clock depends on the data sees bits as random as in earnest.
 import torch
 from torch import Tensor
 
+from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights
 from perilune.model.eagle3_config import Eagle3Config
@@ -38,6 +39,22 @@ class _Draws:
         out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         return out.normal_(0.0, scale, generator=self._generator)
 
+    def attention(self, sizes: names.Letters) -> Attention:
+        of, (heads, n, latent) = names.shapes(names.ATTENTION, sizes), (sizes[x] for x in "HnR")
+        return Attention(
+            qkv_a=self.linear(*of["qkv_a"]),
+            q_a_norm=self.norm(*of["q_a_norm"]),
+            q_b=self.linear(*of["q_b"]),
+            kv_a_norm=self.norm(*of["kv_a_norm"]),
+            w_uk=self.normal(heads, n, latent, scale=latent**-0.5),
+            w_uv=self.normal(heads, latent, sizes["v"], scale=latent**-0.5),
+            o=self.linear(*of["o"]),
+        )
+
+    def mlp(self, sizes: names.Letters) -> Mlp:
+        of = names.shapes(names.MLP, sizes)
+        return Mlp(gate_up=self.linear(*of["gate_up"]), down=self.linear(*of["down"]))
+
 
 class _Random(_Draws):
     def __init__(self, config: KimiConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -55,36 +72,25 @@ class _Random(_Draws):
 
     def _layer(self, i: int) -> Layer:
         c = self._config
-        d, heads, latent, n = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim
-        attention = Attention(
-            qkv_a=self.linear(c.q_lora_rank + latent + c.qk_rope_head_dim, d),
-            q_a_norm=self.norm(c.q_lora_rank),
-            q_b=self.linear(heads * c.qk_head_dim, c.q_lora_rank),
-            kv_a_norm=self.norm(latent),
-            w_uk=self.normal(heads, n, latent, scale=latent**-0.5),
-            w_uv=self.normal(heads, latent, c.v_head_dim, scale=latent**-0.5),
-            o=self.linear(d, heads * c.v_head_dim),
-        )
+        sizes = names.letters(c, c.hidden_size, c.intermediate_size)
+        attention = self.attention(sizes)  # first: a seed's weights depend on the order
         return Layer(
-            input_norm=self.norm(d),
+            input_norm=self.norm(c.hidden_size),
             attention=attention,
-            post_norm=self.norm(d),
-            ffn=self._mlp(c.intermediate_size) if i < c.first_k_dense_replace else self._moe(),
+            post_norm=self.norm(c.hidden_size),
+            ffn=self.mlp(sizes) if i < c.first_k_dense_replace else self._moe(),
         )
 
     def _moe(self) -> Moe:
         c = self._config
         narrow = self._dtype == torch.bfloat16 and self._device.type == "cuda"
+        gate = c.n_routed_experts, c.hidden_size
+        shared = names.letters(c, c.hidden_size, c.n_shared_experts * c.moe_intermediate_size)
         return Moe(
-            gate=self.normal(
-                c.n_routed_experts,
-                c.hidden_size,
-                scale=c.hidden_size**-0.5,
-                dtype=torch.bfloat16 if narrow else torch.float32,
-            ),
+            gate=self.normal(*gate, scale=gate[1] ** -0.5, dtype=torch.bfloat16 if narrow else torch.float32),
             bias=self.normal(c.n_routed_experts, scale=1e-3, dtype=torch.float32),
             experts=self._experts(),
-            shared=self._mlp(c.n_shared_experts * c.moe_intermediate_size) if c.n_shared_experts else None,
+            shared=self.mlp(shared) if c.n_shared_experts else None,
         )
 
     def _experts(self) -> Experts:
@@ -105,16 +111,13 @@ class _Random(_Draws):
         scale.uniform_(0.1 * inputs**-0.5, 0.3 * inputs**-0.5, generator=self._generator)
         return packed, scale
 
-    def _mlp(self, width: int) -> Mlp:
-        d = self._config.hidden_size
-        return Mlp(gate_up=self.linear(2 * width, d), down=self.linear(d, width))
-
 
 def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0) -> Eagle3Weights:
     """Weights of a draft with latent attention and a head of its own, in the type of `embed` [V, D], the target's."""
     assert config.form == "mla" and config.draft_vocab_size == config.vocab_size, config
     assert embed.shape == (config.vocab_size, config.hidden_size), embed.shape
-    c, d, heads, latent = config, config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    c, d = config, config.hidden_size
+    sizes = names.letters(c, 2 * d, c.intermediate_size)
     r = _Draws(embed.dtype, embed.device, seed)
     return Eagle3Weights(
         embed=embed,
@@ -123,17 +126,9 @@ def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0) -> Eagle
         joint_norm=r.norm(c.num_aux * c.target_hidden_size) if c.norm_before_fc else None,
         input_norm=r.norm(d),
         hidden_norm=r.norm(d),
-        attention=Attention(
-            qkv_a=r.linear(c.q_lora_rank + latent + c.qk_rope_head_dim, 2 * d),
-            q_a_norm=r.norm(c.q_lora_rank),
-            q_b=r.linear(heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
-            kv_a_norm=r.norm(latent),
-            w_uk=r.normal(heads, c.qk_nope_head_dim, latent, scale=latent**-0.5),
-            w_uv=r.normal(heads, latent, c.v_head_dim, scale=latent**-0.5),
-            o=r.linear(d, heads * c.v_head_dim),
-        ),
+        attention=r.attention(sizes),
         post_norm=r.norm(d),
-        mlp=Mlp(gate_up=r.linear(2 * c.intermediate_size, d), down=r.linear(d, c.intermediate_size)),
+        mlp=r.mlp(sizes),
         norm=r.norm(d),
         lm_head=r.linear(c.draft_vocab_size, d),
         target_ids=None,

@@ -80,7 +80,6 @@ _SAMPLING: Fields = {
     "logprob_token_ids": Refused("use logprobs with the number of the likeliest tokens to report"),
     "detokenize": Refused("use return_token_ids, which come beside the text", (True,)),
     "priority": Refused("requests are served in the order in which they come", (0,)),
-    "cache_salt": Refused("all clients share the prefix cache: serve --set prefix_cache=false switches it off"),
     "kv_transfer_params": _TRANSFER,
     "ec_transfer_params": _TRANSFER,
     "vllm_xargs": Refused("there are no extensions that take them"),
@@ -190,7 +189,7 @@ MESSAGES: Fields = {
     "mcp_servers": Refused("only tools that the client runs are served"),
 }
 COUNT: Fields = dict.fromkeys(
-    ("max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"), "it changes no prompt"
+    ("cache_salt", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"), "it changes no prompt"
 )
 THINKING: Fields = {
     "display": "thoughts are always shown",

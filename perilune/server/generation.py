@@ -26,7 +26,11 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
     ) -> AsyncGenerator[Delta, None]: ...
 
 
@@ -88,13 +92,16 @@ class Generation:
         metrics: Metrics,
         prompt: Sequence[int],
         params: SamplingParams,
-        constraint: Constraint | None = None,
+        constraint: Constraint | None,
+        cache_keys: tuple[str, ...],
     ) -> None:
+        """`cache_keys`: only prompts with the same ones share cached KV."""
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt
         self.params = params
         self.constraint = constraint
+        self.cache_keys = cache_keys
         self.finish_reason: str | None = None
         self._closed = False
         self.cached_tokens = 0
@@ -111,7 +118,7 @@ class Generation:
         last = 0.0
         outcome = "error"
         try:
-            generate = self.engine.generate(self.prompt, self.params, self.constraint)
+            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     now = time.perf_counter()

@@ -70,7 +70,8 @@ def rooms() -> dict[str, set[str]]:
     missing = [r for r in there if r not in HOLDS]
     assert not missing, f"say in runs/docs/rooms.py, HOLDS, what {', '.join(missing)} holds"
     tops = {r for r in there if MAY[r] is None}
-    may = {r: {t.split(".")[0] for t in (set(there) - tops if MAY[r] is None else MAY[r])} for r in there}
+    allowed = {r: set(there) - tops if MAY[r] is None else MAY[r] for r in there}
+    may = {r: {t.split(".")[0] for t in allowed[r] if "." not in t or t not in MAY} for r in there}
     return {r: (may[r] & set(there)) - {r} for r in there}
 
 

@@ -149,7 +149,7 @@ def board(device: torch.device, stream: int, tokens: int) -> Tensor:
 
 @functools.cache
 def _kernel(few: bool) -> Any:
-    name = "mla_pre_attention_mma" if few else "mla_pre_attention"
+    name = "mla_pre_attention_mma" if few else "mla_pre_attention_t1"
     return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
 
 

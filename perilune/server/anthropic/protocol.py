@@ -140,6 +140,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -158,6 +159,7 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
 
 

@@ -164,7 +164,10 @@ async def completions(request: Request) -> Response:
             answer = None if body.silent else body.answer_format()
             constraint = None if answer is None else await enforced(text.tokenizer, prompt.params, answer=answer)
             siblings = [sibling(prompt.params, i) for i in range(count)]
-            runs = [Generation(service.engine, service.metrics, prompt.ids, p, constraint) for p in siblings]
+            runs = [
+                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys)
+                for params in siblings
+            ]
             groups.append([Choice(text.tokenizer, body, prompt.text, run) for run in runs])
         choices = [choice for group in groups for choice in group]
         head = {

@@ -37,6 +37,7 @@ SAMPLING_FIELDS = (
     "logit_bias",
     "min_tokens",
 )
+MAX_SALT = 256  # characters
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -67,7 +68,8 @@ class SamplingBody(RequestBody):
     """What chat and text completions have in common.
 
     `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
-    context holds beside max_tokens. `request_id` becomes part of the response's id.
+    context holds beside max_tokens. `request_id` becomes part of the response's id. `cache_salt`: only requests with
+    the same one share cached KV.
     """
 
     max_tokens: int | None = None
@@ -97,6 +99,7 @@ class SamplingBody(RequestBody):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
+    cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -115,6 +118,8 @@ class SamplingBody(RequestBody):
                 f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {kept}",
                 param="truncate_prompt_tokens",
             )
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT:
+            raise RequestError(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
         if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 "request_id must be 1 to 128 printable ASCII characters without spaces", param="request_id"
@@ -134,6 +139,11 @@ class SamplingBody(RequestBody):
         if kept == -1:
             kept = max(context - max(answer or 1, 1), 1)
         return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
+
+    @property
+    def cache_keys(self) -> tuple[str, ...]:
+        """What the engine shares cached KV by, besides the token ids."""
+        return () if self.cache_salt is None else (f"salt:{self.cache_salt}",)
 
     def response_id(self, prefix: str) -> str:
         return f"{prefix}-{self.request_id or uuid.uuid4().hex}"

@@ -64,6 +64,7 @@ class ResponsesBody(RequestBody):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    cache_salt: str | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
     # Known, not acted on.
     background: bool | None = None
@@ -134,6 +135,7 @@ class ResponsesBody(RequestBody):
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": _format(self.text.format) if self.text and self.text.format else None,
             "max_tokens": self.max_output_tokens,
+            "cache_salt": self.cache_salt,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.effort(),

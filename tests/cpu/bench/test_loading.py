@@ -14,8 +14,9 @@ from perilune.core.errors import ConfigError
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.loading import load as loading
-from perilune.loading.load import expected, load
+from perilune.loading.load import load
 from perilune.model.config import KimiConfig
+from perilune.model.names import expected
 from tests.cpu.loading.test_load import CONFIG, flat
 
 

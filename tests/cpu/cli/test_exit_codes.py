@@ -17,11 +17,11 @@ NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 # Imported by Python itself before the script runs: makes operations fail that do not fail here.
 SABOTAGE = """
 import dataclasses
-from perilune.ops.harness import check, compile
+from perilune.ops.harness import build, check
 real = check.check
 check.check = lambda *a: [dataclasses.replace(v, failed="sabotaged") for v in real(*a)]
-compile.sources = lambda: ["x.cpp"]
-compile.library = lambda name: "x.cpp does not compile here"
+build.sources = lambda: ["x.cpp"]
+build.library = lambda name: "x.cpp does not compile here"
 """
 
 

@@ -18,8 +18,9 @@ from perilune.doctor.finding import Finding
 from perilune.formats import hub, int4, int4_compact, nvfp4
 from perilune.formats.checkpoint import INDEX
 from perilune.formats.safetensors_file import DTYPES
-from perilune.loading.survey import Survey, expected
+from perilune.loading.survey import Survey
 from perilune.model.config import KimiConfig
+from perilune.model.names import expected
 from perilune.plan import memory
 from tests.cpu.loading.test_load import CONFIG, EXPERT, put, quantised
 

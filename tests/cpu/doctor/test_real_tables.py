@@ -18,8 +18,9 @@ from perilune.doctor.headers import Shards
 from perilune.formats.checkpoint import INDEX
 from perilune.formats.safetensors_file import DTYPES, TensorInfo
 from perilune.formats.served import require_served
-from perilune.loading.survey import SKIPPED, VISION_PREFIXES, compare, spell
+from perilune.loading.survey import compare, spell
 from perilune.model.config import KimiConfig
+from perilune.model.names import SKIPPED, VISION
 from perilune.text.family import recognise
 from perilune.text.tokenizer import Tokenizer
 from tests.conftest import DATA
@@ -140,7 +141,7 @@ def cut(table: Any) -> tuple[KimiConfig, Tensors]:
     tensors = {}
     for name, (dtype, shape) in table.tensors.items():
         layer, expert = (re.search(rf"\.{what}\.(\d+)\.", name) for what in ("layers", "experts"))
-        if name.startswith(VISION_PREFIXES) or (layer and int(layer[1]) > 3) or (expert and int(expert[1]) > 7):
+        if name.startswith(VISION) or (layer and int(layer[1]) > 3) or (expert and int(expert[1]) > 7):
             continue
         tensors[name] = dtype, (8, *shape[1:]) if ".mlp.gate." in name else shape
     return KimiConfig.from_dict(config), tensors

@@ -71,6 +71,14 @@ class TestLLM:
             assert len(record.top) == 3
             assert record.top[0] == (record.token, pytest.approx(record.logprob))
 
+    def test_cached_tokens_are_shared_by_calls_of_equal_keys(self, llm: LLM) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        prompt = [int(t) for t in oracle.random_prompts(77, [50])[0] if t != POISON][:40]
+        calls = [(), ("salt:a",), (), ("salt:a",), ("salt:b",), ("salt:b", "image:1"), ["salt:b"]]
+        found = [llm.generate(prompt, params, cache_keys=keys)[0] for keys in calls]
+        assert [c.cached_tokens for c in found] == [0, 0, 32, 32, 0, 0, 32]
+        assert len({c.token_ids for c in found}) == 1
+
     def test_stop_token_ends_a_request_and_is_reported(self, llm: LLM) -> None:
         (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
         third = free.token_ids[2]
@@ -176,6 +184,12 @@ class TestClient:
             expected = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
             assert await asyncio.gather(*(collect(client, p, params) for p in PROMPTS)) == expected
 
+            hits = []
+            for keys in (("salt:a",), ("salt:a",), ("salt:b",)):
+                stream = client.generate(PROMPTS[1], params, cache_keys=keys)
+                hits.append(sum([d.cached_tokens async for d in stream]))
+            assert hits == [0, 16, 0]
+
             abandoned = client.generate(PROMPTS[0], SamplingParams(max_tokens=240, ignore_eos=True))
             assert (await anext(abandoned)).tokens
             await abandoned.aclose()
@@ -224,6 +238,7 @@ class TestWire:
         record = TokenLogprob(3, -0.5, ((3, -0.5), (9, -1.5)))
         batch = [
             Submit(1, (1, 2, 3), params),
+            Submit(2, (1, 2, 3), params, cache_keys=("salt:a", "image:ä")),
             Cancel(2),
             Shutdown(),
             Delta(1, (3,), (record,), (record,), "error", "why", 16),

@@ -219,9 +219,9 @@ class Rig:
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.order: list[int] = []  # live requests, oldest first
 
-    def submit(self, rid, prompt, seed=0, **params) -> None:
+    def submit(self, rid, prompt, seed=0, keys=(), **params) -> None:
         self.prompts[rid], self.params[rid] = tuple(prompt), SamplingParams(**params)
-        self.scheduler.submit(Submit(rid, tuple(prompt), self.params[rid]), seed)
+        self.scheduler.submit(Submit(rid, tuple(prompt), self.params[rid], cache_keys=keys), seed)
         self.runner.submit(rid, tuple(prompt))
         self.answers[rid] = Answer()
         self.order.append(rid)
@@ -846,6 +846,58 @@ def test_any_trace_gives_everybody_the_tokens_it_gets_alone(rng, seed):
         for drafts in (None, random.Random(seed)):
             judge(trace, play(trace, overlapped, drafts))
         judge(trace, play(trace, overlapped, random.Random(seed), random.Random(seed)))
+
+
+KEYS = ((), ("salt:a",), ("salt:b",), ("adapter:a",), ("salt:a", "image:1"), ("image:1", "salt:a"), ("salt:aimage:1",))
+
+
+@modes
+def test_equal_keys_share_and_different_ones_do_not(overlapped):
+    prompt = prompt_of(17)
+    rig = Rig(num_blocks=64, overlapped=overlapped)
+    for rid, keys in enumerate(KEYS * 2):
+        rig.submit(rid, prompt, keys=keys, max_tokens=3)
+        rig.finish()
+        rig.expect(rid, cached=0 if rid < len(KEYS) else 16)
+
+
+def keyed(rng, overlapped):
+    """A random history of requests with keys; asserts that a block's content is read under the keys it was written
+    under. Returns how many tokens came from the cache."""
+    limits = {"num_blocks": rng.randint(6, 20), "block_size": rng.choice([1, 2, 4]), "max_model_len": 24}
+    rig = Rig(overlapped=overlapped, max_step_tokens=rng.choice([3, 8, 64]), **limits)
+    longest = min(limits["num_blocks"] * limits["block_size"], 20)
+    stem = tuple(rng.randrange(3) for _ in range(longest))
+    keys, writers = {}, {}
+    for rid in range(rng.randint(6, 14)):
+        keys[rid] = rng.choice(KEYS)
+        prompt = stem[: rng.randint(1, longest)] + tuple(rng.randrange(2) for _ in range(rng.randint(0, 1)))
+        rig.submit(rid, prompt[:longest], keys=keys[rid], max_tokens=rng.randint(1, 4))
+        for _ in range(rng.choice([0, 1, 4, 30])):
+            if not rig.scheduler.has_work:
+                break
+            rig.tick()
+    rig.finish()
+    for plan in rig.plans:
+        for work in plan.work:
+            size = limits["block_size"]
+            first = work.start // size
+            for index, block in enumerate(work.blocks[: -(-work.end // size)]):
+                if index < first:
+                    assert writers[block] == keys[work.rid], f"block {block} was written under other keys"
+                elif index > first or work.start % size == 0:
+                    writers[block] = keys[work.rid]
+                else:
+                    assert writers[block] == keys[work.rid]
+    for rid in keys:
+        rig.expect(rid)
+    return rig.scheduler.stats().cached_tokens
+
+
+def test_no_block_is_shared_across_keys():
+    """Random histories, also of cramped pools with preemption and eviction; many of them do share within their keys."""
+    hits = [keyed(random.Random(seed), overlapped) for seed in range(150) for overlapped in (False, True)]
+    assert sum(n > 0 for n in hits) > 100
 
 
 def test_seeded_traces_reach_what_they_are_for():

@@ -24,7 +24,7 @@ MAY: dict[str, set[str] | None] = {
     "ops.drafts": {"ops.pointwise", "ops.sampling", "ops.harness", "core"},
     "ops.quantize": {"ops.harness", "core"},
     "dist": {"ops", "core"},
-    "formats": {"core"},
+    "formats": {"model.names", "core"},
     "kv": {"core"},
     "kv.pages": {"core", "ops"},
     "plan": {"core"},
@@ -33,6 +33,7 @@ MAY: dict[str, set[str] | None] = {
     "grammar": {"text", "core"},
     "client": {"text", "core"},
     "model": {"ops", "dist", "formats", "core"},
+    "model.names": {"core"},
     "loading": {"model", "ops", "dist", "formats", "core"},
     "doctor": {"loading", "model", "text", "formats", "plan", "core"},
     "speculation": {"loading", "model", "ops", "core"},
@@ -50,8 +51,9 @@ MAY: dict[str, set[str] | None] = {
 }
 NO_TORCH = (
     "core", "text", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
-    "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "speculation.step_cost",
-    "speculation.policy", "speculation.drafting", "speculation.suffix", "speculation.rejection_log",
+    "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
+    "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
+    "speculation.rejection_log",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.kv.blocks import BlockPool
-from perilune.kv.prefix import PrefixTree, extend_digests
+from perilune.kv.prefix import PrefixTree, extend_digests, root_of
 
 BLOCK = 2
 
@@ -48,6 +48,23 @@ class Holder:
 def tree_of(blocks):
     pool = BlockPool(blocks)
     return PrefixTree(pool), pool
+
+
+def test_digests_depend_on_every_key_and_on_their_order():
+    """No keys give the digests of the token ids alone; keys are not joined, and none looks like a block's digest."""
+    groups = [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("", "a"), ("",), ("a\0b",)]
+    chains = []
+    for keys in groups:
+        digests = []
+        extend_digests(digests, [1, 2, 3, 4], BLOCK, 2, root_of(keys))
+        again = []
+        extend_digests(again, [1, 2], BLOCK, 1, root_of(keys))
+        extend_digests(again, [1, 2, 3, 4], BLOCK, 2, root_of(keys))
+        assert again == digests
+        chains += digests
+    assert len(set(chains)) == len(chains) == 2 * len(groups)
+    assert chains[:2] == names([1, 2, 3, 4])
+    assert root_of(("a",)) == root_of(("a",)) and root_of(()) == b""
 
 
 def test_digests_name_the_whole_prefix():

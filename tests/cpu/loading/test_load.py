@@ -14,9 +14,10 @@ from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.loading import load as loading
-from perilune.loading.load import expected, load, survey
+from perilune.loading.load import load, survey
 from perilune.loading.survey import read_linear
 from perilune.model.config import KimiConfig
+from perilune.model.names import expected
 from perilune.model.weights import (
     Dense,
     DenseExperts,

@@ -11,8 +11,8 @@ from perilune.formats import fp8_block, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.loading import load as loading
-from perilune.loading.load import expected
 from perilune.model.config import KimiConfig
+from perilune.model.names import expected
 from tests.cpu.loading import test_load
 from tests.cpu.loading.test_load import CONFIG, EXPERT, names_of, put, quantised, read, refused
 

@@ -16,11 +16,12 @@ from perilune.core.errors import CheckpointError
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
 from perilune.engine.batch import build
-from perilune.loading.eagle3 import expected, load_draft, to_fp8
+from perilune.loading.eagle3 import load_draft, to_fp8
 from perilune.loading.synthetic import random_weights
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
+from perilune.model.names import draft_expected as expected
 from perilune.model.weights import Attention, Dense, Fp8, Weights
 from perilune.speculation.drafter import Followed
 from perilune.speculation.eagle3 import LONGEST, Eagle3Drafter, load_drafter

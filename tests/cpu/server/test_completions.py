@@ -64,9 +64,9 @@ def test_several_completions_and_the_best_of_them() -> None:
     class Varied(FakeEngine):
         """Candidate number i of every four answers with the i-th text: later letters are less likely."""
 
-        async def generate(self, prompt: Any, params: Any, constraint: Any = None) -> AsyncGenerator[Delta, None]:
+        async def generate(self, prompt: Any, params: Any, *others: Any) -> AsyncGenerator[Delta, None]:
             self.answer = ("zz", "aa", "mm", "ab")[len(self.seen) % 4]
-            async for delta in super().generate(prompt, params, constraint):
+            async for delta in super().generate(prompt, params, *others):
                 yield delta
 
     async def test(s: Served) -> None:

@@ -327,7 +327,6 @@ def test_vllms_names_are_known_and_their_defaults_accepted(path: str, others: se
         (CHAT, "length_penalty", 1.2, "best_of"),
         (CHAT, "logits_processors", ["x"], "logit_bias"),
         (CHAT, "priority", 5, "order"),
-        (CHAT, "cache_salt", "secret", "prefix_cache=false"),
         (CHAT, "kv_transfer_params", {"do_remote_decode": True}, "disaggregated"),
         (CHAT, "vllm_xargs", {"a": 1}, "extensions"),
         (CHAT, "documents", [{"title": "a", "text": "b"}], "message"),
@@ -436,6 +435,24 @@ def test_bodies_with_everything_that_changes_no_answer() -> None:
 
 
 # ---- fields with an effect
+
+
+def test_a_salt_separates_the_cache_of_its_requests() -> None:
+    async def test(s: Served) -> None:
+        for path in (CHAT, TEXT, RESPONSES, MESSAGES):
+            for salt, keys in (({}, ()), ({"cache_salt": None}, ()), ({"cache_salt": "t 1"}, ("salt:t 1",))):
+                reply = await s.client.post(path, {**BODIES[path], **salt})
+                assert reply.status == 200, reply.text
+                assert s.engine.cache_keys[-1] == keys
+            for wrong in ("", "x" * 257, 5):
+                reply = await s.client.post(path, {**BODIES[path], "cache_salt": wrong})
+                assert reply.status == 400 and "cache_salt" in message(reply), reply.text
+        before = len(s.engine.cache_keys)
+        reply = await s.client.post(CHAT, {**BODIES[CHAT], "cache_salt": "a", "n": 2})
+        assert s.engine.cache_keys[before:] == [("salt:a",)] * 2
+        assert (await s.client.post(COUNT, {**BODIES[COUNT], "cache_salt": "a"})).status == 200
+
+    serve(test)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

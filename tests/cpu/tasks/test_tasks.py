@@ -337,7 +337,9 @@ def test_the_mix() -> None:
         thinking += p.thinking
         assert p.split == "train" and bool(p.reply.reasoning) == p.thinking
         assert check(p, answer_of(p.reply))
-        text = template.render_text([*p.messages, assistant(p.reply, next_tool_index(p.messages))], tools=p.tools, add_generation_prompt=False)
+        text = template.render_text(
+            [*p.messages, assistant(p.reply, next_tool_index(p.messages))], tools=p.tools, add_generation_prompt=False
+        )
         joined += text.count("<|im_user|>") > 1
         systems += p.messages[0]["role"] == "system"
     assert set(families) == set(FAMILIES)

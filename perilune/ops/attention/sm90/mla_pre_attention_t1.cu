@@ -409,7 +409,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
 // least 132 processors. board: 64 KB, zero at first, of this stream.
-API int mla_pre_attention(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
+API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
                   const void* slot, float norm_eps, const void* w_uk, void* out, void* board, int64_t H, void* stream) {
