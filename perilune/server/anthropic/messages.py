@@ -1,6 +1,6 @@
 """The Anthropic Messages API: POST /v1/messages, whole or streamed, and POST /v1/messages/count_tokens.
 
-A request is translated to a chat completion; what differs is how an answer is told (blocks and their events) and the
+A request is translated to a chat completion; what differs is the form of an answer (blocks and their events) and the
 shape of errors.
 """
 
@@ -252,8 +252,8 @@ class ErrorShape:
             elif start is None:
                 await send(message)
             elif message["type"] == "http.response.body":
-                told = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
-                body = msgspec.json.encode(error_object(start["status"], told))
+                text = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
+                body = msgspec.json.encode(error_object(start["status"], text))
                 headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", b"%d" % len(body)))
                 await send({**start, "headers": headers})

@@ -25,7 +25,7 @@ from perilune.text.chat import PromptOptions
 from perilune.text.stream import Style
 from perilune.text.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
+LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot spell
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",

@@ -1,6 +1,6 @@
 """The OpenAI Responses API: POST /v1/responses, whole or streamed, and GET and DELETE /v1/responses/{id}.
 
-A request is translated to a chat completion; what differs is how an answer is told (items and their events) and that
+A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
 """
 
