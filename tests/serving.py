@@ -274,6 +274,6 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
         )
         app = build_app(service, max_body=setup.get("max_body", 32 << 20))
         await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
-        assert engine.live == 0 and service.in_flight == 0, "something of a request was left over"
+        assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 
     asyncio.run(main())

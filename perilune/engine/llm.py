@@ -21,7 +21,7 @@ from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
 from perilune.text import bad_words
-from perilune.text.chat import ChatTemplate, PromptOptions, next_tool_index, template_for
+from perilune.text.chat import ChatTemplate, PromptOptions, template_for
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
@@ -192,15 +192,15 @@ class LLM:
             "preserve_thinking": preserve_thinking,
             "continue_final_message": continue_final_message,
         }
-        prompt = template.render_ids(tokenizer, messages, **options)
-        begun = template.beginning(messages, **options)
+        prompt = template.read(tokenizer, messages, **options)
+        begun = prompt.beginning
         params = params or SamplingParams()
         stream = ChatStream(
             tokenizer,
             thinking=begun.opened,
             tools=tools,
             stop=params.stop,
-            first_tool_index=next_tool_index(messages),
+            first_tool_index=prompt.next_tool_index,
             end_ids=params.stop_token_ids,
             begun=bool(begun.content),
         )
@@ -209,7 +209,7 @@ class LLM:
             tools=parse_tools(tools),
             choice=tool_choice,
             parallel=parallel_tool_calls,
-            first_index=next_tool_index(messages),
+            first_index=prompt.next_tool_index,
             thinking=begun.thinks,
             answer=answer,
             thinking_budget=thinking_budget,
@@ -221,7 +221,7 @@ class LLM:
             events.extend(stream.feed(delta.tokens))
             return stream.stopped
 
-        (run,) = self._run([prompt], [params], take, False, constraint, tuple(cache_keys))
+        (run,) = self._run([prompt.ids], [params], take, False, constraint, tuple(cache_keys))
         events.extend(stream.finish())
         reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
         content = "".join(e.text for e in events if isinstance(e, Content))

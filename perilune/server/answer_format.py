@@ -4,12 +4,14 @@ import asyncio
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.core.sampling import SamplingParams
 from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
+from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
@@ -17,41 +19,50 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 # Tokens a thought may take by `reasoning_effort`; None: as many as fit. "none" switches thinking off.
 EFFORTS: Mapping[str, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None}
+PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought, nothing in the prompt
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The tool calls that an answer may hold. `first_index`: counter of the first call's id."""
+
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+    first_index: int = 0
+
+
+NO_CALLS = Calls()
 
 
 async def enforced(
     tokenizer: Tokenizer,
     params: SamplingParams,
     *,
-    tools: Sequence[Tool] = (),
-    choice: ToolChoice = "auto",
-    parallel: bool = True,
-    first_index: int = 0,
-    thinking: bool = False,
-    opens: bool = False,
     answer: AnswerFormat | None = None,
+    calls: Calls = NO_CALLS,
+    begun: Beginning = PLAIN_TEXT,
     budget: int | None = None,
-    begun: str = "",
 ) -> Constraint | None:
     """The constraint of an answer, checked against `params`; RequestError for a form they leave no room for.
 
-    `opens`: a thought, if there is one, begins in the prompt. `begun`: content that the prompt holds of the answer.
+    `begun`: what the prompt holds of the answer. `budget`: tokens that the thought may take; None: no bound.
     """
     make = functools.partial(
         constrain,
         tokenizer,
-        tools=tools,
-        choice=choice,
-        parallel=parallel,
-        first_index=first_index,
-        thinking=thinking,
+        tools=calls.tools,
+        choice=calls.choice,
+        parallel=calls.parallel,
+        first_index=calls.first_index,
+        thinking=begun.thinks,
         answer=answer,
         thinking_budget=budget,
-        begun=begun,
+        begun=begun.content,
     )
-    # Grammars take a millisecond and more to compile, which must not stall everyone's stream.
-    constraint = await asyncio.to_thread(make) if tools or answer is not None else make()
+    # A grammar takes 1 ms and more to compile, which would stall all streams of the event loop.
+    constraint = await asyncio.to_thread(make) if calls.tools or answer is not None else make()
     if constraint is None:
         return None
     if constraint.tools or constraint.answer is not None:
@@ -60,7 +71,7 @@ async def enforced(
             if value:
                 raise _wrong(name, f"does not go with {asked_by}: the answer ends where its form does")
     assert params.max_tokens is not None
-    constraint.check_room(params.max_tokens - (thinking and not opens))
+    constraint.check_room(params.max_tokens - (begun.thinks and not begun.opened))
     return constraint
 
 

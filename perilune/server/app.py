@@ -18,20 +18,20 @@ from perilune.server.anthropic import messages
 from perilune.server.middleware import ApiKey, BodyLimit, Observe
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
-from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response, parse
+from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
 from perilune.server.page import page
 from perilune.server.responses.api import create_response, response_by_id
 from perilune.server.responses.store import ResponseStore
-from perilune.server.service import Service
+from perilune.server.service import ModelText, Service
 from perilune.server.sse import CLIENT_GONE
-from perilune.server.turn import prompt_ids
+from perilune.server.turn import rendered
 
 MAX_BODY = 32 << 20  # bytes
 _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
 
 
 def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
-    """The application around a running engine. Whoever started the engine closes it, after this has shut down."""
+    """The application around a running engine, which the caller closes after the application has shut down."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -123,12 +123,23 @@ async def metrics_page(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(TokenizeBody, raw, lenient=service.config.lenient_fields)
-    service.check_model(body.model)
-    if (text := body.prompt) is not None and body.messages is None:
-        tokens = await service.offload(len(raw), lambda: service.tokenizer.encode(text, allow_special=True))
-    elif body.messages and body.prompt is None:
+    body, size = await service.receive(request, TokenizeBody)
+    tokenizer = service.text.tokenizer
+
+    def work() -> dict[str, Any]:
+        tokens = _tokens(body, service.text)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_text(t) for t in tokens]
+        return answer
+
+    return json_response(await service.offload(size, work))
+
+
+def _tokens(body: TokenizeBody, text: ModelText) -> list[int]:
+    if body.prompt is not None and body.messages is None:
+        return text.tokenizer.encode(body.prompt, allow_special=True)
+    if body.messages and body.prompt is None:
         chat = ChatBody(
             messages=body.messages,
             tools=body.tools,
@@ -137,30 +148,29 @@ async def tokenize(request: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        tokens = await prompt_ids(service, len(raw), chat)
-    else:
-        raise RequestError("send either prompt or messages", param="prompt")
-    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
-    if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.token_bytes(t).decode(errors="replace") for t in tokens]
-    return json_response(answer)
+        return rendered(chat, text, body.tools).ids
+    raise RequestError("send either prompt or messages", param="prompt")
 
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(DetokenizeBody, raw, lenient=service.config.lenient_fields)
-    service.check_model(body.model)
-    vocabulary = service.tokenizer.vocab_size
-    if any(not 0 <= t < vocabulary for t in body.tokens):
-        raise RequestError(f"tokens must be ids between 0 and {vocabulary - 1}", param="tokens")
-    return json_response({"prompt": await service.offload(len(raw), lambda: service.tokenizer.decode(body.tokens))})
+    body, size = await service.receive(request, DetokenizeBody)
+    tokenizer = service.text.tokenizer
+
+    def work() -> str:
+        if any(not 0 <= t < tokenizer.vocab_size for t in body.tokens):
+            raise RequestError(f"tokens must be ids between 0 and {tokenizer.vocab_size - 1}", param="tokens")
+        return tokenizer.decode(body.tokens)
+
+    return json_response({"prompt": await service.offload(size, work)})
 
 
 async def tokenizer_info(request: Request) -> Response:
     """What clients that count tokens themselves ask for before they rely on /tokenize."""
     service: Service = request.app.state.service
-    known = {role: name if service.tokenizer.special_id(name) is not None else None for role, name in _ROLES.items()}
+    known = {
+        role: name if service.text.tokenizer.special_id(name) is not None else None for role, name in _ROLES.items()
+    }
     return json_response(
         {"tokenizer_class": "TikTokenTokenizer", **known, "model_max_length": service.engine.info.max_model_len}
     )

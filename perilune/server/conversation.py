@@ -12,7 +12,7 @@ class Conversation:
     """Grows a list of chat messages, ready for the chat template.
 
     Consecutive pieces of the assistant's (thoughts, text, tool calls) become one message, in that order, until `close`
-    or a message of somebody else's.
+    or a message of another role.
     """
 
     def __init__(self, before: Sequence[Mapping[str, Any]] = ()) -> None:

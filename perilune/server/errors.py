@@ -86,6 +86,7 @@ def from_validation(error: ValidationError) -> RequestError:
         return RequestError("the body must be a JSON object", code="invalid_json")
     name = ".".join(path)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("a valid dictionary", "an object")  # a value that was decoded before
     verb = "is required" if first["type"] == "missing" else f"must be {message}"
     if first["type"] == "value_error":
         verb = message

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -15,15 +15,18 @@ from perilune.server import errors
 
 log = logging.getLogger("perilune.server")
 
+E = TypeVar("E")
 T = TypeVar("T")
 QUEUED_PIECES = 64
-CLIENT_GONE = 499  # the usual status in logs for a client that left; nobody receives it
+PING_SECONDS = 10.0  # well below the idle limits of common proxies (30 s and more)
+CLIENT_GONE = 499  # the usual status in logs for a client that left; it is never received
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects chunks would undo streaming
 )
+_encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
@@ -31,7 +34,17 @@ class ClientGone(Exception):
 
 
 def event(body: bytes) -> bytes:
+    """A frame without a name, as OpenAI's chat and completions stream them."""
     return b"data: " + body + b"\n\n"
+
+
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """A frame whose name is its `type`, as the Responses and the Messages API stream them."""
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
+
+
+def error_event(error: Exception) -> bytes:
+    return event(_encode(errors.describe(error)[1]))
 
 
 async def disconnected(receive: Receive) -> None:
@@ -106,21 +119,36 @@ async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Sends each piece of `events` (complete SSE frames) the moment it exists, one ASGI message per piece.
+class EventStream(Response, Generic[E]):
+    """Sends each of `events` the moment it exists, one ASGI message per event, and `ping` when PING_SECONDS were quiet.
 
-    `events` is closed as soon as the client leaves or the server stops, which cancels the request in the engine. An
-    exception inside becomes an error event, since the status line is already out. `on_close` runs in every case.
+    `events` is closed as soon as the client leaves or the server stops, which cancels the request in the engine. The
+    status line is already out when an exception comes: it ends the stream with the event that `failure` makes of it.
+    `end` follows the last event. `on_close` runs in every case.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], stopping: asyncio.Event, on_close: Callable[[], None]
+        self,
+        events: AsyncGenerator[E, None],
+        stopping: asyncio.Event,
+        on_close: Callable[[], None],
+        *,
+        failure: Callable[[Exception], E],
+        encode: Callable[[E], bytes],
+        end: bytes = b"",
+        ping: E | None = None,
     ) -> None:
+        """`encode`: an event as a complete SSE frame."""
         self.events = events
         self.stopping = stopping
         self.on_close = on_close
+        self.failure = failure
+        self.encode = encode
+        self.end = end
+        self.ping = ping
         self.status_code = 200
         self.background = None
+        self._quiet = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -132,17 +160,31 @@ class EventStream(Response):
             except Exception as error:
                 if errors.describe(error)[0] == 500:
                     log.exception("a stream failed")
-                await self._frame(send, event(msgspec.json.encode(errors.describe(error)[1])))
-            await self._frame(send, DONE)
+                await self._send(send, self.failure(error))
+            if self.end:
+                await send({"type": "http.response.body", "body": self.end, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self.on_close()
 
     async def _pump(self, send: Send) -> None:
-        async with contextlib.aclosing(self.events) as events:
-            async for piece in events:
-                await self._frame(send, piece)
+        pings = asyncio.create_task(self._keep_alive(send))
+        try:
+            async with contextlib.aclosing(self.events) as events:
+                async for event in events:
+                    await self._send(send, event)
+        finally:
+            pings.cancel()
+            # A ping fails only when the client has left, which the race notices by itself.
+            await asyncio.gather(pings, return_exceptions=True)
 
-    @staticmethod
-    async def _frame(send: Send, piece: bytes) -> None:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def _keep_alive(self, send: Send) -> None:
+        while self.ping is not None:
+            self._quiet = True
+            await asyncio.sleep(PING_SECONDS)
+            if self._quiet:
+                await self._send(send, self.ping)
+
+    async def _send(self, send: Send, event: E) -> None:
+        self._quiet = False
+        await send({"type": "http.response.body", "body": self.encode(event), "more_body": True})

@@ -1,4 +1,4 @@
-"""From a validated chat body to assistant turns under way: what every chat API of the server builds on."""
+"""From a validated chat body to assistant turns under way: used by every chat API."""
 
 import contextlib
 import dataclasses
@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.core.errors import RequestError
-from perilune.core.sampling import candidates, sibling
+from perilune.core.messages import EngineInfo
+from perilune.core.sampling import SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
-from perilune.server.answer_format import check_strict, enforced, tool_choice
+from perilune.grammar.constrain import AnswerFormat
+from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
+from perilune.server.generation import Generation, fit
 from perilune.server.openai.protocol import ChatBody, Predictions, usage
-from perilune.server.service import Generation, Service
+from perilune.server.service import ModelText, Service
 from perilune.text.beginning import Beginning
-from perilune.text.chat import PromptOptions, next_tool_index
+from perilune.text.chat import PromptOptions, RenderedPrompt
 from perilune.text.stream import ChatStream, Content, Event, Reasoning
-from perilune.text.tools import Tool, parse_tools
+from perilune.text.tokenizer import Tokenizer
+from perilune.text.tools import Declared, Tool, parse_tools
 
 
 class Turn:
@@ -45,7 +49,7 @@ class Turn:
                 events = self.stream.feed(delta.tokens)
                 kept = self.stream.kept
                 if thought := self.stream.reasoning_tokens - before:
-                    # The stream counts the marker that ends a thought as part of it; a client is not told of markers.
+                    # The stream counts the marker that ends a thought as part of it; clients do not count markers.
                     closed = any(delta.tokens[i] in self._ends for i in kept)
                     self.reasoning_tokens += thought - closed
                 if self.stream.stopped:
@@ -88,78 +92,114 @@ class Turns:
         )
 
 
-async def begin(service: Service, size: int, body: ChatBody) -> Turns:
-    """Renders, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """What a chat body asks for, read once: all work whose time grows with the conversation is done.
 
-    `size` is the body's length in bytes, which decides where the work is done. RequestError for everything that is
+    ids        the prompt's token ids, up to where the answer begins or goes on
+    beginning  the part of the answer that the ids hold
+    calls      the tool calls that the answer may hold
+    shown      tools that the model sees
+    answer     the form of the answer's text; None: free
+    budget     tokens that the thought may take; None: no bound
+    """
+
+    ids: list[int]
+    beginning: Beginning
+    calls: Calls
+    shown: Sequence[Tool]
+    answer: AnswerFormat | None
+    budget: int | None
+    params: SamplingParams
+
+
+def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bool) -> ReadRequest:
+    """Validates and renders a conversation. RequestError names the field that is wrong.
+
+    Takes about 70 ms per MB of text: to be called on a thread if the body is large (Service.offload).
+    """
+    declared = parse_tools(body.tools)
+    check_strict(declared)
+    choice = tool_choice(body.tool_choice, declared)
+    shown = () if choice == "none" else declared
+    # A call that must be made leaves no text that the format could apply to.
+    answer, free = body.answer_format(), choice in ("auto", "none")
+    thinking = text.template.thinks(body.think())
+    budget = body.thinking_budget() if thinking else None
+    defaults = text.defaults(thinking=thinking)
+    if vendor_strict:
+        check_vendor(body, defaults)
+    prompt = rendered(body, text, shown)
+    if body.add_generation_prompt is False and not prompt.beginning.given:
+        raise RequestError(
+            "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
+            "the assistant's and send continue_final_message: true",
+            param="add_generation_prompt",
+        )
+    wanted = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
+    ids = body.truncated(prompt.ids, wanted, info.max_model_len)
+    params = body.sampling(
+        defaults,
+        max_tokens=fit(ids, wanted, info, "messages"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    calls = Calls(declared, choice, body.parallel_tool_calls is not False, prompt.next_tool_index)
+    params = text.prepared(params, info)
+    return ReadRequest(ids, prompt.beginning, calls, shown, answer if free else None, budget, params)
+
+
+def rendered(body: ChatBody, text: ModelText, tools: Declared) -> RenderedPrompt:
+    """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`."""
+    options: PromptOptions = {**body.prompt_options(), "tools": tools}
+    return text.template.read(text.tokenizer, body.messages, **options)
+
+
+async def begin(service: Service, size: int, body: ChatBody) -> Turns:
+    """Reads, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
+
+    `size` is the conversation's length in bytes, which decides where it is read. RequestError for everything that is
     wrong with the request, 429 if the server is full.
     """
-    body.check_supported()
-    count = candidates(1 if body.n is None else body.n)
+    text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
-        held.callback(service.admit(count, "n"))
-        declared, tools = parse_tools(body.tools), parse_tools(body.declared_tools)
-        check_strict(declared)
-        choice = tool_choice(body.tool_choice, declared)
-        answer = body.answer_format()
-        if choice not in ("auto", "none"):
-            answer = None  # a call that has to be made leaves the format no text to apply to
-        thinking = service.template.thinks(body.think())
-        budget = body.thinking_budget() if thinking else None
-        defaults = service.defaults(thinking=thinking)
-        if service.config.vendor_strict:
-            check_vendor(body, defaults)
-        prompt = await prompt_ids(service, size, body, tools)
-        begun = service.template.beginning(body.messages, **body.prompt_options())
-        if body.add_generation_prompt is False and not begun.given:
-            raise RequestError(
-                "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
-                "the assistant's and send continue_final_message: true",
-                param="add_generation_prompt",
-            )
-        wanted = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
-        prompt = body.truncated(prompt, wanted, service.engine.info.max_model_len)
-        params = body.sampling(
-            defaults,
-            max_tokens=service.fit(prompt, wanted, "messages"),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        params = await service.prepared(params)
-        first_index = next_tool_index(body.messages)
+        held.callback(service.admission.take(candidates(1 if body.n is None else body.n), "n"))
+        asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=service.config.vendor_strict))
         constraint = await enforced(
-            service.tokenizer,
-            params,
-            tools=declared,
-            choice=choice,
-            parallel=body.parallel_tool_calls is not False,
-            first_index=first_index,
-            thinking=begun.thinks,
-            opens=begun.opened,
-            answer=answer,
-            budget=budget,
-            begun=begun.content,
+            text.tokenizer,
+            asked.params,
+            answer=asked.answer,
+            calls=asked.calls,
+            begun=asked.beginning,
+            budget=asked.budget,
         )
-        m = service.tokenizer.markers
-        ends = frozenset({m.think_end, *((m.section_begin, m.call_begin) if tools else ())} - {None})
-        echo = _echoed(begun) if body.echo else ()
-        turns = []
-        unscored = dataclasses.replace(params, prompt_logprobs=None)
-        for i in range(count):
-            own = sibling(unscored if i else params, i)
-            stream = ChatStream(
-                service.tokenizer,
-                thinking=begun.opened,
-                tools=tools,
-                stop=params.stop,
-                first_tool_index=first_index,
-                end_ids=params.stop_token_ids,
-                begun=bool(begun.content),
-                **body.stream_style,
-            )
-            generation = Generation(service, prompt, own, constraint, body.cache_keys)
-            turns.append(Turn(generation, stream, ends=ends, echo=echo))
-        return Turns(turns, held.pop_all().close)
+        generations = [
+            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys)
+            for params in _siblings(asked.params, 1 if body.n is None else body.n)
+        ]
+        return Turns([_turn(g, asked, body, text.tokenizer) for g in generations], held.pop_all().close)
+
+
+def _siblings(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Parameters of `count` answers to one prompt, which is scored once."""
+    unscored = dataclasses.replace(params, prompt_logprobs=None)
+    return [sibling(unscored if i else params, i) for i in range(count)]
+
+
+def _turn(generation: Generation, asked: ReadRequest, body: ChatBody, tokenizer: Tokenizer) -> Turn:
+    m, begun = tokenizer.markers, asked.beginning
+    ends = frozenset({m.think_end, *((m.section_begin, m.call_begin) if asked.shown else ())} - {None})
+    stream = ChatStream(
+        tokenizer,
+        thinking=begun.opened,
+        tools=asked.shown,
+        stop=asked.params.stop,
+        first_tool_index=asked.calls.first_index,
+        end_ids=asked.params.stop_token_ids,
+        begun=bool(begun.content),
+        style=body.stream_style,
+    )
+    return Turn(generation, stream, ends=ends, echo=_echoed(begun) if body.echo else ())
 
 
 def check_vendor(body: ChatBody, recommended: Mapping[str, float]) -> None:
@@ -183,16 +223,3 @@ def check_vendor(body: ChatBody, recommended: Mapping[str, float]) -> None:
 def _echoed(begun: Beginning) -> list[Event]:
     thought: list[Event] = [Reasoning(begun.reasoning)] if begun.reasoning else []
     return thought + ([Content(begun.content)] if begun.content else [])
-
-
-async def prompt_ids(service: Service, size: int, body: ChatBody, tools: Sequence[Tool] | None = None) -> list[int]:
-    """Token ids of the conversation; `tools` are the body's, where they are already parsed.
-
-    `size` is as in `begin`, whose prompt this is, up to its end where the assistant's answer begins.
-    """
-    declared = parse_tools(body.declared_tools) if tools is None else tools
-    options: PromptOptions = {**body.prompt_options(), "tools": declared}
-    return await service.offload(
-        size,
-        lambda: service.template.render_ids(service.tokenizer, body.messages, **options),
-    )

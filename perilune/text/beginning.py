@@ -18,7 +18,7 @@ from typing import Any
 
 from perilune.core.errors import RequestError
 from perilune.text.family import Member
-from perilune.text.history import Turn, read_turns
+from perilune.text.history import Turn
 from perilune.text.tools import show
 
 
@@ -42,9 +42,15 @@ class Beginning:
 
 
 def beginning(
-    member: Member, messages: Sequence[Mapping[str, Any]], *, thinking: bool, continued: bool | None, default: bool
+    member: Member,
+    messages: Sequence[Mapping[str, Any]],
+    turn: Turn,
+    *,
+    thinking: bool,
+    continued: bool | None,
+    default: bool,
 ) -> Beginning:
-    """How the answer to `messages`, which history.read_turns accepts, begins.
+    """How the answer to `messages` begins, of which `turn` is the last as history.read_turns read it.
 
     `thinking`: the model will think unless the thought is over. `continued`: what the request says; None: what the last
     message says, else `default` where it is the assistant's. RequestError for a message that cannot be continued.
@@ -62,7 +68,6 @@ def beginning(
             f"{last}.tool_calls: a message with tool calls cannot be continued: answer every call with a tool message",
             param=f"{last}.tool_calls",
         )
-    (turn,) = read_turns(messages[-1:])
     if member.thinking == "never":
         if turn.reasoning and not turn.content:
             raise _no_thought(f"{member.name} does not think")

@@ -7,14 +7,14 @@ docs/formats.md section 5.4).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 from perilune.core.errors import CheckpointError, RequestError
 from perilune.text.beginning import Beginning, beginning
 from perilune.text.family import K26, Member, NotOfTheFamily, member_named, recognise
 from perilune.text.history import Turn, next_counter, read_turns
 from perilune.text.tokenizer import Tokenizer
-from perilune.text.tools import Declared, declaration, parse_tools
+from perilune.text.tools import Declared, Tool, declaration, parse_tools
 
 _ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
 
@@ -38,6 +38,20 @@ class PromptOptions(TypedDict, total=False):
     preserve_thinking: bool | None  # True: reasoning is kept everywhere, not only in the tool loop in progress
     add_generation_prompt: bool  # True, the default: the prompt ends where the assistant's answer begins
     continue_final_message: bool | None  # the answer goes on from the last message; None, the default: if it says so
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the model reads it, with what its answer takes from it.
+
+    ids              token ids up to where the answer begins or goes on
+    beginning        the part of the answer that the ids hold
+    next_tool_index  the counter of the next tool call's id
+    """
+
+    ids: list[int]
+    beginning: Beginning
+    next_tool_index: int
 
 
 class ChatTemplate:
@@ -91,26 +105,46 @@ class ChatTemplate:
         """(temperature, top_p) that the vendor recommends."""
         return self.member.sampling if thinking else self.member.instant_sampling
 
-    def beginning(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> Beginning:
-        """What the prompt of these messages, which `pieces` accepts, holds of the answer.
+    def read(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
+    ) -> RenderedPrompt:
+        """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
 
         A last message of the assistant's is continued, unless there is no generation prompt or the options or the
         message say otherwise (text/beginning.py).
         """
-        return beginning(
-            self.member,
-            messages,
-            thinking=self.member.thinking != "never" and self.thinks(options.get("thinking")),
-            continued=options.get("continue_final_message"),
-            default=options.get("add_generation_prompt", True),
-        )
+        tools, turns, begun = self._read(messages, options)
+        ids: list[int] = []
+        for p in self._pieces(tools, turns, begun, options):
+            ids += [tokenizer.special(p.name)] if isinstance(p, Special) else tokenizer.encode(p)
+        return RenderedPrompt(ids, begun, next_counter(turns))
 
     def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:
         """The prompt as control tokens and plain text; no two texts are neighbours."""
+        return self._pieces(*self._read(messages, options), options)
+
+    def _read(
+        self, messages: Sequence[Mapping[str, Any]], options: PromptOptions
+    ) -> tuple[Sequence[Tool], list[Turn], Beginning]:
+        """The declared tools, the turns, and the beginning of the answer."""
         tools, turns = parse_tools(options.get("tools")), read_turns(messages)
-        has_thoughts = self.member.thinking != "never"
-        thinking = has_thoughts and self.thinks(options.get("thinking"))
-        begun = self.beginning(messages, **options)
+        begun = beginning(
+            self.member,
+            messages,
+            turns[-1],
+            thinking=self._thinking(options),
+            continued=options.get("continue_final_message"),
+            default=options.get("add_generation_prompt", True),
+        )
+        return tools, turns, begun
+
+    def _thinking(self, options: PromptOptions) -> bool:
+        return self.member.thinking != "never" and self.thinks(options.get("thinking"))
+
+    def _pieces(
+        self, tools: Sequence[Tool], turns: Sequence[Turn], begun: Beginning, options: PromptOptions
+    ) -> list[Piece]:
+        has_thoughts, thinking = self.member.thinking != "never", self._thinking(options)
         earlier = turns[:-1] if begun.given else turns
         finished = -1 if self.preserves(options.get("preserve_thinking")) else _last_final_answer(earlier)
         out: list[Piece] = []
@@ -146,10 +180,7 @@ class ChatTemplate:
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
     ) -> list[int]:
         """The prompt as token ids."""
-        ids: list[int] = []
-        for p in self.pieces(messages, **options):
-            ids += [tokenizer.special(p.name)] if isinstance(p, Special) else tokenizer.encode(p)
-        return ids
+        return self.read(tokenizer, messages, **options).ids
 
 
 class NoChatTemplate(ChatTemplate):
@@ -159,7 +190,7 @@ class NoChatTemplate(ChatTemplate):
         super().__init__()
         self._reason = reason
 
-    def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:
+    def _read(self, messages: Sequence[Mapping[str, Any]], options: PromptOptions) -> NoReturn:
         raise CheckpointError(self._reason)
 
 

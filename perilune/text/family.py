@@ -133,7 +133,7 @@ def _later(template: str, names: str) -> Member:
     """K2.5 and its successors, by the vendor's template and by names left in the configs."""
     if _K27_NAME.search(names):
         return K27_CODE
-    if "tools_ts_str" not in template:  # none, or somebody's own: it says nothing about the model
+    if "tools_ts_str" not in template:  # none, or not the vendor's: it says nothing about the model
         return K26
     code = " ".join(_CODE.findall(template))
     if _FORCES.search(code) or not _READS_THINKING.search(code):

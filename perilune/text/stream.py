@@ -50,14 +50,26 @@ class ToolArguments:
 Event = Reasoning | Content | ToolStart | ToolArguments
 
 
-class TextStream:
-    """Plain completions: ids to text, ended by stop strings. Tokens flagged special and end tokens give no text.
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Which tokens give text, besides those of the answer proper.
 
-    `keep_stop`: what the request named to end the text, a stop string or `end_ids`, is part of it. `show_special`:
-    tokens flagged special are, but for the tokenizer's end tokens.
+    keep_stop     what the request named to end the text, a stop string or `end_ids`
+    show_special  tokens flagged special, except the tokenizer's end tokens
+    """
+
+    keep_stop: bool = False
+    show_special: bool = False
+
+
+PLAIN = Style()
+
+
+class TextStream:
+    """Plain completions: ids to text, ended by stop strings. Without a `style`, special and end tokens give no text.
 
     After each `feed`, `kept` holds the offsets of the fed ids that belong to the answer: not end tokens, and nothing
-    after a stop string. `stopped` is true once a stop string was complete; whoever feeds should cancel the request.
+    after a stop string. `stopped` is true once a stop string was complete; the caller then cancels the request.
     """
 
     def __init__(
@@ -66,14 +78,13 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         end_ids: Collection[int] = (),
-        keep_stop: bool = False,
-        show_special: bool = False,
+        style: Style = PLAIN,
     ) -> None:
         self._tokenizer = tokenizer
-        self._show_special = show_special
-        self._ends = _ends(tokenizer, end_ids, keep_stop)
+        self._show_special = style.show_special
+        self._ends = _ends(tokenizer, end_ids, style.keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(stop, keep=keep_stop)
+        self._stops = StopMatcher(stop, keep=style.keep_stop)
         self.kept: tuple[int, ...] = ()
 
     @property
@@ -136,8 +147,7 @@ class ChatStream:
     thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers are
     ordinary text. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the
     conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun:
-    the prompt holds the beginning of the content. keep_stop, show_special: as in TextStream; markers with a meaning
-    here are never text.
+    the prompt holds the beginning of the content. style: as in TextStream; markers with a meaning here are never text.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
@@ -160,16 +170,15 @@ class ChatStream:
         first_tool_index: int = 0,
         end_ids: Collection[int] = (),
         begun: bool = False,
-        keep_stop: bool = False,
-        show_special: bool = False,
+        style: Style = PLAIN,
     ) -> None:
         self._tokenizer = tokenizer
-        self._show_special = show_special
-        self._ends = _ends(tokenizer, end_ids, keep_stop)
+        self._show_special = style.show_special
+        self._ends = _ends(tokenizer, end_ids, style.keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
         self._tools = {tool.name: tool for tool in parse_tools(tools)}
         self._marks, self._plain = _read_marks(tokenizer, bool(self._tools))
-        self._stops = StopMatcher(stop, keep=keep_stop)
+        self._stops = StopMatcher(stop, keep=style.keep_stop)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
         self._content_begun = begun

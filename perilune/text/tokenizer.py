@@ -1,7 +1,7 @@
 """The family's tokenizer: byte-level BPE from `tiktoken.model`, then 256 slots for control tokens.
 
 Control tokens are spliced into prompts by id (text/chat.py); text that came from outside is encoded with control
-tokens disabled, so nobody can end a turn or open a tool call by writing `<|im_end|>` into a message.
+tokens disabled, so a user cannot end a turn or open a tool call by writing `<|im_end|>` into a message.
 """
 
 import base64

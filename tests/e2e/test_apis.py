@@ -90,6 +90,22 @@ def test_responses_tool_loop_by_items_and_by_id(server: Server, called: Problem)
         server.openai.responses.create(input="Go on", previous_response_id=by_id.id, **ask)
 
 
+def test_requests_of_different_salts_share_no_cache(server: Server) -> None:
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Salted. " + "one two three four five six seven " * 20}],
+        "max_tokens": 1,
+        "temperature": 0,
+    }
+
+    def cached(salt: str | None) -> int:
+        answer = server.openai.chat.completions.create(**ask, extra_body={"cache_salt": salt})
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(salt) > 0 for salt in ("a", "b", None, "b", "a", None)] == [False] * 3 + [True] * 3
+
+
 def test_responses_enforce_calls_and_formats(server: Server) -> None:
     function = WEATHER["function"]
     forced = server.openai.responses.create(

@@ -1,6 +1,6 @@
 """The Anthropic Messages API: POST /v1/messages, whole or streamed, and POST /v1/messages/count_tokens.
 
-A request is translated to a chat completion; what differs is how an answer is told (blocks and their events) and the
+A request is translated to a chat completion; what differs is the form of an answer (blocks and their events) and the
 shape of errors.
 """
 
@@ -20,11 +20,11 @@ from perilune.server import errors
 from perilune.server.anthropic.protocol import FIELDS, CountBody, MessagesBody
 from perilune.server.conversation import spelled
 from perilune.server.errors import GenerationError
-from perilune.server.named_events import NamedEventStream
-from perilune.server.openai.protocol import json_response, parse
+from perilune.server.openai.protocol import json_response
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, race
-from perilune.server.turn import Turn, begin, prompt_ids
+from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
+from perilune.server.turn import Turn, begin, rendered
+from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
 PING = {"type": "ping"}
@@ -121,14 +121,14 @@ def _object(text: str) -> dict[str, Any] | None:
 class Answer:
     """One message from its request to its end."""
 
-    def __init__(self, service: Service, turn: Turn) -> None:
+    def __init__(self, model: str, turn: Turn) -> None:
         self.turn = turn
         self.blocks = Blocks()
         self.head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": service.model,
+            "model": model,
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -180,19 +180,19 @@ class Answer:
 
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(MessagesBody, raw, lenient=service.config.lenient_fields)
+    body, size = await service.receive(request, MessagesBody)
     body.check_supported()
-    service.check_model(body.model)
-    chat = body.chat(thinks_unasked=_thinks_unasked(service))
+    chat = await service.offload(size, lambda: body.chat(thinks_unasked=_thinks_unasked(service.text.template)))
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
-            turns = await begin(service, len(raw), chat)
+            chat.check_supported()
+            turns = await begin(service, size, chat)
         held.callback(turns.release)
-        answer = Answer(service, turns.turns[0])
+        answer = Answer(service.model, turns.turns[0])
         if body.stream:
             release = held.pop_all().close
-            return NamedEventStream(answer.events(), service.stopping, release, failure=describe, ping=PING)
+            events = answer.events()
+            return EventStream(events, service.stopping, release, failure=describe, encode=named_event, ping=PING)
         try:
             return json_response(await race(answer.whole(), request.receive, service.stopping))
         except ClientGone:
@@ -201,20 +201,21 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(CountBody, raw, lenient=service.config.lenient_fields)
+    body, size = await service.receive(request, CountBody)
     body.check_supported()
-    service.check_model(body.model)
-    chat = body.chat(thinks_unasked=_thinks_unasked(service))
-    with spelled(FIELDS):
-        prompt = await prompt_ids(service, len(raw), chat)
-    return json_response({"input_tokens": len(prompt)})
+
+    def count() -> int:
+        chat = body.chat(thinks_unasked=_thinks_unasked(service.text.template))
+        with spelled(FIELDS):
+            return len(rendered(chat, service.text, chat.declared_tools).ids)
+
+    return json_response({"input_tokens": await service.offload(size, count)})
 
 
-def _thinks_unasked(service: Service) -> bool:
+def _thinks_unasked(template: ChatTemplate) -> bool:
     """Whether the model thinks even when it is asked not to, so that such a request would be refused."""
     try:
-        return service.template.thinks(False)
+        return template.thinks(False)
     except RequestError:
         return True
 
@@ -251,8 +252,8 @@ class ErrorShape:
             elif start is None:
                 await send(message)
             elif message["type"] == "http.response.body":
-                told = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
-                body = msgspec.json.encode(error_object(start["status"], told))
+                text = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
+                body = msgspec.json.encode(error_object(start["status"], text))
                 headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", b"%d" % len(body)))
                 await send({**start, "headers": headers})

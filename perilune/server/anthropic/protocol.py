@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
-from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.body import Body, RequestBody
+from perilune.server.conversation import Conversation, string, text_of, wrong
 from perilune.server.fields import COUNT, MESSAGES, OUTPUT_CONFIG, THINKING, of_chat
-from perilune.server.openai.protocol import Body, ChatBody
-from perilune.text.tools import check_depth, parse_tools, show
+from perilune.server.openai.protocol import ChatBody
+from perilune.text.tools import check_depth, show
 
 # Chat's names of fields -> this API's, for errors found further down.
 FIELDS = (
@@ -43,12 +44,11 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountBody(Body):
+class CountBody(RequestBody):
     """What makes up the prompt."""
 
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES, **COUNT}
     messages: list[dict[str, Any]]
-    model: str | None = None
     system: Any = None  # a text or a list of text blocks
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
@@ -80,8 +80,6 @@ class CountBody(Body):
         if conversation.messages[-1]["role"] == "assistant":
             self._check_beginning(conversation.messages[-1])
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
-        with spelled(FIELDS):
-            parse_tools(tools)
         choice = self.tool_choice
         fields: dict[str, Any] = {
             "model": self.model,

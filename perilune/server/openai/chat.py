@@ -10,28 +10,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perilune.core.step import TokenLogprob
-from perilune.server.openai.protocol import ChatBody, chat_logprob, json_response, parse, prompt_logprob_table
+from perilune.server.openai.protocol import ChatBody, chat_logprob, json_response, prompt_logprob_table
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
+from perilune.server.sse import CLIENT_GONE, DONE, ClientGone, EventStream, error_event, event, gathered, merged, race
 from perilune.server.turn import Turn, Turns, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
+from perilune.text.tokenizer import Tokenizer
 
 
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(ChatBody, raw, lenient=service.config.lenient_fields)
-    service.check_model(body.model)
+    body, size = await service.receive(request, ChatBody)
+    body.check_supported()
+    tokenizer = service.text.tokenizer
     with contextlib.ExitStack() as held:
-        turns = await begin(service, len(raw), body)
+        turns = await begin(service, size, body)
         held.callback(turns.release)
         head = {"id": body.response_id("chatcmpl"), "created": int(time.time()), "model": service.model}
         if body.stream:
-            chunks = _chunks(service, turns, head, body)
-            return EventStream(chunks, service.stopping, held.pop_all().close)
+            chunks, release = _chunks(tokenizer, turns, head, body), held.pop_all().close
+            return EventStream(chunks, service.stopping, release, failure=error_event, encode=bytes, end=DONE)
         try:
             choices = await race(
-                gathered([_whole(service, i, t, body) for i, t in enumerate(turns.turns)]),
+                gathered([_whole(tokenizer, i, t, body) for i, t in enumerate(turns.turns)]),
                 request.receive,
                 service.stopping,
             )
@@ -42,11 +43,11 @@ async def chat_completions(request: Request) -> Response:
             answer["prompt_token_ids"] = turns.turns[0].generation.prompt
         if (likeliest := body.prompt_logprobs) is not None:
             entries = turns.turns[0].prompt_logprobs
-            answer["prompt_logprobs"] = prompt_logprob_table(service.tokenizer, entries, likeliest)
+            answer["prompt_logprobs"] = prompt_logprob_table(tokenizer, entries, likeliest)
         return json_response(answer)
 
 
-async def _whole(service: Service, number: int, turn: Turn, body: ChatBody) -> dict[str, Any]:
+async def _whole(tokenizer: Tokenizer, number: int, turn: Turn, body: ChatBody) -> dict[str, Any]:
     reasoning: list[str] = []
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
@@ -74,20 +75,20 @@ async def _whole(service: Service, number: int, turn: Turn, body: ChatBody) -> d
     choice = {
         "index": number,
         "message": message,
-        "logprobs": _logprobs(service, entries, body) if body.logprobs else None,
+        "logprobs": _logprobs(tokenizer, entries, body) if body.logprobs else None,
         "finish_reason": turn.finish_reason,
         **turn.generation.marks,
     }
     return choice | {"token_ids": turn.ids} if body.return_token_ids else choice
 
 
-def _logprobs(service: Service, entries: Sequence[TokenLogprob], body: ChatBody) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], body: ChatBody) -> dict[str, Any]:
     as_ids = bool(body.return_tokens_as_token_ids)
-    return {"content": [chat_logprob(service.tokenizer, e, as_ids=as_ids) for e in entries]}
+    return {"content": [chat_logprob(tokenizer, e, as_ids=as_ids) for e in entries]}
 
 
 async def _chunks(
-    service: Service, turns: Turns, head: Mapping[str, Any], body: ChatBody
+    tokenizer: Tokenizer, turns: Turns, head: Mapping[str, Any], body: ChatBody
 ) -> AsyncGenerator[bytes, None]:
     # Everything but the choice is the same in every chunk of a stream: spelled once, ahead of the loop.
     start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1]
@@ -106,7 +107,7 @@ async def _chunks(
             nonlocal prompt, sent
             choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish_reason, **more}
             if entries:
-                choice["logprobs"] = _logprobs(service, entries, body)
+                choice["logprobs"] = _logprobs(tokenizer, entries, body)
             if body.return_token_ids:
                 choice["token_ids"], sent = turn.ids[sent:], len(turn.ids)
             first, prompt = start + prompt + b',"choices":[', b""

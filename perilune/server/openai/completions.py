@@ -11,24 +11,23 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
-from perilune.core.messages import Delta
+from perilune.core.messages import Delta, EngineInfo
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.server.answer_format import enforced
+from perilune.server.generation import Generation, fit
 from perilune.server.openai.protocol import (
     CompletionBody,
     Predictions,
     finite,
     json_response,
     named,
-    parse,
     prompt_logprob_table,
     usage,
 )
-from perilune.server.service import Generation, Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, event, gathered, merged, race
+from perilune.server.service import ModelText, Service
+from perilune.server.sse import CLIENT_GONE, DONE, ClientGone, EventStream, error_event, event, gathered, merged, race
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 
@@ -77,26 +76,24 @@ class Choice:
 
     def __init__(
         self,
-        service: Service,
+        tokenizer: Tokenizer,
         body: CompletionBody,
-        text: str | None,
-        prompt: list[int],
-        params: SamplingParams,
-        constraint: Constraint | None,
+        prompt_text: str,
+        generation: Generation,
     ) -> None:
-        """`text` is the prompt where it came as text."""
         self.body = body
         self.echo = bool(body.echo)
         self.silent = body.silent
-        self.generation = Generation(service, prompt, params, constraint, body.cache_keys)
-        self.stream = TextStream(service.tokenizer, params.stop, end_ids=params.stop_token_ids, **body.stream_style)
-        self.prompt_text = text if text is not None or not self.echo else service.tokenizer.decode(prompt)
+        self.generation = generation
+        params = generation.params
+        self.stream = TextStream(tokenizer, params.stop, end_ids=params.stop_token_ids, style=body.stream_style)
+        self.prompt_text = prompt_text
         self.prompt_logprobs: list[TokenLogprob] = []
         self.logprobs: list[float] = []
         self.ids: list[int] = []
         self.table = None
         if body.logprobs is not None:
-            self.table = LogprobTable(service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+            self.table = LogprobTable(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
     async def pieces(self) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
         """(new text, log-probabilities of the tokens it came from or None), the echoed prompt first."""
@@ -109,7 +106,6 @@ class Choice:
                     continue
                 if echoing:  # a prompt's log-probabilities are complete when its first token comes
                     echoing = False
-                    assert self.prompt_text is not None
                     yield self.prompt_text, self._prompt_rows()
                 if self.silent:
                     continue
@@ -155,20 +151,24 @@ class Choice:
 
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    raw = await request.body()
-    body = parse(CompletionBody, raw, lenient=service.config.lenient_fields)
+    body, size = await service.receive(request, CompletionBody)
     body.check_supported()
-    service.check_model(body.model)
-    prompts = split_prompts(body.prompt)
+    prompts = await service.offload(size, lambda: split_prompts(body.prompt))
+    text, info = service.text, service.engine.info
     count = candidates(body.wanted, body.best_of)
     with contextlib.ExitStack() as held:
-        held.callback(service.admit(len(prompts) * count, "prompt" if len(prompts) > 1 else "n"))
-        # The caller of this endpoint writes the template itself, control tokens included.
-        encoded = await service.offload(
-            len(raw),
-            lambda: [service.tokenizer.encode(p, allow_special=True) if isinstance(p, str) else p for p in prompts],
-        )
-        groups = [await _group(service, body, p, ids, count) for p, ids in zip(prompts, encoded)]
+        held.callback(service.admission.take(len(prompts) * count, "prompt" if len(prompts) > 1 else "n"))
+        asked = await service.offload(size, lambda: [_read(body, p, count, text, info) for p in prompts])
+        groups = []
+        for prompt in asked:
+            answer = None if body.silent else body.answer_format()
+            constraint = None if answer is None else await enforced(text.tokenizer, prompt.params, answer=answer)
+            siblings = [sibling(prompt.params, i) for i in range(count)]
+            runs = [
+                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys)
+                for params in siblings
+            ]
+            groups.append([Choice(text.tokenizer, body, prompt.text, run) for run in runs])
         choices = [choice for group in groups for choice in group]
         head = {
             "id": body.response_id("cmpl"),
@@ -177,9 +177,12 @@ async def completions(request: Request) -> Response:
             "model": service.model,
         }
         if body.stream:
-            return EventStream(_chunks(groups, head, body), service.stopping, held.pop_all().close)
+            chunks, release = _chunks(groups, head, body), held.pop_all().close
+            return EventStream(chunks, service.stopping, release, failure=error_event, encode=bytes, end=DONE)
         try:
-            answers = await race(gathered([_whole(c) for c in choices]), request.receive, service.stopping)
+            answers = await race(
+                gathered([_whole(c, text.tokenizer) for c in choices]), request.receive, service.stopping
+            )
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         if count > body.wanted:
@@ -188,24 +191,33 @@ async def completions(request: Request) -> Response:
         return json_response({**head, "choices": numbered, "usage": _usage(groups)})
 
 
-async def _group(
-    service: Service, body: CompletionBody, given: str | list[int], prompt: list[int], count: int
-) -> list[Choice]:
-    """The continuations of one prompt: `given` as it was sent, `prompt` its ids."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One prompt of a request, read. `text`: what an echo gives back; empty without one."""
+
+    text: str
+    ids: list[int]
+    params: SamplingParams
+
+
+def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
+    """A prompt as text or token ids, of which `count` continuations are generated."""
+    # The caller of this endpoint writes the template itself, control tokens included.
+    ids = text.tokenizer.encode(given, allow_special=True) if isinstance(given, str) else given
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked
-    kept = body.truncated(prompt, wanted, service.engine.info.max_model_len)
+    kept = body.truncated(ids, wanted, info.max_model_len)
     params = body.sampling(
-        service.defaults(),
-        max_tokens=service.fit(kept, wanted, "prompt"),
+        text.defaults(),
+        max_tokens=fit(kept, wanted, info, "prompt"),
         logprobs=0 if body.logprobs is None and count > body.wanted else body.logprobs,
         prompt_logprobs=body.scored_prompt,
     )
-    params = await service.prepared(params)
-    answer = None if body.silent else body.answer_format()
-    constraint = None if answer is None else await enforced(service.tokenizer, params, answer=answer)
-    text = given if isinstance(given, str) and len(kept) == len(prompt) else None
-    return [Choice(service, body, text, kept, sibling(params, i), constraint) for i in range(count)]
+    params = text.prepared(params, info)
+    if not body.echo:
+        return _Prompt("", kept, params)
+    whole = isinstance(given, str) and len(kept) == len(ids)
+    return _Prompt(given if isinstance(given, str) and whole else text.tokenizer.decode(kept), kept, params)
 
 
 def _best(groups: Sequence[Sequence[Choice]], answers: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
@@ -237,7 +249,7 @@ def _token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
 
 
-async def _whole(choice: Choice) -> dict[str, Any]:
+async def _whole(choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
     text: list[str] = []
     table: dict[str, list[Any]] = {}
     async with contextlib.aclosing(choice.pieces()) as pieces:
@@ -250,7 +262,6 @@ async def _whole(choice: Choice) -> dict[str, Any]:
     if choice.body.return_token_ids:
         answer |= {"prompt_token_ids": choice.generation.prompt, "token_ids": choice.ids}
     if (likeliest := choice.body.prompt_logprobs) is not None:
-        tokenizer = choice.generation.service.tokenizer
         answer["prompt_logprobs"] = prompt_logprob_table(tokenizer, choice.prompt_logprobs, likeliest)
     return answer
 

@@ -7,10 +7,10 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator
 from starlette.responses import Response
 
 from perilune.core.errors import RequestError
@@ -20,12 +20,12 @@ from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
 from perilune.server import fields
 from perilune.server.answer_format import answer_format, thinking_budget
-from perilune.server.errors import from_validation
-from perilune.server.fields import Fields
+from perilune.server.body import Body, RequestBody
 from perilune.text.chat import PromptOptions
+from perilune.text.stream import Style
 from perilune.text.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
+LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot spell
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -41,16 +41,6 @@ MAX_SALT_CHARS = 256
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-
-
-class Body(BaseModel):
-    """`FIELDS`: what becomes of fields that are not declared."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    FIELDS: ClassVar[Fields] = {}
-
-    def check_nested(self, *, lenient: bool) -> None:
-        """RequestError for an unknown field of an object that is no Body."""
 
 
 class StreamOptions(Body):
@@ -74,7 +64,7 @@ class TemplateKwargs(Body):
     preserve_thinking: bool | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(RequestBody):
     """What chat and text completions have in common.
 
     `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
@@ -82,7 +72,6 @@ class SamplingBody(Body):
     the same one share cached KV.
     """
 
-    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -160,12 +149,8 @@ class SamplingBody(Body):
         return f"{prefix}-{self.request_id or uuid.uuid4().hex}"
 
     @property
-    def stream_style(self) -> dict[str, bool]:
-        """How text.stream turns tokens to text."""
-        return {
-            "keep_stop": bool(self.include_stop_str_in_output),
-            "show_special": self.skip_special_tokens is False,
-        }
+    def stream_style(self) -> Style:
+        return Style(bool(self.include_stop_str_in_output), self.skip_special_tokens is False)
 
     def answer_format(self) -> AnswerFormat | None:
         guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
@@ -208,7 +193,7 @@ class SamplingBody(Body):
         )
 
 
-class ContinuedBody(Body):
+class ContinuedBody(RequestBody):
     """vLLM's fields about the last message: is it the beginning of the answer? text/beginning.py has what else says so.
 
     `add_generation_prompt`: true asks for a new message; false goes with `continue_final_message`, and by itself asks
@@ -364,7 +349,6 @@ class TokenizeBody(ContinuedBody):
     """
 
     FIELDS: ClassVar = fields.TOKENIZE
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -374,34 +358,8 @@ class TokenizeBody(ContinuedBody):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
-    model: str | None = None
+class DetokenizeBody(RequestBody):
     tokens: list[int]
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(kind: type[B], body: bytes, *, lenient: bool = False) -> B:
-    """The validated body; RequestError names the field that is wrong. `lenient`: unknown fields are ignored."""
-    try:
-        parsed = kind.model_validate_json(body)
-    except ValidationError as e:
-        if e.errors(include_url=False)[0]["type"] == "missing":  # perhaps it is there, misspelt
-            given = msgspec.json.decode(body)
-            unknown = {name: value for name, value in given.items() if name not in kind.model_fields}
-            fields.check(unknown, kind.model_fields, kind.FIELDS, "", lenient=lenient)
-        raise from_validation(e) from e
-    _check_fields(parsed, "", lenient)
-    return parsed
-
-
-def _check_fields(body: Body, where: str, lenient: bool) -> None:
-    fields.check(body.model_extra or {}, type(body).model_fields, type(body).FIELDS, where, lenient=lenient)
-    body.check_nested(lenient=lenient)
-    for name in type(body).model_fields:
-        if isinstance(inner := getattr(body, name), Body):
-            _check_fields(inner, f"{where}{name}.", lenient)
 
 
 def _agreed(votes: Mapping[str, bool | None]) -> bool | None:

@@ -1,6 +1,6 @@
 """The OpenAI Responses API: POST /v1/responses, whole or streamed, and GET and DELETE /v1/responses/{id}.
 
-A request is translated to a chat completion; what differs is how an answer is told (items and their events) and that
+A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
 """
 
@@ -10,18 +10,18 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
 from perilune.server.conversation import Conversation, spelled
-from perilune.server.named_events import NamedEventStream
-from perilune.server.openai.protocol import json_response, parse
+from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.responses.protocol import FIELDS, ResponsesBody
-from perilune.server.responses.store import ResponseStore
+from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, race
+from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
@@ -114,23 +114,26 @@ class Answer:
 
     def __init__(
         self,
-        service: Service,
+        model: str,
         store: ResponseStore,
         body: ResponsesBody,
-        messages: Sequence[Mapping[str, Any]],
         turn: Turn,
+        *,
+        sent: Sequence[msgspec.Raw],
+        last: Mapping[str, Any],
     ) -> None:
-        """`messages` is what the request adds to the conversation it continues."""
+        """`sent`: the messages that the request adds to the conversation it continues, of which `last` is the last."""
         self.store = store
         self.body = body
-        self.messages = messages
         self.turn = turn
+        self.sent = sent
+        self.last = last
         self.output = Output()
         self.head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": service.model,
+            "model": model,
         }
         self._sequence = 0
 
@@ -164,8 +167,8 @@ class Answer:
             usage=self._usage(),
         )
         if self.body.store is not False:
-            conversation = Conversation(self.messages)
-            if self.messages[-1]["role"] == "assistant":  # the beginning of this answer
+            conversation = Conversation([self.last])
+            if self.last["role"] == "assistant":  # the beginning of this answer
                 conversation.resume()
             for item in self.output.items:
                 if item["type"] == "function_call":
@@ -173,7 +176,8 @@ class Answer:
                 else:
                     say = conversation.think if item["type"] == _REASONING else conversation.answer
                     say(item["content"][0]["text"])
-            self.store.put(self.head["id"], response, conversation.messages, self.body.previous_response_id)
+            added: list[Mapping[str, Any] | msgspec.Raw] = [*self.sent[:-1], *conversation.messages]
+            self.store.put(self.head["id"], response, added, self.body.previous_response_id)
         return response
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -238,20 +242,26 @@ class Answer:
 async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
-    raw = await request.body()
-    body = parse(ResponsesBody, raw, lenient=service.config.lenient_fields)
+    body, size = await service.receive(request, ResponsesBody)
     body.check_supported()
-    service.check_model(body.model)
-    before, size = store.conversation(body.previous_response_id) if body.previous_response_id is not None else ([], 0)
-    chat, messages = body.chat(before)
+    stored = [] if body.previous_response_id is None else store.conversation(body.previous_response_id)
+    size += sum(len(turn) for turn in stored)
+
+    def translate() -> tuple[ChatBody, list[msgspec.Raw], Mapping[str, Any]]:
+        chat, added = body.chat(decoded(stored))
+        return chat, encoded(added), added[-1]
+
+    chat, sent, last = await service.offload(size, translate)
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
-            turns = await begin(service, len(raw) + size, chat)
+            chat.check_supported()
+            turns = await begin(service, size, chat)
         held.callback(turns.release)
-        answer = Answer(service, store, body, messages, turns.turns[0])
+        answer = Answer(service.model, store, body, turns.turns[0], sent=sent, last=last)
         if body.stream:
             release = held.pop_all().close
-            return NamedEventStream(answer.events(), service.stopping, release, failure=answer.failed)
+            events = answer.events()
+            return EventStream(events, service.stopping, release, failure=answer.failed, encode=named_event)
         try:
             return json_response(await race(answer.whole(), request.receive, service.stopping))
         except ClientGone:

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
-from perilune.server.conversation import Conversation, spelled, string, text_of, wrong
+from perilune.server.body import Body, RequestBody
+from perilune.server.conversation import Conversation, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
-from perilune.server.openai.protocol import Body, ChatBody, unsupported
-from perilune.text.tools import parse_tools, show
+from perilune.server.openai.protocol import ChatBody, unsupported
+from perilune.text.tools import show
 
 # Chat's names of fields -> this API's, for errors found further down.
 FIELDS = (
@@ -43,10 +44,9 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(RequestBody):
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
     input: Any  # a text or a list of items
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -127,8 +127,6 @@ class ResponsesBody(Body):
         # Instructions are this request's alone: they are not kept for the responses that continue it.
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
-        with spelled(FIELDS):
-            parse_tools(tools)
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": system + conversation.messages,

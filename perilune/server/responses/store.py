@@ -43,8 +43,13 @@ class ResponseStore:
         return len(self._entries)
 
     def put(
-        self, id: str, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], previous: str | None
+        self,
+        id: str,
+        response: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any] | msgspec.Raw],
+        previous: str | None,
     ) -> None:
+        """Keeps a response; `messages` are those that it added to the conversation, `previous` what it continues."""
         entry = Stored(msgspec.json.encode(response), msgspec.json.encode(messages), previous)
         self._entries[id] = entry
         self.bytes += entry.size
@@ -63,8 +68,8 @@ class ResponseStore:
         self.bytes -= self._entry(id, "response_id").size
         del self._entries[id]
 
-    def conversation(self, id: str) -> tuple[list[Mapping[str, Any]], int]:
-        """The chat messages up to and with this response, and their size in bytes as JSON.
+    def conversation(self, id: str) -> list[bytes]:
+        """The chat messages up to and with this response: JSON lists, one per response, for `decoded`.
 
         RequestError 404 if this response or one it continues is gone.
         """
@@ -75,8 +80,7 @@ class ResponseStore:
             entry = self._entry(at, "previous_response_id")
             turns.append(entry.messages)
             at = entry.previous
-        messages = [message for turn in reversed(turns) for message in msgspec.json.decode(turn)]
-        return messages, sum(map(len, turns))
+        return turns[::-1]
 
     def _entry(self, id: str, param: str) -> Stored:
         entry = self._entries.get(id)
@@ -94,3 +98,14 @@ class ResponseStore:
         while id is not None and id in self._entries:
             self._entries.move_to_end(id)
             id = self._entries[id].previous
+
+
+def decoded(turns: Sequence[bytes]) -> list[Mapping[str, Any]]:
+    """The messages of ResponseStore.conversation. One call per message: one for all would stall the event loop."""
+    raw = [message for turn in turns for message in msgspec.json.decode(turn, type=list[msgspec.Raw])]
+    return [msgspec.json.decode(message) for message in raw]
+
+
+def encoded(messages: Sequence[Mapping[str, Any]]) -> list[msgspec.Raw]:
+    """Messages as JSON that ResponseStore.put takes as it is. One call per message, as in `decoded`."""
+    return [msgspec.Raw(msgspec.json.encode(message)) for message in messages]

@@ -9,9 +9,9 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from perilune.core.errors import RequestError
-from perilune.server import named_events
+from perilune.server import sse
 from perilune.server.anthropic.protocol import MessagesBody
-from perilune.server.openai import protocol
+from perilune.server.body import parse
 from perilune.text.chat import ChatTemplate
 from tests.serving import CALL, WEATHER, Reply, Served, serve
 
@@ -317,7 +317,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_what_chat_is_asked(sent: dict[str, Any], expected: dict[str, Any]) -> None:
-    body = protocol.parse(MessagesBody, json.dumps({**HELLO, **sent}).encode())
+    body = parse(MessagesBody, json.dumps({**HELLO, **sent}).encode())
     body.check_supported()
     chat = body.chat(thinks_unasked=False).model_dump(exclude_none=True, exclude={"messages", "max_tokens"})
     assert chat == {"thinking": {"type": "disabled"}, **expected}
@@ -503,7 +503,7 @@ def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
 
 
 def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_events, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
 
     async def test(s: Served) -> None:
         pings = 0

@@ -18,9 +18,9 @@ import pytest
 
 from perilune.server import fields
 from perilune.server.anthropic import protocol as anthropic_protocol
+from perilune.server.body import Body
 from perilune.server.fields import Refused
 from perilune.server.openai import protocol
-from perilune.server.openai.protocol import Body
 from perilune.server.responses import protocol as responses_protocol
 from tests.serving import BYTES, CHAT, HELLO, TEXT, WEATHER, Reply, Served, serve
 

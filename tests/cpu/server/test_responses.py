@@ -9,10 +9,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from perilune.core.errors import RequestError
-from perilune.server import named_events
-from perilune.server.openai import protocol
+from perilune.server import sse
+from perilune.server.body import parse
 from perilune.server.responses.protocol import ResponsesBody
-from perilune.server.responses.store import ResponseStore
+from perilune.server.responses.store import ResponseStore, decoded
 from tests.serving import BYTES, CALL, WEATHER, Reply, Served, serve
 
 PATH = "/v1/responses"
@@ -240,7 +240,8 @@ def filled(store: ResponseStore, *entries: tuple[str, str | None]) -> None:
 def test_the_store_is_bounded_by_count_and_keeps_conversations_in_use() -> None:
     store = ResponseStore(max_responses=4)
     filled(store, ("a1", None), ("b1", None), ("a2", "a1"), ("c1", None))
-    messages, size = store.conversation("a2")
+    turns = store.conversation("a2")
+    messages, size = decoded(turns), sum(map(len, turns))
     assert [m["content"] for m in messages] == ["a1", "a2"] and size > 0
     filled(store, ("d1", None))  # b1 was used least recently
     assert len(store) == 4
@@ -346,7 +347,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )  # fmt: skip
 def test_what_chat_is_asked(sent: dict[str, Any], expected: dict[str, Any]) -> None:
-    body = protocol.parse(ResponsesBody, json.dumps({"input": "Hi", **sent}).encode())
+    body = parse(ResponsesBody, json.dumps({"input": "Hi", **sent}).encode())
     body.check_supported()
     chat, added = body.chat([])
     assert chat.messages == added == [{"role": "user", "content": "Hi"}]
@@ -509,7 +510,7 @@ def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
 
 
 def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_events, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.01)
 
     async def test(s: Served) -> None:
         seen = asyncio.Event()

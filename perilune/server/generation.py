@@ -1,0 +1,155 @@
+"""One prompt on its way through the engine, and what bounds it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+from perilune.core.constraint import Constraint
+from perilune.core.errors import EngineError, RequestError
+from perilune.core.messages import Delta, EngineInfo, EngineStats
+from perilune.core.sampling import SamplingParams
+from perilune.engine.client import check_prompt
+from perilune.server.errors import GenerationError
+from perilune.server.metrics import Metrics
+from perilune.server.openai.protocol import Predictions
+
+
+class Engine(Protocol):
+    """What the server needs of engine.client.EngineClient."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def alive(self) -> bool: ...
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        cache_keys: tuple[str, ...] = (),
+    ) -> AsyncGenerator[Delta, None]: ...
+
+
+class Admission:
+    """Bounds the generations in flight: those the engine runs at once and `max_waiting` more."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.limit = engine.info.max_num_seqs + max_waiting
+        self.in_flight = 0
+
+    def take(self, count: int, param: str) -> Callable[[], None]:
+        """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
+
+        `param` is the request field that asks for so many.
+        """
+        if count > self.limit:
+            raise RequestError(f"{count} answers in one request, but at most {self.limit} fit: split it", param=param)
+        if self.in_flight + count > self.limit:
+            raise RequestError(
+                f"the server is busy: {self.in_flight} requests in flight, at most {self.limit}; try again shortly",
+                code="too_many_requests",
+                status=429,
+            )
+        if not self.engine.alive:
+            raise EngineError("the engine has stopped: see the server's log, then restart it")
+        self._occupy(count)
+        return lambda: self._occupy(-count)
+
+    def _occupy(self, count: int) -> None:
+        self.in_flight += count
+        self.metrics.in_flight.inc(count)
+
+
+def fit(prompt: Sequence[int], max_tokens: int | None, info: EngineInfo, param: str) -> int:
+    """How many tokens may follow the prompt: what was asked for, clamped to what the context still holds.
+
+    RequestError about `param` for a prompt that cannot run.
+    """
+    try:
+        check_prompt(prompt, info)
+    except RequestError as e:
+        raise RequestError(str(e), param=param, code=e.code) from e
+    room = info.max_model_len - len(prompt)
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+class Generation:
+    """The run of one prompt: counts its tokens and times them.
+
+    A consumer that ends it early for a reason of its own (a stop string) sets `finish_reason` before it closes
+    `deltas()`; closing without one counts as cancelled.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        cache_keys: tuple[str, ...],
+    ) -> None:
+        """`cache_keys`: only prompts with the same ones share cached KV."""
+        self.engine = engine
+        self.metrics = metrics
+        self.prompt = prompt
+        self.params = params
+        self.constraint = constraint
+        self.cache_keys = cache_keys
+        self.finish_reason: str | None = None
+        self._closed = False
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.predictions = Predictions()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """The engine's deltas; GenerationError if the engine gives up on this request, EngineError if it is down.
+
+        With stop strings, which the consumer looks for, one token at a time: none is counted after the end.
+        """
+        metrics = self.metrics
+        started = time.perf_counter()
+        last = 0.0
+        outcome = "error"
+        try:
+            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
+            async with contextlib.aclosing(generate) as deltas:
+                async for delta in deltas:
+                    now = time.perf_counter()
+                    if count := len(delta.tokens):
+                        if last:
+                            metrics.inter_token.observe((now - last) / count)
+                        else:
+                            metrics.first_token.observe(now - started)
+                        last = now
+                    self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+                    if delta.finish_reason == "error":
+                        raise GenerationError(f"the generation failed: {delta.error}")
+                    if delta.finish_reason == "cancelled":
+                        raise EngineError("the engine is shutting down")
+                    for piece in delta.singly() if self.params.stop else (delta,):
+                        self.completion_tokens += len(piece.tokens)
+                        self.predictions.add(piece)
+                        if piece.finish_reason is not None:
+                            self.finish_reason, self._closed = piece.finish_reason, piece.closed_by_grammar
+                        yield piece
+            outcome = self.finish_reason or "error"
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = self.finish_reason or "cancelled"
+            raise
+        finally:
+            metrics.whole.observe(time.perf_counter() - started)
+            metrics.finished.labels(outcome).inc()
+            metrics.closed_by_grammar.inc(len(self.marks))
+
+    @property
+    def marks(self) -> dict[str, bool]:
+        """What a choice says besides finish_reason "length": `closed_by_grammar` if its form (a structured answer, a
+        call) is complete, but only because the grammar completed it where max_tokens ran out."""
+        return {"closed_by_grammar": True} if self._closed and self.finish_reason == "length" else {}
