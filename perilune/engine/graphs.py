@@ -34,8 +34,9 @@ from perilune.engine.graph_inputs import Arrays, Fields, Inputs, Size
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.ops.drafts.accept_drafts import accept_drafts
-from perilune.ops.drafts.advance_inputs import advance_inputs
+from perilune.ops.drafts.accept_drafts import Report, accept_drafts
+from perilune.ops.drafts.advance_inputs import Columns, Requests, advance_inputs
+from perilune.ops.drafts.continuation import Continuation
 from perilune.ops.sampling.sample import sample
 from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
@@ -160,6 +161,7 @@ class DecodeGraphs:
         device = last_tokens.device
         self.shifts = torch.zeros_like(last_tokens)
         self.ahead = torch.zeros(len(last_tokens), MAX_DRAFTS, dtype=torch.int64, device=device)
+        self._continuation = Continuation(last_tokens, self.shifts, self.ahead)
         self._on_gpu = device.type == "cuda"
         columns = AHEAD + 2 * MAX_DRAFTS
         self._out = torch.zeros(MAX_REQUESTS, columns, dtype=torch.float64, device=device)
@@ -244,10 +246,8 @@ class DecodeGraphs:
             ends = [each - w.count + cut.get(i, w.drafts) for i, w in enumerate(plan.work)]
             stop = stop.clone()
             stop[: len(ends)] = on_device(np.array(ends, np.int32), stop.device)
-        accept_drafts(
-            grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._last_tokens, self.shifts, graph.out,
-            graph.following, graph.last,
-        )  # fmt: skip
+        report = Report(graph.out, graph.following, graph.last)
+        accept_drafts(grid, fields.ids.flatten(), fields.front, stop, fields.stores, self._continuation, report)
         return self._chained(graph, run.key, plan)
 
     def settled(self, slots: Tensor, tokens: Tensor, lengths: Tensor | None, chains: Drafts | None) -> None:
@@ -304,11 +304,10 @@ class DecodeGraphs:
         return key, found
 
     def _resume(self, fields: Fields[Tensor]) -> None:
-        advance_inputs(
-            fields.ids, fields.positions, fields.slots, fields.u, fields.context, fields.front, fields.behind,
-            fields.tables, fields.held, fields.seeds, fields.draws, self._last_tokens, self.shifts, self.ahead,
-            self._pages.block_size,
-        )  # fmt: skip
+        f = fields
+        columns = Columns(f.positions, f.slots, f.u)
+        requests = Requests(f.context, f.front, f.behind, f.tables, f.held, f.seeds, f.draws)
+        advance_inputs(f.ids, columns, requests, self._continuation, self._pages.block_size)
 
     def _chained(self, graph: _Graph, key: Key, plan: StepPlan) -> Arriving:
         """Lets the draft model follow a step that has settled, and sends what there is to the host."""
@@ -460,7 +459,5 @@ class DecodeGraphs:
         fields = graph.inputs.fields
         by_draw = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
         drawn = sample(logits, *(x.flatten() for x in by_draw))
-        accept_drafts(
-            drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._last_tokens, self.shifts,
-            graph.out, graph.following, graph.last,
-        )  # fmt: skip
+        report = Report(graph.out, graph.following, graph.last)
+        accept_drafts(drawn, graph.step.tokens, fields.front, fields.stop, fields.stores, self._continuation, report)
