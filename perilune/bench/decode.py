@@ -209,7 +209,7 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
 
 def _replay_seconds(graph: Graph) -> float:
     """One replay of a step's graph behind others, on the device's clock."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "01")  # type: ignore[no-untyped-call]  # torch's own
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "01")
     graph.replay()
     begin.record()
     for _ in range(REPLAYS):

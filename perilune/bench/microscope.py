@@ -344,7 +344,7 @@ def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
         events = []
         for graph in graphs:
             graph.replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # of torch
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             events.append((begin, end))
             begin.record()
             for _ in range(REPLAYS):

@@ -30,7 +30,7 @@ def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start(_member, (processes, port, task, given), nprocs=processes)  # type: ignore[no-untyped-call]  # of torch
+    start(_member, (processes, port, task, given), nprocs=processes)
 
 
 def _member(own: int, processes: int, port: int, task: Callable[..., None], given: tuple[Any, ...]) -> None:

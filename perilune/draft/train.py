@@ -190,7 +190,7 @@ def train(
         batch, aux, hidden = lessons[order[place]]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             lesson = trainee.lesson(batch, aux, hidden, options.unroll, options.decay, options.loss)
-        lesson.loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        lesson.loss.backward()
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), CLIP)
         rate = options.rate * rate_at(done, progress.step)
         optimizer.step(rate)

@@ -90,7 +90,7 @@ def done_event(device: torch.device) -> torch.cuda.Event | None:
     """A point in the device's queue, after all that is queued so far; None on a CPU."""
     if device.type == "cpu":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+    event = torch.cuda.Event()
     event.record()
     return event
 

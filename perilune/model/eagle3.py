@@ -71,8 +71,8 @@ class Eagle3:
             config.rope_inv_freq, dtype=torch.float64
         )
         device = weights.norm.device
-        self.cos = (angles.cos() * config.rope_magnitude).to(device, torch.float32)
-        self.sin = (angles.sin() * config.rope_magnitude).to(device, torch.float32)
+        cos, sin = ((f(angles) * config.rope_magnitude).to(device, torch.float32) for f in (torch.cos, torch.sin))
+        self.angles = Rotary(cos, sin)  # of all positions
 
     def features(self, aux: Tensor) -> Tensor:
         """[T, A * target D], as `KimiK2.hidden` gives them, -> [T, D]."""
@@ -93,7 +93,7 @@ class Eagle3:
         """
         w = self.weights
         x, cos, sin = draft_embed(
-            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
+            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
         )
         h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
         if isinstance(w.attention, Attention):
@@ -108,7 +108,7 @@ class Eagle3:
         """The part of `hidden` that later positions need: what the step leaves in `pages`. `features` are used up."""
         w = self.weights
         x, cos, sin = draft_embed(
-            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.cos, self.sin, self.eps
+            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
         )
         if isinstance(w.attention, Attention):
             latent = w.attention.kv_a_norm.shape[0]

@@ -104,9 +104,11 @@ class KimiK2:
         numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
         num_hidden_layers: as it leaves the last.
         """
-        h, x, *rotation = embed_norm(
+        rows, last_tokens = step.pending or (None, None)
+        h, x, cos, sin = embed_norm(
             step.tokens,
-            *(step.pending or (None, None)),
+            rows,
+            last_tokens,
             step.positions,
             self.weights.embed,
             self.weights.layers[0].input_norm,
@@ -114,7 +116,7 @@ class KimiK2:
             self.sin,
             self.eps,
         )
-        rotary = Rotary(*rotation)
+        rotary = Rotary(cos, sin)
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention

@@ -7,7 +7,7 @@ JSON lines and gets its name when it is whole:
     {"ids": [...], "given": 812, "greedy": true, "rejected": [[815, [17, 4, 99], 1], ...]}
 
 `ids[given:]` came from the target after `ids[:given]`, of which the beginning may have been cut off. At place 815 of
-`ids` three tokens had been drafted, of which one stood.
+`ids` three tokens had been drafted, of which one was accepted.
 """
 
 import json
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """At place `at` of the record's ids `drafts` had been guessed, the first `stood` of them rightly."""
+    """At place `at` of the record's ids `drafts` had been drafted; the first `accepted` of them were accepted."""
 
     at: int
     drafts: tuple[int, ...]
-    stood: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Record:
     rejected: tuple[Rejection, ...]
 
     def line(self) -> str:
-        rejected = [[r.at, list(r.drafts), r.stood] for r in self.rejected]
+        rejected = [[r.at, list(r.drafts), r.accepted] for r in self.rejected]
         fields = {"ids": list(self.ids), "given": self.given, "greedy": self.greedy, "rejected": rejected}
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
@@ -67,12 +67,12 @@ class Record:
             raise ValueError("ids must be token ids, given a place in them, greedy true or false")
         rejected = found.get("rejected")
         if not isinstance(rejected, list) or not all(isinstance(r, list) and len(r) == 3 for r in rejected):
-            raise ValueError("rejected must be a list of [place, drafts, stood]")
-        for at, drafts, stood in rejected:
+            raise ValueError("rejected must be a list of [place, drafts, accepted]")
+        for at, drafts, accepted in rejected:
             if type(at) is not int or not given <= at < len(ids):
                 raise ValueError(f"a rejection at {at!r}, which is no place in the answer")
-            if not _ids(drafts) or type(stood) is not int or not 0 <= stood < len(drafts):
-                raise ValueError(f"the rejection at {at} must have drafts and say how many stood, not all")
+            if not _ids(drafts) or type(accepted) is not int or not 0 <= accepted < len(drafts):
+                raise ValueError(f"the rejection at {at} must have drafts and say how many were accepted, not all")
         return cls(tuple(ids), given, greedy, tuple(Rejection(at, tuple(d), s) for at, d, s in rejected))
 
 

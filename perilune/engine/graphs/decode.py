@@ -30,8 +30,9 @@ from perilune.engine.graphs.recorder import Recorder, Replay
 from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
-from perilune.ops.drafts.accept_drafts import accept_drafts
-from perilune.ops.drafts.advance_inputs import advance_inputs
+from perilune.ops.drafts.accept_drafts import Report, accept_drafts
+from perilune.ops.drafts.advance_inputs import Columns, Requests, advance_inputs
+from perilune.ops.drafts.continuation import Continuation
 from perilune.ops.sampling.sample import sample
 from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
@@ -144,11 +145,12 @@ class DecodeGraphs:
         device = last_tokens.device
         self.shifts = torch.zeros_like(last_tokens)
         self.draft_buffer = torch.zeros(len(last_tokens), MAX_DRAFTS, dtype=torch.int64, device=device)
+        self._continuation = Continuation(last_tokens, self.shifts, self.draft_buffer)
         self._on_gpu = device.type == "cuda"
         self._out = torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, device=device)
         # Two: while the device writes to one, the host reads the other.
         self._host = [torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, pin_memory=self._on_gpu) for _ in "01"]
-        self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]
         self._turn = 0
         self._arrays = Arrays()
         self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
@@ -278,11 +280,10 @@ class DecodeGraphs:
         return key, graph
 
     def _advance(self, fields: Fields[Tensor]) -> None:
-        advance_inputs(
-            fields.ids, fields.positions, fields.slots, fields.u, fields.context, fields.front, fields.chained,
-            fields.tables, fields.sources, fields.seeds, fields.output_index, self._last_tokens, self.shifts,
-            self.draft_buffer, self._pages.block_size,
-        )  # fmt: skip
+        f = fields
+        columns = Columns(f.positions, f.slots, f.u)
+        requests = Requests(f.context, f.front, f.chained, f.tables, f.sources, f.seeds, f.output_index)
+        advance_inputs(f.ids, columns, requests, self._continuation, self._pages.block_size)
 
     def _send(self, graph: Graph, key: Key, plan: StepPlan) -> Arriving:
         """Has the draft model follow a step whose tokens are accepted, and sends the results to the host."""
@@ -353,7 +354,5 @@ class DecodeGraphs:
 
     def _accept(self, graph: Graph, sampled: Tensor, stop: Tensor) -> None:
         fields = graph.inputs.fields
-        accept_drafts(
-            sampled, graph.step.tokens, fields.front, stop, fields.stores, self._last_tokens, self.shifts, graph.out,
-            graph.following, graph.last,
-        )  # fmt: skip
+        report = Report(graph.out, graph.following, graph.last)
+        accept_drafts(sampled, graph.step.tokens, fields.front, stop, fields.stores, self._continuation, report)

@@ -41,7 +41,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
+            self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             work()  # the first run may allocate and compile, which a capture may not
             self._stream.synchronize()

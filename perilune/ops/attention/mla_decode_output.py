@@ -170,7 +170,12 @@ def launch(
     assert not failed, f"mla_decode_output does not start: CUDA error {failed}"
 
 
-@op.impl("cuda", when=lambda a, device: fits(a.q_full, a.pages, len(a.weights.o.weight), device), alone=True)
+@op.impl(
+    "cuda",
+    when=lambda a, device: fits(a.q_full, a.pages, len(a.weights.o.weight), device),
+    alone=True,
+    waits=("mla_decode_output_t1.cu",),
+)
 def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
     y = torch.empty(1, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
     H = q_full.shape[1]

@@ -156,7 +156,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     )
 
 
-@op.impl("cuda", when=_fits, alone=True)
+@op.impl("cuda", when=_fits, alone=True, waits=("mla_pre_attention_t1.cu", "mla_pre_attention_mma.cu"))
 def cuda(
     residual: Tensor,
     x: Tensor,

@@ -8,7 +8,7 @@ namespace fresh {
 using namespace hopper;
 
 constexpr int WARPS = 7, THREADS = WARPS * 32, PIECES = 4;
-constexpr int LATE = 8;  // pieces that are looked at until all of them are there
+constexpr int LATE = 8;  // pieces that a warp polls before it reads the rest
 
 __device__ __forceinline__ int piece_of(int n) { return threadIdx.x + n * THREADS; }
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ const uint32_t* late(const uint32_t* half, int pieces
   return half + (pieces - 1 - threadIdx.x % LATE * (pieces / 28)) * 4;
 }
 
-// What is there of this half of the board; whether it is all that the warp needs.
+// Reads the pieces of this half that are written by now; true if the warp has all of its pieces.
 __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, int pieces) {
   bool waits = false;
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// v, as it was looked at, becomes x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
+// v, as `look` gave it, becomes x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {

@@ -1,18 +1,30 @@
-// What the router tells the experts' kernel while it still runs, for one token: that x is there, and its choices.
-// Whoever has been told either may use what the kernels before the router left, ahead of its own
-// wait_for_predecessor(): they have ended. Of a kernel that hands over what x is the norm of (mla_decode_router_t1.cu),
-// it is told in which half of that board this is, and makes x itself.
+// Mailbox from the router to the expert kernels of one token (T = 1): gate_up reads x and the ids before the router's
+// grid has ended. One mailbox of 64 words in global memory for each stream (ops/moe/chosen.py).
+//   word 0         "x is ready": the launch number. With mla_decode_router_t1.cu, which writes no x for gate_up, unused.
+//   word 1         of mla_decode_router_t1.cu: launch number, SM of the CTA that chooses, half of the residual's mailbox
+//   words 32 ..    the n-th chosen expert in word 32 + n: launch number << 10 | id
 //
-// Words of a board in global memory, one board to a stream. A word carries the number of the launch that wrote it,
-// which no other launch has, so that what others left means nothing; and where a graph launches the same again, the
-// last who could read the board has made it zero.
+//   router     load gate ----- x ready: word 0 ---- partial sums ---- choice: words 32 .. ---- write ids, weights, end
+//   gate_up      start, copy the shared expert's weights    |              |
+//                wait for word 0, read x <------------------+              |
+//                shared expert's products                                  |
+//                wait for words 32 .., copy the chosen experts' weights <--+
+//                wait for the router's end, then write h
+//   down         start after the router's end, read ids; wait for gate_up's end; clear the mailbox
+//
+// Every word carries the number of the launch that wrote it, so words of other launches are ignored. A replayed CUDA
+// graph uses the same numbers again, so `down` clears the words when gate_up has ended. A launch
+// that sees a word of number n knows that the kernels before router launch n have ended: it may read what they wrote
+// before its own wait_for_predecessor(). Where mla_decode_router_t1.cu chooses, x is the norm of a residual that
+// mla_decode_output_t1.cu may still be writing: gate_up makes x itself, from the half that word 1 names
+// (residual_mailbox.cuh).
 #pragma once
 #include "cuda/hopper.cuh"
 
 namespace announce {
 
 constexpr int ID_BITS = 10, MAX_CHOICES = 32;
-constexpr int CHOICES = 32;  // where they begin on the board; word 0 says that x is there
+constexpr int CHOICES = 32;  // the word of the first id
 
 __device__ __forceinline__ uint32_t glance(const uint32_t* p) {
   uint32_t v;
@@ -23,7 +35,7 @@ __device__ __forceinline__ void put(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// What a kernel hands over word by word: a pair of bf16, inverted, but never zero, which is where there is nothing yet.
+// A pair of bf16 as a mailbox word: inverted, and never zero, because zero means "not written yet".
 __device__ __forceinline__ uint32_t written(uint32_t pair) { return ~pair ? ~pair : 0x80000000u; }
 __device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
 __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
@@ -35,51 +47,51 @@ __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
   return v;
 }
 
-// Word 1: which half of its board the kernel before writes in this launch, and on which processor the choice is made.
+// Word 1: which half of the residual's mailbox is written in this launch, and on which SM the experts are chosen.
 constexpr int PROCESSOR_BITS = 8;
 __device__ __forceinline__ uint32_t processor() {
   uint32_t v;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
   return v & ((1 << PROCESSOR_BITS) - 1);
 }
-__device__ __forceinline__ void tell_turn(uint32_t* board, uint32_t launch, uint32_t turn) {
-  put(board + 1, (launch << PROCESSOR_BITS | processor()) << 1 | turn);
+__device__ __forceinline__ void tell_turn(uint32_t* mailbox, uint32_t launch, uint32_t turn) {
+  put(mailbox + 1, (launch << PROCESSOR_BITS | processor()) << 1 | turn);
 }
 __device__ __forceinline__ bool told_turn(uint32_t word, uint32_t launch) {
   return word >> (PROCESSOR_BITS + 1) == launch;
 }
 __device__ __forceinline__ uint32_t processor_of(uint32_t word) { return word >> 1 & ((1 << PROCESSOR_BITS) - 1); }
 
-__device__ __forceinline__ void tell_x(uint32_t* board, uint32_t launch) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(board), "r"(launch) : "memory");
+__device__ __forceinline__ void tell_x(uint32_t* mailbox, uint32_t launch) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(mailbox), "r"(launch) : "memory");
 }
 // By a whole warp, which may read x afterwards.
-__device__ __forceinline__ void wait_for_x(const uint32_t* board, uint32_t launch) {
+__device__ __forceinline__ void wait_for_x(const uint32_t* mailbox, uint32_t launch) {
   if (threadIdx.x % 32 == 0) {
     uint32_t v;
     do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(board) : "memory");
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(mailbox) : "memory");
     } while (v != launch);
   }
   __syncwarp();
 }
 
-__device__ __forceinline__ void tell_choice(uint32_t* board, uint32_t launch, int n, int id) {
-  put(board + CHOICES + n, launch << ID_BITS | id);
+__device__ __forceinline__ void tell_choice(uint32_t* mailbox, uint32_t launch, int n, int id) {
+  put(mailbox + CHOICES + n, launch << ID_BITS | id);
 }
-// Lane n of a warp: what the board now says of choice n of k.
-__device__ __forceinline__ uint32_t glance_choice(const uint32_t* board, int k) {
+// Lane n of a warp: the word of choice n of k as it is now.
+__device__ __forceinline__ uint32_t glance_choice(const uint32_t* mailbox, int k) {
   const int lane = threadIdx.x % 32;
-  return lane < k ? glance(board + CHOICES + lane) : 0;
+  return lane < k ? glance(mailbox + CHOICES + lane) : 0;
 }
 __device__ __forceinline__ bool told(uint32_t word, uint32_t launch) { return word >> ID_BITS == launch; }
 __device__ __forceinline__ int choice_of(uint32_t word) { return static_cast<int>(word & ((1 << ID_BITS) - 1)); }
 
-// By one warp of a kernel before which all have read it.
-__device__ __forceinline__ void wipe(uint32_t* board) {
+// Clears it. By one warp of a kernel that starts after the last reader.
+__device__ __forceinline__ void wipe(uint32_t* mailbox) {
   const int lane = threadIdx.x % 32;
-  if (lane < 2) board[lane] = 0;
-  board[CHOICES + lane] = 0;
+  if (lane < 2) mailbox[lane] = 0;
+  mailbox[CHOICES + lane] = 0;
 }
 
 }  // namespace announce

@@ -1,9 +1,8 @@
-"""Where decoding goes on whose last step the host has not read yet: a grid of B requests, m columns each, in place.
+"""The inputs of a step whose requests' last step the host has not read yet: a grid of B requests, m columns each.
 
-ids, positions, slots [B, m] int64; u [B, m] float64; context, front, chained [B] int32; tables [B, M] int32; rows,
-seeds, draws [B] int64; last_tokens, shifts [N] and drafts [N, K] int64, K >= m - 1. Request b's own columns are
-front[b] .. m - 1. Where chained[b] is not 0 they were filled in as if the step before had brought one token. With
-r = rows[b] it brought s = shifts[r] more, the last of all was last_tokens[r], and what may follow that is drafts[r].
+ids [B, m] int64 and the numbers of `columns` and `requests` are changed in place. Request b's own columns are front[b]
+.. m - 1. Where chained[b] is not 0 they were filled in as if the step before had brought one token. With r = rows[b]
+it brought s = shifts[r] more, the last of all was last_tokens[r], and the drafts after that are drafts[r], K >= m - 1.
 Then
 
   context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else drafts[r, j - front[b] - 1];
@@ -22,12 +21,37 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
+from perilune.ops.drafts.continuation import Continuation
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, Make, Sized, exact
 from perilune.ops.harness.registry import Op
 
 _SEED, _DRAW, _MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ALL = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Of every column: position and slot [B, m] int64 of its token, random number u [B, m] float64 for its sample."""
+
+    positions: Tensor
+    slots: Tensor
+    u: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Of every request: context [B] int32, tokens in the cache after the step; front [B] int32, its first own column;
+    chained [B] int32, not 0 if its last step is unread; tables [B, M] int32, its blocks; rows [B] int64, its slot;
+    seeds and draws [B] int64: of its random numbers, and how many tokens it has sampled."""
+
+    context: Tensor
+    front: Tensor
+    chained: Tensor
+    tables: Tensor
+    rows: Tensor
+    seeds: Tensor
+    draws: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,7 @@ CASES = [
     Case(3, 9, 5, 1),
     Case(40, 2, 1, 16),
 ]
-TOL = {name: exact() for name in ("ids", "positions", "slots", "u", "context")}
+TOL = {name: exact() for name in ("ids", "columns.positions", "columns.slots", "columns.u", "requests.context")}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
@@ -54,19 +78,21 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     start = (g.rand(B) * max(c.M * c.block_size - m - 8, 1)).long()
     return {
         "ids": torch.where(own, -1, 5),
-        "positions": start[:, None] + torch.arange(m, device=g.device),
-        "slots": torch.where(own, 0, -1),
-        "u": g.rand(B, m, dtype=torch.float64),
-        "context": (start + m).int(),
-        "front": front,
-        "chained": g.integers(0, 3, B, dtype=torch.int32),
-        "tables": g.integers(0, 1000, B, c.M, dtype=torch.int32),
-        "rows": g.permutation(B + 3)[:B] - 1,
-        "seeds": g.integers(-(2**63), 2**63 - 1, B),
-        "draws": g.integers(0, 1 << 20, B),
-        "last_tokens": g.integers(0, 1 << 17, B + 1),
-        "shifts": g.integers(0, 9, B + 1),
-        "drafts": g.integers(0, 1 << 17, B + 1, 8),
+        "columns": Columns(
+            start[:, None] + torch.arange(m, device=g.device),
+            torch.where(own, 0, -1),
+            g.rand(B, m, dtype=torch.float64),
+        ),
+        "requests": Requests(
+            (start + m).int(),
+            front,
+            g.integers(0, 3, B, dtype=torch.int32),
+            g.integers(0, 1000, B, c.M, dtype=torch.int32),
+            g.permutation(B + 3)[:B] - 1,
+            g.integers(-(2**63), 2**63 - 1, B),
+            g.integers(0, 1 << 20, B),
+        ),
+        "state": Continuation(g.integers(0, 1 << 17, B + 1), g.integers(0, 9, B + 1), g.integers(0, 1 << 17, B + 1, 8)),
         "block_size": c.block_size,
     }
 
@@ -84,26 +110,23 @@ def _uniform(seed: int, draw: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
-def reference(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
-    block_size: int,
-) -> None:  # fmt: skip
-    B, m = ids.shape
+def reference(ids: Tensor, columns: Columns, requests: Requests, state: Continuation, block_size: int) -> None:
+    (B, m), q = ids.shape, requests
+    positions, slots, u = columns.positions, columns.slots, columns.u
     for b in range(B):
-        r, first = int(rows[b]), int(front[b])
-        if not chained[b] or not 0 <= r < len(shifts):
+        r, first = int(q.rows[b]), int(q.front[b])
+        if not q.chained[b] or not 0 <= r < len(state.shifts):
             continue
-        s = int(shifts[r])
-        context[b] += s
+        s = int(state.shifts[r])
+        q.context[b] += s
         for j in range(m):
             positions[b, j] += s
             block, rest = divmod(int(positions[b, j]), block_size)
             if slots[b, j] >= 0:
-                slots[b, j] = int(tables[b, block]) * block_size + rest if block < tables.shape[1] else -1
-            ids[b, j] = last_tokens[r] if j <= first else drafts[r, j - first - 1]
+                slots[b, j] = int(q.tables[b, block]) * block_size + rest if block < q.tables.shape[1] else -1
+            ids[b, j] = state.last_tokens[r] if j <= first else state.drafts[r, j - first - 1]
             if j >= first:
-                u[b, j] = _uniform(int(seeds[b]), int(draws[b]) + s + j - first)
+                u[b, j] = _uniform(int(q.seeds[b]), int(q.draws[b]) + s + j - first)
 
 
 op = Op("advance_inputs", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
@@ -115,33 +138,29 @@ def _kernel() -> Any:
 
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("advance_inputs.cu", device, (a.ids.shape[0] > 0, "a request")))
-def cuda(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
-    block_size: int,
-) -> None:  # fmt: skip
+def cuda(ids: Tensor, columns: Columns, requests: Requests, state: Continuation, block_size: int) -> None:
     failed = _kernel()(
         ids.data_ptr(),
-        positions.data_ptr(),
-        slots.data_ptr(),
-        u.data_ptr(),
-        context.data_ptr(),
-        front.data_ptr(),
-        chained.data_ptr(),
-        tables.data_ptr(),
-        rows.data_ptr(),
-        seeds.data_ptr(),
-        draws.data_ptr(),
-        last_tokens.data_ptr(),
-        shifts.data_ptr(),
-        drafts.data_ptr(),
+        columns.positions.data_ptr(),
+        columns.slots.data_ptr(),
+        columns.u.data_ptr(),
+        requests.context.data_ptr(),
+        requests.front.data_ptr(),
+        requests.chained.data_ptr(),
+        requests.tables.data_ptr(),
+        requests.rows.data_ptr(),
+        requests.seeds.data_ptr(),
+        requests.draws.data_ptr(),
+        state.last_tokens.data_ptr(),
+        state.shifts.data_ptr(),
+        state.drafts.data_ptr(),
         *ids.shape,
-        tables.shape[1],
-        *drafts.shape,
+        requests.tables.shape[1],
+        *state.drafts.shape,
         block_size,
         torch.cuda.current_stream().cuda_stream,
     )
-    assert not failed, f"CUDA error {failed}: {ids.shape=} {tables.shape=}"
+    assert not failed, f"CUDA error {failed}: {ids.shape=} {requests.tables.shape=}"
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
@@ -154,27 +173,24 @@ def _signed(number: int) -> int:
 
 
 @op.impl("torch")
-def by_grid(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
-    block_size: int,
-) -> None:  # fmt: skip
-    B, m = ids.shape
+def by_grid(ids: Tensor, columns: Columns, requests: Requests, state: Continuation, block_size: int) -> None:
+    (B, m), q = ids.shape, requests
     if not B:
         return
-    known = (chained != 0) & (rows >= 0) & (rows < len(shifts))
-    r = rows.clamp(0, len(shifts) - 1)
-    s = torch.where(known, shifts[r], 0)
-    own = torch.arange(m, device=ids.device) - front[:, None]  # from 0 on
-    context += s.int()
-    positions += s[:, None]
+    positions, slots, u, tables, N = columns.positions, columns.slots, columns.u, q.tables, len(state.shifts)
+    known = (q.chained != 0) & (q.rows >= 0) & (q.rows < N)
+    r = q.rows.clamp(0, N - 1)
+    s = torch.where(known, state.shifts[r], 0)
+    own = torch.arange(m, device=ids.device) - q.front[:, None]  # from 0 on
+    q.context.add_(s.int())
+    positions.add_(s[:, None])
     blocks = positions // block_size
     places = tables.gather(1, blocks.clamp(0, tables.shape[1] - 1)).long() * block_size + positions % block_size
     places.masked_fill_(blocks >= tables.shape[1], -1)
     slots.copy_(torch.where(known[:, None] & (slots >= 0), places, slots))
-    tokens = torch.cat([last_tokens[r][:, None], drafts[r]], 1).gather(1, own.clamp_min(0))
+    tokens = torch.cat([state.last_tokens[r][:, None], state.drafts[r]], 1).gather(1, own.clamp_min(0))
     ids.copy_(torch.where(known[:, None], tokens, ids))
-    z = seeds[:, None] * _signed(_SEED) + (draws[:, None] + s[:, None] + own + 1) * _signed(_DRAW)
+    z = q.seeds[:, None] * _signed(_SEED) + (q.draws[:, None] + s[:, None] + own + 1) * _signed(_DRAW)
     for _ in range(2):
         z = (z ^ _shifted(z, 30)) * _signed(_MIX[0])
         z = (z ^ _shifted(z, 27)) * _signed(_MIX[1])
@@ -182,23 +198,16 @@ def by_grid(
     u.copy_(torch.where(known[:, None] & (own >= 0), _shifted(z, 11).double() / (1 << 53), u))
 
 
-def advance_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, u: Tensor, context: Tensor, front: Tensor, chained: Tensor,
-    tables: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor, last_tokens: Tensor, shifts: Tensor, drafts: Tensor,
-    block_size: int,
-) -> None:  # fmt: skip
-    B, m = ids.shape
-    grid, each, by_row = (ids, positions, slots, u), (context, front, chained), (rows, seeds, draws)
-    assert all(x.shape == (B, m) for x in grid) and all(x.shape == (B,) for x in (*each, *by_row)), f"{ids.shape=}"
-    assert len(tables) == B and last_tokens.shape == shifts.shape == drafts.shape[:1], (
-        f"{tables.shape=} {drafts.shape=}"
-    )
+def advance_inputs(ids: Tensor, columns: Columns, requests: Requests, state: Continuation, block_size: int) -> None:
+    (B, m), q, drafts = ids.shape, requests, state.drafts
+    grid, by_request = (ids, columns.positions, columns.slots, columns.u), (q.context, q.front, q.chained)
+    by_slot = (q.rows, q.seeds, q.draws)
+    assert all(x.shape == (B, m) for x in grid), [x.shape for x in grid]
+    assert all(x.shape == (B,) for x in (*by_request, *by_slot)) and len(q.tables) == B, f"{ids.shape=}"
     assert drafts.shape[1] >= m - 1 and block_size > 0, f"{drafts.shape=} {m=} {block_size=}"
-    assert u.dtype == torch.float64 and all(x.dtype == torch.int32 for x in (*each, tables)), f"{u.dtype=}"
-    ints = (ids, positions, slots, *by_row, last_tokens, shifts, drafts)
-    assert all(x.dtype == torch.int64 for x in ints), [x.dtype for x in ints]
-    assert all(x.is_contiguous() for x in (*grid, *each, tables, *ints)), "views must be contiguous"
-    op(
-        ids, positions, slots, u, context, front, chained, tables, rows, seeds, draws, last_tokens, shifts, drafts,
-        block_size,
-    )  # fmt: skip
+    assert columns.u.dtype == torch.float64, f"{columns.u.dtype=}"
+    assert all(x.dtype == torch.int32 for x in (*by_request, q.tables)), [x.dtype for x in by_request]
+    assert all(x.dtype == torch.int64 for x in (*grid[:3], *by_slot)), [x.dtype for x in (*grid[:3], *by_slot)]
+    assert all(x.is_contiguous() for x in (*grid, *by_request, q.tables, *by_slot)), "views must be contiguous"
+    state.check()
+    op(ids, columns, requests, state, block_size)

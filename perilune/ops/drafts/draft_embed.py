@@ -1,9 +1,9 @@
 """What a draft's layer reads: x = (rmsnorm(table[id]), rmsnorm(feature)) side by side, and the rope tables' rows.
 
-ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; cos, sin [P, r] float32 ->
-x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is rounded once. Ids lie in the
-table and positions in the rope tables. "cuda" is one launch in place of three, and reads the nearest row of the table
-for an id outside it; "composed" is the ops it stands for.
+ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; angles: [P, r] float32
+of positions 0 .. P - 1 -> x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is
+rounded once. Ids lie in the table and positions in the rope tables. "cuda" is one launch in place of three, and reads
+the nearest row of the table for an id outside it; "composed" is the ops that it replaces.
 """
 
 import functools
@@ -17,6 +17,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Rotary
 from perilune.ops.pointwise.embed_norm import MOST_WIDTH, embed_norm
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -55,8 +56,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "token_norm": g.randn(c.D),
         "features": g.randn(c.T, c.D, scale=3.0),
         "feature_norm": g.randn(c.D),
-        "cos": g.randn(P, c.r, dtype=FLOAT32),
-        "sin": g.randn(P, c.r, dtype=FLOAT32),
+        "angles": Rotary(g.randn(P, c.r, dtype=FLOAT32), g.randn(P, c.r, dtype=FLOAT32)),
         "eps": 1e-5,
     }
 
@@ -68,10 +68,10 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(
     ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
+    angles: Rotary, eps: float,
 ) -> Rows:  # fmt: skip
     halves = norm_reference(table[ids], token_norm, eps), norm_reference(features, feature_norm, eps)
-    return torch.cat(halves, -1), cos[positions], sin[positions]
+    return torch.cat(halves, -1), angles.cos[positions], angles.sin[positions]
 
 
 op = Op("draft_embed", CASES, TOL, inputs, cost, reference, decides=("ids", "features"))
@@ -94,8 +94,9 @@ def _kernel() -> Any:
 )
 def cuda(
     ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
+    angles: Rotary, eps: float,
 ) -> Rows:  # fmt: skip
+    cos, sin = angles.cos, angles.sin
     T, (V, D), r = len(ids), table.shape, cos.shape[1]
     ids, positions, features = ids.contiguous(), positions.contiguous(), features.contiguous()
     x = features.new_empty(T, 2 * D)
@@ -126,19 +127,19 @@ def cuda(
 @op.impl("composed")
 def composed(
     ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
+    angles: Rotary, eps: float,
 ) -> Rows:  # fmt: skip
-    _, x, cos_rows, sin_rows = embed_norm(ids, None, None, positions, table, token_norm, cos, sin, eps)
+    _, x, cos_rows, sin_rows = embed_norm(ids, None, None, positions, table, token_norm, angles.cos, angles.sin, eps)
     return torch.cat([x, rmsnorm(features, feature_norm, eps)], -1), cos_rows, sin_rows
 
 
 def draft_embed(
     ids: Tensor, positions: Tensor, table: Tensor, token_norm: Tensor, features: Tensor, feature_norm: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
+    angles: Rotary, eps: float,
 ) -> Rows:  # fmt: skip
-    (T, D), V = features.shape, table.shape[0]
+    (T, D), V, cos, sin = features.shape, table.shape[0], angles.cos, angles.sin
     assert ids.shape == positions.shape == (T,) and table.shape == (V, D), f"{ids.shape=} {features.shape=}"
     assert token_norm.shape == feature_norm.shape == (D,), f"{token_norm.shape=} {feature_norm.shape=} {D=}"
     assert table.dtype == features.dtype == token_norm.dtype == feature_norm.dtype, f"{table.dtype=} {features.dtype=}"
     assert cos.dtype == sin.dtype == FLOAT32 and cos.shape == sin.shape, f"{cos.shape=} {sin.shape=}"
-    return op(ids, positions, table, token_norm, features, feature_norm, cos, sin, eps)
+    return op(ids, positions, table, token_norm, features, feature_norm, angles, eps)

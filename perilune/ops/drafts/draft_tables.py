@@ -9,7 +9,7 @@ request b, with p = last[b] + 1 and f = p // block_size:
   slots[i, b] = (scratch + ahead b) block_size + p % block_size + i                           [k, S] int64
 
 and in place: pages[scratch + ahead b] = pages[tables[b, f]], if f < M. Blocks lie in the pages. "cuda" is one launch in
-place of about twenty-five, and lets nobody start before it has ended (see surest).
+place of about twenty-five. The next kernel cannot start before it has ended (see argmax_probability.py).
 """
 
 import functools

@@ -18,7 +18,9 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,7 @@ HOPPER = (9, 0)
 KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
 NO_COMPILER = "no compiler"
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float}
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)  # by its path below SOURCES
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one source is built once, several at a time
@@ -111,7 +114,7 @@ def _warn_without_nvcc() -> None:
     )
 
 
-def function(stem: str, name: str, signature: str) -> ctypes._CFuncPtr:
+def function(stem: str, name: str, signature: str) -> Callable[..., int]:
     """C function `name` of a library that `on_cpu` or `on_hopper` said yes to, returning int.
 
     One letter per argument: p pointer, l int64, f float.
@@ -119,7 +122,7 @@ def function(stem: str, name: str, signature: str) -> ctypes._CFuncPtr:
     found = library(stem)
     assert not isinstance(found, str), found
     launcher = found[name]
-    launcher.argtypes = [{"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float}[c] for c in signature]
+    launcher.argtypes = [_KINDS[c] for c in signature]
     launcher.restype = ctypes.c_int
     return launcher
 

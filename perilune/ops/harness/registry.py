@@ -47,13 +47,15 @@ class Impl:
 
     `args` has all of the call's arguments as attributes. The answer of `when` is cached under the kinds of the op's
     deciding arguments, so it may depend on these and on this machine only. `alone`: the kernel needs the GPU for
-    itself, see `alone` below.
+    itself, see `alone` below. `waits`: the CUDA sources of its kernels whose CTAs wait for other CTAs, of the same
+    launch or of the one before.
     """
 
     name: str
     when: When
     run: Callable[..., Any]
     alone: bool = False
+    waits: tuple[str, ...] = ()
 
     def refusal(self, args: Any, device: torch.device) -> str | None:
         answer = self.when(args, device)
@@ -100,13 +102,18 @@ class Op(Generic[P, R]):
         _ops[name] = self
 
     def impl(
-        self, name: str, *, when: When = lambda args, device: True, alone: bool = False
+        self,
+        name: str,
+        *,
+        when: When = lambda args, device: True,
+        alone: bool = False,
+        waits: tuple[str, ...] = (),
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         assert name != REFERENCE and name not in self.impls, name
 
         def register(run: Callable[P, R]) -> Callable[P, R]:
             assert tuple(inspect.signature(run).parameters) == self.parameters, f"{self.name}/{name}: other parameters"
-            self.impls[name] = Impl(name, when, run, alone)
+            self.impls[name] = Impl(name, when, run, alone, waits)
             return run
 
         return register
@@ -231,6 +238,17 @@ def alone() -> dict[str, str]:
         for name, op in all_ops().items()
         if any(impl.alone for impl in op.impls.values())
     }
+
+
+def waiting() -> dict[str, list[str]]:
+    """{CUDA source: "op/implementation", ...} of every kernel whose CTAs wait for other CTAs. All of them must be able
+    to become resident: while such a kernel runs, only copies and kernels that end by themselves may run beside it."""
+    found: dict[str, list[str]] = {}
+    for op in all_ops().values():
+        for impl in op.impls.values():
+            for source in impl.waits:
+                found.setdefault(source, []).append(f"{op.name}/{impl.name}")
+    return found
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ def count() -> int:
 def torch_alone() -> Iterator[None]:
     """Torch's own calls compute on the calling thread."""
     before = torch.get_num_threads()
-    if before == 1 or getattr(_here, "count", 0):
+    if before == 1 or getattr(_here, "count", None):
         yield
         return
     _here.count = before

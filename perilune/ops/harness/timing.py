@@ -108,4 +108,4 @@ def _batch(call: Callable[[], Any], n: int, device: torch.device) -> float:
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3

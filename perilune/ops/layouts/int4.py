@@ -13,5 +13,5 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     q = ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2) - 8
-    grouped = q.unflatten(-1, (-1, GROUP)).float() * scale.float().unsqueeze(-1)
+    grouped: Tensor = q.unflatten(-1, (-1, GROUP)).float() * scale.float().unsqueeze(-1)
     return grouped.flatten(-2).to(dtype)

@@ -29,7 +29,7 @@ from perilune.ops.moe.chosen import Chosen, Source, mailbox
 from perilune.ops.pointwise import add_rmsnorm
 
 SEGMENT = 256  # values of x whose squares a warp sums
-MOST_WIDTH = 7168  # of x: what the experts' gate_up takes from the board at once
+MOST_WIDTH = 7168  # of x: what the experts' gate_up takes from the mailbox at once
 LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate, for a processor
 
 
@@ -159,7 +159,7 @@ def _rows(experts: int, device: torch.device) -> int:
     return max(LEAST_GATE, -(-experts // (mla_decode.processors(device) - 1)))
 
 
-@op.impl("cuda", when=_fits, alone=True)
+@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
 def cuda(
     q_full: Tensor,
     pages: Tensor,

@@ -52,7 +52,7 @@ from perilune.ops.pointwise.swiglu import swiglu
 T1, MMA_TMA, MMA_CPASYNC = "moe_int4_t1.cu", "moe_int4_mma_tma.cu", "moe_int4_mma_cpasync.cu"
 MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
 MAX_PAIRS = 2048  # (token, expert)
-MAX_CHOICES = 32  # of a lone token
+MAX_CHOICES = 32  # of one token
 MAX_MMA_TMA = 128  # tokens of MMA_TMA; with compact scales it takes all
 MAX_SHARED = 16  # tokens whose shared expert rides in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
@@ -193,7 +193,7 @@ def _streams(width: int, short: int, most: int) -> bool:
     return width % PIECE == 0 and width <= most and (width % (4 * PIECE) == 0 or width <= short)
 
 
-@op.impl("cuda", when=_fits)
+@op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741

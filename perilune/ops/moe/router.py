@@ -178,6 +178,7 @@ def _launch() -> Any:
         ),
         (a.routing.n_group == a.routing.topk_group and a.routing.top_k <= MOST_CHOICES, "no groups"),
     ),
+    waits=("router_mma.cu",),
 )
 def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     (T, D), E, memory = x.shape, gate.shape[0], workspace.current(x.device)

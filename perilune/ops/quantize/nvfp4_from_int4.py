@@ -203,7 +203,7 @@ def reference(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None
 def _require_sound(scale: Tensor, exponent: int) -> None:
     bits = scale.view(torch.int16)
     if bits.numel():
-        low, high = (x.item() for x in bits.aminmax())
+        low, high = (int(x) for x in bits.aminmax())
         assert low >= 0 and (high >> 7) - 127 - exponent <= HIGHEST, "scales are beyond the exponent"
 
 

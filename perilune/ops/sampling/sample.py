@@ -191,7 +191,7 @@ def by_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
     """Every row takes the same path, whatever it asks for: the host never waits to see the values."""
-    rows = zip(*(x.split(PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
+    rows = zip(*(torch.split(x, PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
     return torch.cat([_piece(*piece) for piece in rows])
 
 

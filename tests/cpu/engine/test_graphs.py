@@ -24,7 +24,8 @@ from perilune.engine.graphs.recorder import Recorder as GraphRecorder
 from perilune.engine.graphs.recorder import Replay
 from perilune.engine.sampler import FAILED, on_device, uniform, uniforms
 from perilune.formats.hub import resolve_model
-from perilune.ops.drafts.accept_drafts import accept_drafts
+from perilune.ops.drafts.accept_drafts import Report, accept_drafts
+from perilune.ops.drafts.continuation import Continuation
 from perilune.speculation.acceptance import accept
 from perilune.text.tokenizer import Tokenizer
 from tests.cpu.engine.test_constraint_engine import run
@@ -195,7 +196,9 @@ def test_graphs_and_calls_accept_the_same_drafts() -> None:
         last_tokens, out = torch.full((len(drafts) + 1,), 7), torch.zeros(len(drafts), each + 2, dtype=torch.float64)
         following, last = torch.zeros(ids.numel(), dtype=torch.int64), torch.zeros(len(drafts), dtype=torch.int64)
         slots, shifts = torch.randperm(len(drafts)), torch.full_like(last_tokens, -7)
-        accept_drafts(drawn.flatten(), ids.flatten(), front, stop, slots, last_tokens, shifts, out, following, last)
+        state = Continuation(last_tokens, shifts, torch.zeros(len(shifts), 1, dtype=torch.int64))
+        report = Report(out, following, last)
+        accept_drafts(drawn.flatten(), ids.flatten(), front, stop, slots, state, report)
         assert out[:, each].tolist() == want.lengths.tolist() and out[:, each + 1].bool().equal(want.spoilt)
         ends = drawn.flatten()[last].clamp_min(0)
         assert last_tokens[slots].equal(ends) and int(last_tokens[-1]) == 7

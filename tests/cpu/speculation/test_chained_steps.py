@@ -23,7 +23,8 @@ from perilune.engine.graphs.inputs import Key
 from perilune.engine.runner import Runner
 from perilune.engine.sampler import uniforms
 from perilune.formats.hub import resolve_model
-from perilune.ops.drafts.advance_inputs import advance_inputs
+from perilune.ops.drafts.advance_inputs import Columns, Requests, advance_inputs
+from perilune.ops.drafts.continuation import Continuation
 from perilune.speculation.step_cost import Costs, Curve
 from tests.cpu.engine.test_engine import POISON, poison
 from tests.cpu.engine.test_graphs import Running, ungraphed
@@ -295,8 +296,14 @@ def test_random_numbers_on_the_device_are_the_hosts() -> None:
     u, each = torch.zeros(B, m, dtype=torch.float64), torch.zeros(B, dtype=torch.int32)
     rows, shifts = torch.arange(B), torch.tensor([rng.randrange(9) for _ in seeds])
     advance_inputs(
-        grid.clone(), grid.clone(), grid.clone(), u, each.clone(), each.clone(), torch.ones_like(each),
-        torch.zeros(B, 4, dtype=torch.int32), rows, torch.tensor(seeds), draws, rows, shifts, ahead, 64,
+        grid.clone(),
+        Columns(grid.clone(), grid.clone(), u),
+        Requests(
+            each.clone(), each.clone(), torch.ones_like(each), torch.zeros(B, 4, dtype=torch.int32), rows,
+            torch.tensor(seeds), draws,
+        ),
+        Continuation(rows, shifts, ahead),
+        64,
     )  # fmt: skip
     numbers = (draws + shifts)[:, None].numpy() + torch.arange(m).numpy()
     assert u.tolist() == uniforms(seeds, numbers).tolist()

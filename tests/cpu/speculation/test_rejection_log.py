@@ -61,7 +61,7 @@ def test_an_engine_logs_what_happened(tmp_path: Path) -> None:
         assert record.greedy == (params[request].temperature == 0)
         for r in record.rejected:
             came = record.ids[r.at : r.at + len(r.drafts)]
-            assert came[: r.stood] == r.drafts[: r.stood] and came[r.stood] != r.drafts[r.stood]
+            assert came[: r.accepted] == r.drafts[: r.accepted] and came[r.accepted] != r.drafts[r.accepted]
 
 
 def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Pat
         )
         assert cut + record.given == reached
         reached += len(record.ids) - record.given
-        seen += [(cut + r.at, r.drafts, r.stood) for r in record.rejected]
+        seen += [(cut + r.at, r.drafts, r.accepted) for r in record.rejected]
     assert seen == expected and len(found) > 3 and reached == len(text)
 
 

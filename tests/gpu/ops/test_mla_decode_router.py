@@ -1,5 +1,5 @@
 """From a token's attention to its experts in launches that overlap (mla_decode_output_t1.cu, mla_decode_router_t1.cu,
-moe_int4_t1.cu), beyond their cases: in graphs, on streams, with the experts that take x from the board."""
+moe_int4_t1.cu), beyond their cases: in graphs, on streams, with the experts that take x from the mailbox."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.harness.case import BFLOAT16, K2, Make
 from perilune.ops.moe import mla_decode_router, moe_int4, router
+from perilune.ops.moe.chosen import Chosen
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
@@ -26,8 +27,8 @@ def _inputs(context: int, fp8: bool, seed: int, heads: int = K2.heads, E: int = 
     return mla_decode_router.inputs(case, Make(BFLOAT16, CUDA, seed))
 
 
-def _run(args: dict[str, Any], impl: str = "cuda") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(the residual, x, ids, weights), the residual in new memory."""
+def _run(args: dict[str, Any], impl: str = "cuda") -> tuple[Tensor, Tensor, Chosen]:
+    """(the residual, x, the experts), the residual in new memory."""
     residual = args["residual"].clone()
     return residual, *mla_decode_router.op.impls[impl].run(*(args | {"residual": residual}).values())
 
@@ -35,11 +36,11 @@ def _run(args: dict[str, Any], impl: str = "cuda") -> tuple[Tensor, Tensor, Tens
 def _experts(fp8: bool, compact: bool = False) -> dict[str, Any]:
     case = moe_int4.Case(1, K2.top_k, EXPERTS, K2.hidden, K2.width, S=K2.width, shared_fp8=fp8, compact=compact)
     args = moe_int4.inputs(case, Make(BFLOAT16, CUDA, 11))
-    return {name: v for name, v in args.items() if name not in ("x", "ids", "weights")} | {"partial": True}
+    return {name: v for name, v in args.items() if name not in ("x", "chosen")} | {"partial": True}
 
 
-def _mixed(x: Tensor, ids: Tensor, weights: Tensor, experts: dict[str, Any]) -> Tensor:
-    y = moe_int4.op.impls["cuda"].run(x, ids, weights, *experts.values())
+def _mixed(x: Tensor, chosen: Chosen, experts: dict[str, Any]) -> Tensor:
+    y = moe_int4.op.impls["cuda"].run(x, chosen, *experts.values())
     assert isinstance(y, Tensor)
     return y
 
@@ -49,12 +50,12 @@ def _mixed(x: Tensor, ids: Tensor, weights: Tensor, experts: dict[str, Any]) -> 
 def test_the_residual_is_that_of_the_ops_one_by_one(context: int, fp8: bool) -> None:
     args = _inputs(context, fp8, context, E=K2.experts)
     y = mla_decode_output.op.impls["cuda"].run(*list(args.values())[:5])
-    residual, x, ids, weights = _run(args)
+    residual, x, chosen = _run(args)
     assert torch.equal(residual, args["residual"] + y)
     assert (x.double() - _run(args, "composed")[1].double()).norm() < 1e-3 * x.double().norm()
-    settings = [args[n] for n in ("top_k", "n_group", "topk_group", "factor", "normalise")]
-    want_ids, want = router.op.impls["cuda"].run(x, args["gate"], args["bias"], *settings)
-    assert torch.equal(ids, want_ids) and torch.allclose(weights, want, rtol=1e-4)
+    gate = args["gate"]
+    want = router.op.impls["cuda"].run(x, gate.weight, gate.bias, gate.routing)
+    assert torch.equal(chosen.ids, want.ids) and torch.allclose(chosen.weights, want.weights, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -62,30 +63,31 @@ def test_the_residual_is_that_of_the_ops_one_by_one(context: int, fp8: bool) -> 
 def test_experts_make_the_very_same_x(fp8: bool, compact: bool) -> None:
     args, experts = _inputs(700, fp8, 5), _experts(fp8, compact)
     for _ in range(20):
-        _, x, ids, weights = _run(args)
-        told = _mixed(x, ids, weights, experts)
-        assert torch.equal(told, _mixed(x.clone(), ids.clone(), weights, experts))  # which nobody announces
+        _, x, chosen = _run(args)
+        early = _mixed(x, chosen, experts)
+        assert torch.equal(early, _mixed(x, Chosen(chosen.ids, chosen.weights), experts))  # waits for the router's end
+        assert torch.equal(early, _mixed(x, chosen, experts))  # so does a second call: the announcement is taken
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
-    """An odd number of them, so that replays use the halves of the boards in turns; some without experts after them."""
+def test_launches_in_a_graph_give_the_bits_of_a_single_one(fp8: bool) -> None:
+    """An odd number of them, so that replays use the halves of the mailboxes in turns; one without experts."""
     inputs, experts = [_inputs(c, fp8, c) for c in (1024, 70, 5000, 700, 1)], _experts(fp8)
 
     def all_of_them() -> list[Tensor]:
         found: list[Tensor] = []
         for n, args in enumerate(inputs):
-            residual, x, ids, weights = _run(args)
-            found += [residual, x, ids, weights]
+            residual, x, chosen = _run(args)
+            found += [residual, x, chosen.ids, chosen.weights]
             if n != 2:
-                found.append(_mixed(x, ids, weights, experts))
+                found.append(_mixed(x, chosen, experts))
         return found
 
     want = all_of_them()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        all_of_them()  # the stream's boards are made outside of the graph
+        all_of_them()  # the stream's mailboxes are made outside of the graph
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         got = all_of_them()
@@ -101,17 +103,20 @@ def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
 def test_two_streams_at_once() -> None:
     inputs = [_inputs(c, fp8, c) for c, fp8 in ((1024, False), (2000, True))]
     experts = _experts(False)
-    want = [_run(args) for args in inputs]
-    mixed = [_mixed(*found[1:], experts) for found in want]
+
+    def both(args: dict[str, Any]) -> tuple[Tensor, ...]:
+        residual, x, chosen = _run(args)
+        return residual, x, chosen.ids, chosen.weights, _mixed(x, chosen, experts)
+
+    want = [both(args) for args in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     got: list[list[tuple[Tensor, ...]]] = [[], []]
     for _ in range(60):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found = _run(inputs[n])
-                got[n].append((*found, _mixed(*found[1:], experts)))
+                got[n].append(both(inputs[n]))
     torch.cuda.synchronize()
-    for results, expected, y in zip(got, want, mixed):
+    for results, expected in zip(got, want):
         for found in results:
-            assert all(torch.equal(a, b) for a, b in zip(found, (*expected, y)))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected))

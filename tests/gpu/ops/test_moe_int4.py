@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from perilune.ops.harness.case import K2, NANO, Make
+from perilune.ops.layouts.operands import Routing
 from perilune.ops.moe import moe_int4, router
+from perilune.ops.moe.chosen import Chosen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 CUDA = torch.device("cuda", 0)
@@ -15,7 +17,9 @@ CUDA = torch.device("cuda", 0)
 
 def _run(args: dict[str, Any], rows: list[int]) -> Tensor:
     """Of some rows; of all if `rows` is empty."""
-    some = {name: a[rows] if rows and name in ("x", "ids", "weights") else a for name, a in args.items()}
+    some = dict(args)
+    if rows:
+        some |= {"x": args["x"][rows], "chosen": Chosen(args["chosen"].ids[rows], args["chosen"].weights[rows])}
     y: Tensor = moe_int4.op.impls["cuda"].run(*{**some, "partial": True}.values())
     return y
 
@@ -36,8 +40,8 @@ def test_a_choice_that_is_no_expert_is_passed_over() -> None:
     case = moe_int4.Case(4, NANO.top_k, NANO.experts, NANO.hidden, NANO.width)
     args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 4))
     whole = _run(args, [0, 1, 2, 3])
-    args["ids"][1, 0] = -1
-    args["ids"][2, 1] = NANO.experts
+    args["chosen"].ids[1, 0] = -1
+    args["chosen"].ids[2, 1] = NANO.experts
     again = _run(args, [0, 1, 2, 3])
     kept = torch.ones(4, NANO.top_k, dtype=torch.bool)
     kept[1, 0] = kept[2, 1] = False
@@ -67,21 +71,21 @@ def test_a_choice_that_is_announced(fp8: bool) -> None:
     gate, bias = make.randn(case.E, case.D, scale=case.D**-0.5), torch.zeros(case.E, device=CUDA)
     given = args["x"].clone()
 
-    def step() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def step() -> tuple[Tensor, Chosen, Tensor]:
         x = given * 2
-        ids, weights = router.op.impls["cuda"].run(x, gate, bias, case.k, 1, 1, 1.0, True)
-        assert router.announced(x, ids, torch.cuda.current_stream().cuda_stream).number > 0
-        return x, ids, weights, _run({**args, "x": x, "ids": ids, "weights": weights}, [])
+        chosen = router.op.impls["cuda"].run(x, gate, bias, Routing(case.k, 1, 1, 1.0, True))
+        assert chosen.announcement is not None and chosen.announcement.number > 0
+        return x, chosen, _run({**args, "x": x, "chosen": chosen}, [])
 
     graph = torch.cuda.CUDAGraph()
     step()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        x, ids, weights, y = step()
+        x, chosen, y = step()
     for seed in range(5):
         given.copy_(Make(torch.bfloat16, CUDA, seed).randn(1, case.D))
         y.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(x, given * 2) and y.isfinite().all()
-        assert torch.equal(_run({**args, "x": x, "ids": ids.clone(), "weights": weights}, []), y)
+        assert torch.equal(_run({**args, "x": x, "chosen": Chosen(chosen.ids, chosen.weights)}, []), y)

@@ -18,6 +18,7 @@ from perilune.ops.attention import mla_rotate_query
 from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16, Make
 from perilune.ops.layouts import latent_cache
+from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.router import router
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -64,10 +65,10 @@ def states(weights: Weights, parts: list[int], impls: dict[str, str]) -> tuple[t
     table = torch.randperm(blocks, device=device).to(torch.int32).view(1, blocks)
     found, chosen, first = [], [], 0
 
-    def recording(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, shares = router(*args)
-        chosen[-1].append(ids.sort(-1).values)
-        return ids, shares
+    def recording(*args: Any) -> Chosen:
+        made = router(*args)
+        chosen[-1].append(made.ids.sort(-1).values)
+        return made
 
     with registry.using(impls), torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kimi_k2, "router", recording)

@@ -1,12 +1,12 @@
 // One token's norm, router scores and choice of experts in one launch, while the kernel before still adds to the
 // residual. Contract in mla_decode_router.py.
 //
-// Each CTA has some rows of the gate in shared memory long before, reads the new residual from the board that
-// mla_decode_output_t1.cu writes, normalises all of it, and puts the scores of its rows. The last CTA, which has no
-// rows, writes x, watches for the scores and picks the experts. Nobody is told of x: the experts' kernel makes it
-// itself. What a CTA does once it has the residual is rehearsed before: the first run of any instruction takes
-// microseconds while weights stream. A CTA takes so little that both of the experts' next launch find room beside it,
-// while one of mla_decode_output's is still there or as soon as it is not.
+// Each CTA has some rows of the gate in shared memory long before, reads the new residual from the mailbox that
+// mla_decode_output_t1.cu writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no
+// rows, writes x, polls for the scores and picks the experts. x is not announced: the experts' kernel makes it itself.
+// What a CTA does once it has the residual is run once before, without effect: the first run of any instruction takes
+// microseconds while weights stream. A CTA takes so few registers and so little shared memory that both CTAs of the
+// experts' next launch are co-resident with it on an SM, beside or after one of mla_decode_output's.
 #include "cuda/residual_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -25,7 +25,7 @@ struct Args {
   routing::Choice choice;
   bf16* x;                       // [D]
   uint32_t* scores;              // [E]: bits of a float, inverted; zero, before and after, where there is none
-  uint32_t* board;
+  uint32_t* mailbox;
   uint32_t launch;
   int D;
   float eps;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
     rank += __shfl_xor_sync(~0u, rank, 2);
     if (lane % 4 == 0 && k < top_k && rank < top_k && mine >> 32) {
       const int id = static_cast<int>(~static_cast<uint32_t>(mine));
-      if (!rehearsal) announce::tell_choice(a.board, a.launch, rank, id);
+      if (!rehearsal) announce::tell_choice(a.mailbox, a.launch, rank, id);
       c.ids[rank] = id;
     }
   }
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
       }
     }
     turn_shared = static_cast<uint32_t>(atomicAdd(a.launches, 1ull) / gridDim.x) & 1;
-    if (watches) announce::tell_turn(a.board, a.launch, turn_shared);
+    if (watches) announce::tell_turn(a.mailbox, a.launch, turn_shared);
   }
   if (watches) {
     for (int n = tid; n < WARPS * EACH * 32; n += THREADS) choosing.biases[n] = n < E ? a.choice.bias[n] : 0;
@@ -212,10 +212,10 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
 }  // namespace
 
 // D a multiple of 256 and at most 7,168; E at most 512; top_k at most 32; rows, of the gate for each CTA, 3 or 4.
-// fresh: as mla_decode_output's launch before this one leaves it, which every launch of this board follows. launches: 0
-// at first. scores [E]: zero before and after. board: of router_mailbox.cuh; launch: of router.py.
+// fresh: as mla_decode_output's launch before this one leaves it, which every launch of this mailbox follows. launches: 0
+// at first. scores [E]: zero before and after. mailbox: of router_mailbox.cuh; launch: of router.py.
 API int mla_decode_router(const void* fresh, void* launches, const void* norm, const void* gate, const void* bias, void* x,
-                  void* scores, void* board, void* ids, void* weights, int64_t launch_number, int64_t D, int64_t E,
+                  void* scores, void* mailbox, void* ids, void* weights, int64_t launch_number, int64_t D, int64_t E,
                   int64_t top_k, int64_t norm_weights, int64_t rows, float eps, float scale, void* stream) {
   const Args a{static_cast<const uint32_t*>(fresh),
                static_cast<unsigned long long*>(launches),
@@ -225,7 +225,7 @@ API int mla_decode_router(const void* fresh, void* launches, const void* norm, c
                 static_cast<int>(E), static_cast<int>(top_k), static_cast<int>(norm_weights), scale},
                static_cast<bf16*>(x),
                static_cast<uint32_t*>(scores),
-               static_cast<uint32_t*>(board),
+               static_cast<uint32_t*>(mailbox),
                static_cast<uint32_t>(launch_number),
                static_cast<int>(D),
                eps};

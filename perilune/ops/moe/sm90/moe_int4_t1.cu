@@ -12,11 +12,11 @@
 //
 // Work: gate_up asks for the shared expert's weights before x is there, and multiplies them while the router still
 // chooses, every CTA an equal part; between two slots it looks whether the choice is announced (router_mailbox.cuh).
-// CTAs start and run unevenly, so that units of the chosen experts are taken from a counter, by whoever has a free
+// CTAs start and run unevenly, so that units of the chosen experts are taken from a counter, by the CTA that has a free
 // slot. down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units
 // of the shared expert.
 //
-// The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, nobody else's trip to
+// The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, no other round trip to
 // memory, the router's least of all, comes back before them.
 #include "moe/sm90/moe_int4_t1.cuh"
 
@@ -64,7 +64,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
     bool planned = false;
     int ahead = 0;       // gate_up: a unit taken before it is needed
     int opened = 0;      // gate_up: slots asked for at first
-    uint32_t heard = 0;  // gate_up: what the board said of choice `lane`
+    uint32_t heard = 0;  // gate_up: what the mailbox said of choice `lane`
     auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_told = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || announce::told(word, a.launch))) return;
@@ -107,7 +107,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         if (++into == a.slots) into = 0, phase ^= 1;
         if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
           plan_if_told(heard);
-          heard = announce::glance_choice(a.board, a.k);
+          heard = announce::glance_choice(a.mailbox, a.k);
         }
       }
       if (++buffer == a.scale_buffers) buffer = 0;
@@ -126,7 +126,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       plan(a, ask(a));
       ahead = take();
     }
-    while (GATE_UP && a.launch && !planned) plan_if_told(announce::glance_choice(a.board, a.k));
+    while (GATE_UP && a.launch && !planned) plan_if_told(announce::glance_choice(a.mailbox, a.k));
     const Plan& p = plan_of();
     const int per_expert = a.routed.tiles / RT;
     if constexpr (GATE_UP) {
@@ -179,7 +179,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
     auto wait = [&] {
       if (waited) return;
       wait_for_predecessor();
-      if (GATE_UP) let_successor_start();  // not before: who starts after this kernel may take the ids as written
+      if (GATE_UP) let_successor_start();  // not before: the next kernel reads the ids as soon as it starts
       waited = true;
     };
     Window window{0, 0};
@@ -187,13 +187,13 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       stage_fresh(a);
       window.end = a.K / 8;
     } else if (GATE_UP && a.launch) {
-      announce::wait_for_x(a.board, a.launch);
+      announce::wait_for_x(a.mailbox, a.launch);
     } else {
       wait();
     }
     if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
       if (lane == 0) *a.counter = 0;
-      if (a.launch) announce::wipe(a.board);
+      if (a.launch) announce::wipe(a.mailbox);
     }
     for (int u = shared_units.first; u < shared_units.end; u++) {
       float total[4];
@@ -203,7 +203,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         Base::template dense_tile<true>(a, buffer, window, from, phase, total);
       }
       if (++buffer == a.scale_buffers) buffer = 0;
-      if (!GATE_UP || !a.launch) wait();  // who has been told of x may write: nobody reads what was there before
+      if (!GATE_UP || !a.launch) wait();  // after "x is ready" it may write: all readers of the old values have ended
       finish(total[0], total[2], [&](int row, float v, float up) {
         const int at = (u * RT + rt) * ROWS + row;
         if (GATE_UP) {
@@ -369,12 +369,12 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
 }  // namespace
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
-// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. board: of router_mailbox.cuh;
+// `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. mailbox: of router_mailbox.cuh;
 // launch: the router's whose choice is announced there, or 0. fresh, norm, eps: what
 // mla_decode_router_t1.cu makes x of, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
 API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
-                              void* board, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
+                              void* mailbox, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
                               int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
   Args a = {};
   a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
@@ -387,7 +387,7 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
   a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
   a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
   a.counter = static_cast<uint32_t*>(counter);
-  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
+  a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   return row == nullptr ? start<true, false, 7, 1, 2>(a, static_cast<int>(sms), stream)
                         : start<true, true, 7, 1, 2>(a, static_cast<int>(sms), stream);
 }
@@ -395,7 +395,7 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
 // y [P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
 API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, const void* weights,
                            const void* packed, const void* scale, const void* row, const void* shared,
-                           const void* shared_scale, void* y, void* counter, void* board, int64_t launch, int64_t k,
+                           const void* shared_scale, void* y, void* counter, void* mailbox, int64_t launch, int64_t k,
                            int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
@@ -408,7 +408,7 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
-  a.board = static_cast<uint32_t*>(board), a.launch = static_cast<uint32_t>(launch);
+  a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
                         : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
 }

@@ -31,7 +31,7 @@ struct Args {
   int k, E, K, P;
   uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
   int64_t routed_rows, shared_rows;
-  uint32_t* board;    // router_mailbox.cuh; down makes it zero again
+  uint32_t* mailbox;    // router_mailbox.cuh; down makes it zero again
   uint32_t launch;    // of the router that announces; 0: gate_up waits for its predecessor
   const uint32_t* fresh;  // gate_up: what x is the norm of, as mla_decode_router_t1.cu reads it; null: x is read
   const bf16* norm;       // [K], with it
@@ -183,7 +183,7 @@ struct Lone {
     uint4 w[fresh::PIECES];
     fresh::load_weights(w, a.norm, pieces);
     if (threadIdx.x < 32) {  // lanes 0-7 and 8-15 look at a half each, and lane 16 at which it is
-      const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.board + 1;
+      const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.mailbox + 1;
       uint32_t said, there;
       do {
         const uint32_t v = announce::glance(at);
@@ -192,7 +192,7 @@ struct Lone {
       } while (!announce::told_turn(said, a.launch) || there != 0xff);
       if (lane == 0) turn_shared = said & 1;
       if (announce::processor_of(said) == announce::processor()) {  // where experts are chosen, that goes first
-        while (!__all_sync(~0u, lane >= a.k || announce::told(announce::glance_choice(a.board, a.k), a.launch))) {
+        while (!__all_sync(~0u, lane >= a.k || announce::told(announce::glance_choice(a.mailbox, a.k), a.launch))) {
         }
       }
     }

@@ -1,10 +1,11 @@
 // Router scores and the choice of experts in one launch. Contract in router.py.
 //
-// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; all is on its way
-// to shared memory before the activations are there. The first CTA watches for their sums, a warp per token, adds the
-// parts in order and picks the experts. While the experts' weights stream, a trip to memory takes microseconds, and so
-// does the first run of any instruction: so the biases are there before, the choice is rehearsed, a sum's word says by
-// itself that it is there (no fence, no counter), and the choices are announced one by one (router_mailbox.cuh).
+// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; all of the gate is on
+// its way to shared memory before the activations are ready. The first CTA polls for their sums, a warp per token, adds
+// the parts in order and picks the experts. While the experts' weights stream, a round trip to memory takes
+// microseconds, and so does the first run of any instruction. So the biases are loaded before, the choice is run once
+// without effect before, a word of a sum shows by itself that it is written (no fence, no counter), and the ids are
+// announced one by one (router_mailbox.cuh).
 #include "cuda/router_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -23,8 +24,8 @@ struct Args {
   const bf16* gate;  // [E, D]
   routing::Choice choice;
   uint32_t* sums;   // [parts, T, E]: bits of a float, inverted; zero, before and after, where there is none
-  uint32_t* board;
-  uint32_t launch;  // its number, if T is 1; 0: nobody listens to the board
+  uint32_t* mailbox;
+  uint32_t launch;  // its number, if T is 1; 0: nothing is announced
   int T, D, workers;
 };
 
@@ -78,9 +79,9 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
   const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
   const int row_pitch = weight_pitch(chunks * CHUNK * 2), k0 = blockIdx.y * width + warp * chunks * CHUNK;
   wait_for_predecessor();
-  // Who starts after a kernel to whose board nobody listens may take x as written.
+  // A kernel that starts after a launch without announcement may read x at once.
   if (!a.launch) let_successor_start();
-  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) announce::tell_x(a.board, a.launch);
+  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) announce::tell_x(a.mailbox, a.launch);
 
   float acc[2][4] = {};
   if (warp < a.workers) {
@@ -159,7 +160,7 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
       for (int n = 0; n < EACH; n++) bias[n] = biases[n * 32 + lane];
       add_up<EACH>(a, token, lane, score);
       routing::choose(a.choice, score, bias, token, lane, [&](int k, int id) {
-        if (a.launch) announce::tell_choice(a.board, a.launch, k, id);
+        if (a.launch) announce::tell_choice(a.mailbox, a.launch, k, id);
       });
     }
     if (!rehearsal) return;
@@ -169,9 +170,9 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
 }  // namespace
 
 // T at most 16, E a multiple of 8 and at most 512, top_k at most 32, D / parts = 32 x workers (at most 8) x up to 14.
-// sums: zero before and after. board: of router_mailbox.cuh, of this stream; launch: if T is 1, a number that no other
-// launch has, below 2^22; or 0: then nothing is announced, and whoever starts after this kernel may take x as written.
-API int router(const void* x, const void* gate, const void* bias, void* sums, void* board, void* ids, void* weights,
+// sums: zero before and after. mailbox: of router_mailbox.cuh, of this stream; launch: if T is 1, a number that no other
+// launch has, below 2^22; or 0: then nothing is announced, and the next kernel may read x as soon as it starts.
+API int router(const void* x, const void* gate, const void* bias, void* sums, void* mailbox, void* ids, void* weights,
                int64_t launch_number, int64_t T, int64_t D, int64_t E, int64_t top_k, int64_t norm, int64_t parts,
                int64_t workers, float scale, void* stream) {
   const Args a{static_cast<const bf16*>(x),
@@ -179,7 +180,7 @@ API int router(const void* x, const void* gate, const void* bias, void* sums, vo
                {static_cast<const float*>(bias), static_cast<int*>(ids), static_cast<float*>(weights),
                 static_cast<int>(E), static_cast<int>(top_k), static_cast<int>(norm), scale},
                static_cast<uint32_t*>(sums),
-               static_cast<uint32_t*>(board),
+               static_cast<uint32_t*>(mailbox),
                static_cast<uint32_t>(launch_number),
                static_cast<int>(T),
                static_cast<int>(D),
