@@ -9,9 +9,9 @@ from typing import Any, Literal
 from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.grammar.enforcer import Enforcer
+from perilune.grammar.expressions import example
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Vocabulary, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.shortest_end import example
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
