@@ -293,6 +293,7 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         ({"not": {"type": "string"}}, "not"),
         ({"type": "string", "format": "phase-of-moon"}, "phase-of-moon"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "minProperties": 2.0}, "minProperties"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
         ({"x-guidance": {"lenient": True}, "if": {}}, "if"),
