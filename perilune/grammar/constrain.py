@@ -1,7 +1,6 @@
 """What a request asks of its answer's form, as a `Constraint` the engine enforces."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,17 +8,18 @@ from typing import Any, Literal
 from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.grammar.enforcer import Enforcer
+from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Vocabulary, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.shortest_end import example
+from perilune.grammar.references import SchemaError, resolved
+from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
 MAX_CHOICES = 1024
-_JSON_LEAP = 48  # what a token of brackets and quotes opens has to be closed again
+_JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
-_MOST_LEAP = 1 << 15
 _OVERLAP = (
     "oneOf has alternatives that one value could satisfy together: use anyOf, or distinguish them by type or a const"
 )
@@ -97,9 +97,9 @@ def constrain(
     for position, tool in enumerate(tools):
         if tool.name in declared:
             where = f"tools[{position}].function.parameters"
-            schema = _of_object(tool.parameters, where)
+            schema, leap = _of_object(tool, where)
             grammars.append((tool.name, _compiled(known, json_grammar, schema, where, f"tool {tool.name!r}")))
-            leaps.append(_leap(schema))
+            leaps.append(leap)
     structured = None
     if answer is not None and not forced:
         structured, leap = _answer(known, answer)
@@ -131,18 +131,25 @@ def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
     value, where = answer.value, answer.param
     match answer.kind:
         case "json_object":
-            return _compiled(known, json_grammar, {"type": "object"}, where, "a JSON object"), _leap({})
+            return _compiled(known, json_grammar, {"type": "object"}, where, "a JSON object"), _JSON_LEAP
         case "json_schema":
             if not isinstance(value, Mapping | bool):
                 raise RequestError(f"the schema must be a JSON schema object, not {show(value)}", param=where)
             if isinstance(value, Mapping):
                 check_depth(value, where)
                 _check_schema(value, where)
-            value = enforceable(value)
-            return _compiled(known, json_grammar, value, where, "the schema"), _leap(value)
+            value, leap = _ready(value, where, "the schema")
+            return _compiled(known, json_grammar, value, where, "the schema"), leap
         case "regex":
             if not isinstance(value, str) or not value:
                 raise RequestError(f"the expression must be a non-empty string, not {show(value)}", param=where)
+            if (least := length(value)) > MAX_BYTES:
+                raise RequestError(
+                    f"the expression cannot be enforced: its shortest match has {least} characters, at most {MAX_BYTES}"
+                    " can be",
+                    param=where,
+                    code="unsupported_schema",
+                )
             return _compiled(known, regex_grammar, value, where, "the expression"), _FREE_LEAP + len(value)
         case "choice":
             fine = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_CHOICES
@@ -189,14 +196,28 @@ def _compiled(known: Vocabulary, write: Callable[[Any], str], value: Any, where:
 # ---- schemas
 
 
-def _of_object(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object whatever else it says."""
+def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
+    """The schema of a call's arguments, which are an object whatever else it says, and its leap."""
+    parameters = tool.parameters
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(f"{where}.type must be 'object', not {show(kind)}", param=where)
     _check_schema(parameters, where)
-    made: dict[str, Any] = enforceable({**parameters, "type": "object"})
-    return made
+    return _ready({**parameters, "type": "object"}, where, f"tool {tool.name!r}")
+
+
+def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
+    """The schema as the compiler takes it, and its leap: bytes that a token can add to the shortest completion.
+
+    A token may open some of the heaviest values a schema has room for. Too much costs time near the end of the budget;
+    with too little an answer could run into it.
+    """
+    try:
+        made, heaviest = bounded(enforceable(resolved(schema)))
+    except SchemaError as e:
+        raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
+    longest_key = max((len(k) for node in _nodes(made) for k in node), default=0)
+    return made, _JSON_LEAP + 2 * (heaviest + longest_key)
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
@@ -206,7 +227,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     """
     for node in _nodes(schema):
         least, required = node.get("minProperties"), _items(node.get("required"))
-        if isinstance(least, int) and least > max(1, len({str(name) for name in required})):
+        if is_number(least) and least > max(1, len({str(name) for name in required})):
             raise RequestError(
                 f"minProperties cannot be enforced beyond the required properties: list {least} in 'required'",
                 param=where,
@@ -226,62 +247,5 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             level += value
 
 
-def _leap(schema: Any) -> int:
-    """Bytes that a token can add to the shortest completion: some of the heaviest values a schema has room for.
-
-    Too much costs time near the end of the budget; too little could, in theory, let an answer run into it.
-    """
-    sizes = _Sizes(schema)
-    heaviest = max((sizes.of(node) for node in _nodes(schema)), default=0)
-    longest_key = max((len(k) for node in _nodes(schema) for k in node), default=0)
-    return min(_JSON_LEAP + 2 * (heaviest + longest_key), _MOST_LEAP)
-
-
-class _Sizes:
-    """About how many bytes the shortest value of a schema takes, taking the longest of alternatives."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._known: dict[int, int] = {}
-
-    def of(self, node: Any) -> int:
-        if not isinstance(node, Mapping):
-            return 1
-        if id(node) not in self._known:
-            self._known[id(node)] = 0  # a reference back to it adds nothing
-            self._known[id(node)] = min(self._measure(node), _MOST_LEAP)
-        return self._known[id(node)]
-
-    def _measure(self, node: Mapping[str, Any]) -> int:
-        size = 4 if node.get("type") in ("object", "array", "boolean", "null") else 24  # a number, a date
-        size += sum(self.of(self._target(node[k])) for k in ("$ref",) if k in node)
-        for word in ("anyOf", "oneOf"):
-            size += max((self.of(n) for n in _items(node.get(word))), default=0)
-        size += sum(self.of(n) for n in _items(node.get("allOf")))
-        values = [*_items(node.get("enum")), *([node["const"]] if "const" in node else [])]
-        size += max((len(json.dumps(v)) for v in values), default=0)
-        size += _count(node.get("minLength"))
-        pattern = node.get("pattern")
-        size += 2 * len(example(pattern)) + 24 if isinstance(pattern, str) else 0
-        properties = node.get("properties")
-        for name in _items(node.get("required")):
-            member = properties.get(name) if isinstance(properties, Mapping) and isinstance(name, str) else None
-            size += len(str(name)) + 4 + self.of(member)
-        firsts = _items(node.get("prefixItems"))
-        size += sum(self.of(n) + 1 for n in firsts)
-        size += max(_count(node.get("minItems")) - len(firsts), 0) * (self.of(node.get("items")) + 1)
-        return size
-
-    def _target(self, reference: Any) -> Any:
-        found = self._root
-        for step in reference.split("/")[1:] if isinstance(reference, str) else ():
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
-
-
 def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _count(value: Any) -> int:
-    return min(int(value), _MOST_LEAP) if isinstance(value, int | float) and value > 0 else 0

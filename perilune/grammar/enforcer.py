@@ -11,9 +11,10 @@ Outside the two phases that match JSON (or what else a grammar says) the tokens 
 Control tokens are allowed where the picture has them, and nowhere else.
 
 A structure once begun always comes to its end within the tokens that are left. A completion ("way") is searched for
-whenever the last one found may have become too long, and when no more tokens are left than it takes, it is what
-follows. Close to that point one careless token (a key with a long value) could make every completion too long:
-such a token is exchanged for the first of the way before anybody sees it (`tight`, `settle`).
+whenever the last one found may have become too long, and when no more tokens are left than the shortest takes, it is
+what follows. Close to that point one careless token (a key with a long value) could make every completion too long:
+such a token is exchanged for the first of the way before the client sees it (`tight`, `settle`). Where llguidance
+reaches its limits, the structure is completed at once.
 
 What follows for want of tokens is exchanged too, not masked: a token that differs from the drawn one shows that the
 tokens ran out, not that the model came to its end.
@@ -24,8 +25,6 @@ import enum
 
 from perilune.core.constraint import Constraint
 from perilune.grammar.matcher import GrammarError, Matcher, Vocabulary, Words, forbid, permit
-
-_MARGIN = 4  # tokens by which the rest of a header may be cut differently than expected
 
 
 class Phase(enum.Enum):
@@ -74,7 +73,10 @@ class Enforcer:
         self._matcher: Matcher | None = None
         self._inner: list[int] = []  # a completion of the matcher's text at some earlier time
         self._way: list[int] | None = None  # a completion of the answer from here
+        self._shortest = False  # whether `_way` was searched for, or follows from one that was
         self._most = 0  # the shortest completion from here has at most that many tokens
+        self._lost = False  # no completion of the matcher's text was found: it may be cut off
+        self._rest: list[int] = []  # what has to follow, because the matcher cannot be asked any more
         self._vetted: tuple[int, list[int]] | None = None
         self.tight = False  # the next token has to go through `settle`
         self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
@@ -113,19 +115,27 @@ class Enforcer:
                 return [self._end]
             case Phase.ARGUMENTS | Phase.ANSWER:
                 assert self._matcher is not None
-                found = _completion(self._matcher, self._inner)
-                if found is None:
-                    raise GrammarError("no way was found to complete the answer")
-                self._inner = found
-                return [*found, *self._closing()]
+                return self._complete(_completion(self._matcher, self._inner))
 
     def fill(self, mask: Words, left: int) -> None:
         """Writes the tokens that may come next, when `left` tokens at most are left for the answer, this one included.
 
-        Raises GrammarError if the grammar's limits are reached, or if nothing may come next.
+        Raises GrammarError if nothing may come next.
         """
+        try:
+            self._fill(mask, left)
+        except GrammarError:
+            if self._matcher is None or (found := self._matcher.escape()) is None:
+                raise
+            self._rest = [*found, *self._closing()]
+            self._fill(mask, left)
+
+    def _fill(self, mask: Words, left: int) -> None:
         mask[:] = 0
         self.tight, self.imposed = False, None
+        if self._rest:
+            permit(mask, self._rest[0])
+            return
         if not self._forced(left):
             self._fill_phase(mask, left)
             if not mask.any():
@@ -168,14 +178,17 @@ class Enforcer:
                 for name in self._named():
                     if (rest := self._header(name)[len(self._typed) :]) == b"":
                         permit(mask, self._argument_begin)
-                    elif forced or len(self._through(name)) + _MARGIN <= left:
+                    else:
+                        after = left - 1 - len(self._arguments(name))
                         for token in self._vocabulary.prefixes(rest):
-                            permit(mask, token)
+                            behind = rest[len(self._vocabulary.tokenizer.token_bytes(token)) :]
+                            if forced or len(behind) <= after or len(self._vocabulary.encode(behind)) <= after:
+                                permit(mask, token)
             case Phase.BETWEEN:
                 permit(mask, self._section_end)
                 if self._constraint.parallel:
                     permit(mask, self._call_begin)
-                    if len(self._another_call()) + _MARGIN > left:
+                    if len(self._another_call()) > left:
                         self.tight, self.imposed = True, self._section_end
             case Phase.ARGUMENTS | Phase.ANSWER:
                 assert self._matcher is not None
@@ -226,6 +239,13 @@ class Enforcer:
 
     def advance(self, token: int) -> None:
         """The answer goes on with this token. Raises GrammarError if it may not."""
+        if self._rest:
+            if token != self._rest[0]:
+                raise self._misfit(token)
+            self._rest = self._rest[1:]
+            if not self._rest:
+                self._enter(Phase.DONE)
+            return
         way, self._way = self._way, None
         before = self.phase
         self._step(token)
@@ -235,7 +255,9 @@ class Enforcer:
         if way and way[0] == token:
             self._way = way[1:]
             self._most = len(self._way)
-        elif self.phase is before and self._matcher is not None:
+            return
+        self._shortest = False
+        if self.phase is before and self._matcher is not None:
             self._most += max(self._constraint.leap, 1)
         elif self.phase is Phase.ANSWER:  # one token into it
             self._most = len(self._inner) + 1 + max(self._constraint.leap, 1)
@@ -292,6 +314,7 @@ class Enforcer:
         self.phase = phase
         self._matcher = matcher
         self._inner = matcher.from_start if matcher is not None else []
+        self._lost = False
 
     def _misfit(self, token: int) -> GrammarError:
         return GrammarError(f"token {token} may not come here ({self.phase.name.lower()})")
@@ -314,19 +337,32 @@ class Enforcer:
     def _forced(self, left: int) -> bool:
         """Whether only the first token of `_way` may come next. Sees to it that `tight` is set where it must be."""
         leap = max(self._constraint.leap, 1)
-        if left > self._most + leap:
+        if self._lost or left > self._most + leap:
             return False
         if self._way is None:
             self._way = self.shortest()
             self._most = len(self._way)
         if not self._way:
             return False
-        margin = _MARGIN if self.phase is Phase.HEADER else 0
-        if left <= len(self._way) + margin:
+        if left <= len(self._way) and not self._shortest and self._matcher is not None:
+            found = self._matcher.completion()
+            if found is not None and len(found) < len(self._inner):
+                self._way = self._complete(found)
+                self._most = len(self._way)
+            self._shortest = True
+        if left <= len(self._way):
             return True
         started = self.phase is Phase.START and self._answer is not None
         self.tight = (started or self._matcher is not None) and left <= len(self._way) + leap
         return False
+
+    def _complete(self, inner: list[int] | None) -> list[int]:
+        """The completion of the answer by one of the matcher's text."""
+        if inner is None:
+            self._lost = True
+            return []
+        self._inner = inner
+        return [*inner, *self._closing()]
 
     def _closing(self) -> list[int]:
         """What follows the matcher's text."""
@@ -347,9 +383,11 @@ class Enforcer:
     def _through(self, name: str) -> list[int]:
         """From inside a header, or its beginning, through a call of this tool to the end."""
         typed = self._typed if self.phase is Phase.HEADER else b""
-        rest = self._vocabulary.encode(self._header(name)[len(typed) :])
-        closing = [self._call_end, self._section_end, self._end]
-        return [*rest, self._argument_begin, *self._tools[name].from_start, *closing]
+        return [*self._vocabulary.encode(self._header(name)[len(typed) :]), *self._arguments(name)]
+
+    def _arguments(self, name: str) -> list[int]:
+        """From behind a header through the call to the end."""
+        return [self._argument_begin, *self._tools[name].from_start, self._call_end, self._section_end, self._end]
 
     def _header(self, name: str) -> bytes:
         return f"functions.{name}:{self._constraint.first_index + self._calls}".encode()
@@ -359,9 +397,12 @@ class Enforcer:
         return [name for name in self._tools if self._header(name).startswith(self._typed)]
 
 
-def _completion(matcher: Matcher, earlier: list[int], enough: int = 0) -> list[int] | None:
-    """A completion of the matcher's text: the one found earlier, without its first token or as it was, or a new one."""
+def _completion(matcher: Matcher, earlier: list[int], room: int | None = None) -> list[int] | None:
+    """A completion of the matcher's text: the one found earlier, without its first token or as it was, or a new one.
+
+    One of more than `room` tokens only if no other was found.
+    """
     for way in (earlier[1:], earlier):
-        if matcher.takes(way):
+        if (room is None or len(way) <= room) and matcher.takes(way):
             return way
-    return matcher.completion(enough)
+    return matcher.completion(room or 0)

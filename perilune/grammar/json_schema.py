@@ -9,13 +9,27 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ONE = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else", "contains")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+from perilune.grammar.references import SchemaError, target, with_parts
+from perilune.grammar.sizes import KINDS, MAX_BYTES, NAMED, is_number, kind_of
+
 _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
     "discriminator", "externalDocs", "xml",
 )  # fmt: skip
+# The count keywords, and above which bounds they are left out: a count of characters takes memory for each, and no
+# answer has so many items.
+_UNBOUNDED = float("inf")
+_COUNTS: Mapping[str, float] = {
+    "minLength": _UNBOUNDED,
+    "maxLength": MAX_BYTES,
+    "minItems": _UNBOUNDED,
+    "maxItems": 1 << 32,
+    "minProperties": _UNBOUNDED,
+    "maxProperties": 1 << 32,
+    "minContains": _UNBOUNDED,
+    "maxContains": 1 << 32,
+}
+_FARTHEST, _NEAREST = 10**18, 1e-30  # ends of ranges of numbers, from 0
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
 
@@ -24,7 +38,8 @@ def enforceable(schema: Any) -> Any:
     """The same schema, or one that holds for exactly the same values, with fewer keywords that cannot be enforced.
 
     Nearly: strings of some formats are narrowed to what is read everywhere (no year 0, no leap seconds), and numbers
-    by a millionth of a small range.
+    by a millionth of a small range. Upper bounds that an answer hardly reaches are left out: of characters above
+    MAX_BYTES, of numbers above 10^18. Raises SchemaError for a lower bound that no number reaches.
     """
     return _Rewriter(schema).rewrite(schema)
 
@@ -42,9 +57,11 @@ class _Rewriter:
         if node is not self._root:
             made = {k: v for k, v in made.items() if not k.startswith("x-")}
         steps = (
+            self._counts,
             self._one_of,
             self._condition,
             self._string,
+            self._range,
             self._number,
             self._names,
             self._dependencies,
@@ -52,16 +69,20 @@ class _Rewriter:
         )
         for step in steps:
             made = step(made)
-        for word, value in made.items():
-            if word in _MAPS and isinstance(value, Mapping):
-                made[word] = {name: self.rewrite(v) for name, v in value.items()}
-            elif word in _LISTS or (word == "items" and isinstance(value, list)):
-                made[word] = [self.rewrite(v) for v in value] if isinstance(value, list) else value
-            elif word in _ONE:
-                made[word] = self.rewrite(value)
-        return made
+        return with_parts(made, self.rewrite)
 
     # ---- keywords
+
+    def _counts(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Whole numbers written as fractions (2.0) become whole, and bounds that nothing reaches are left out."""
+        made = {}
+        for word, value in node.items():
+            if word in _COUNTS and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if word in _COUNTS and is_number(value) and value > _COUNTS[word]:
+                continue
+            made[word] = value
+        return made
 
     def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
         """Alternatives of which no two can hold at once are any of them; so is one required property out of several."""
@@ -145,13 +166,34 @@ class _Rewriter:
             wanted["allOf"] = [{"pattern": "^[^@]{1,64}@"}]
         return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
 
+    def _range(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Ends of a range so far out that no number written is beyond them are left out; some near 0 become 0.
+
+        llguidance can count neither in 64 bits. Of whole numbers it takes a greatest one of any size for 2^63 - 1.
+        """
+        for word, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+            end = node.get(word)
+            if not is_number(end):
+                continue
+            if sign * end >= 1 << 63:
+                raise SchemaError(f"{word} {end} cannot be enforced: ends of ranges go up to 2^63 - 1")
+            rest = {k: v for k, v in node.items() if k != word}
+            if sign * end <= -_FARTHEST and not (sign < 0 and node.get("type") == "integer"):
+                node = rest
+            elif 0 < abs(end) < _NEAREST:
+                name = "Minimum" if sign > 0 else "Maximum"
+                name = f"exclusive{name}" if sign * end > 0 else name.lower()
+                other = rest.get(name, 0)
+                node = rest | {name: (max if sign > 0 else min)(0, other) if is_number(other) else other}
+        return node
+
     def _number(self, node: dict[str, Any]) -> dict[str, Any]:
         """An open end at a whole number that begins all numbers of a range is moved in by a millionth of the range.
 
         llguidance lets that whole number itself through: 0 as above 0 and below 0.5.
         """
         low, high = node.get("exclusiveMinimum", node.get("minimum")), node.get("exclusiveMaximum", node.get("maximum"))
-        if low is None or high is None or not (_number(low) and _number(high)) or node.get("type") == "integer":
+        if low is None or high is None or not (is_number(low) and is_number(high)) or node.get("type") == "integer":
             return node
         if not 0 < high - low < 1:
             return node
@@ -159,7 +201,7 @@ class _Rewriter:
             ("exclusiveMinimum", "minimum", low, high - low),
             ("exclusiveMaximum", "maximum", high, low - high),
         ):
-            if _number(node.get(word)) and float(at).is_integer() and at * away >= 0:
+            if is_number(node.get(word)) and float(at).is_integer() and at * away >= 0:
                 node = {k: v for k, v in node.items() if k != word} | {other: at + away * 1e-6}
         return node
 
@@ -221,21 +263,21 @@ class _Rewriter:
             return
         yield node
         if "$ref" in node:
-            yield from self._facets(self._target(node["$ref"]), depth + 1)
+            yield from self._facets(target(self._root, node["$ref"]), depth + 1)
         for part in _items(node.get("allOf")):
             yield from self._facets(part, depth + 1)
 
     def _kinds(self, node: Any, depth: int = 0) -> set[str]:
-        found = set(_EVERY)
+        found = set(KINDS)
         if depth > _DEEPEST or self._left <= 0:
             return found
         for facet in self._facets(node, depth):
             if "type" in facet:
                 named = facet["type"] if isinstance(facet["type"], list) else [facet["type"]]
-                found &= {kind for name in named if isinstance(name, str) for kind in _KINDS.get(name, _EVERY)}
+                found &= {kind for name in named if isinstance(name, str) for kind in NAMED.get(name, KINDS)}
             for values in (_items(facet.get("enum")), [facet["const"]] if "const" in facet else []):
                 if values:
-                    found &= {_kind(v) for v in values}
+                    found &= {kind_of(v) for v in values}
             for word in ("anyOf", "oneOf"):
                 if choices := _items(facet.get(word)):
                     found &= {kind for choice in choices for kind in self._kinds(choice, depth + 1)}
@@ -251,40 +293,6 @@ class _Rewriter:
     def _property(self, node: Any, name: str) -> set[str] | None:
         values = self._listed(node, name)
         return None if values is None else {_spelled(v) for v in values}
-
-    def _target(self, reference: Any) -> Any:
-        found = self._root
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        for step in reference.split("/")[1:]:
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
-
-
-_EVERY = frozenset({"object", "array", "string", "boolean", "null", "whole", "broken"})
-_KINDS: dict[str, frozenset[str]] = {
-    "integer": frozenset({"whole"}),
-    "number": frozenset({"whole", "broken"}),
-    **{name: frozenset({name}) for name in ("object", "array", "string", "boolean", "null")},
-}
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "whole"
-        case float():
-            return "whole" if value.is_integer() else "broken"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
 
 
 def _spelled(value: Any) -> str:
@@ -331,10 +339,6 @@ def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
                 end = at + 1
         at += 1
     return end, alternative
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:

@@ -5,25 +5,46 @@ what a grammar matches. Beside the matcher over the model's tokens runs a second
 the shortest completion takes hundreds of steps, each of which costs ten microseconds there.
 """
 
+import copy
 import json
+import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from perilune.grammar.shortest_end import example, shortest
+from perilune.grammar.expressions import example
+from perilune.grammar.shortest_end import MAX_BYTES, completions
 from perilune.grammar.unordered import required_keys, rules
 from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to some 15 MB as its states are met
+MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to 120 MB as its states are met
 MAX_HINTS = 32
+MAX_KEYS = 256
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
+_LIMITS = LLParserLimits(verbose_errors=False)
+# Fuel is refilled when a mask is computed, which steps over single bytes need not do.
+_BYTE_LIMITS = LLParserLimits(verbose_errors=False, step_lexer_fuel=10_000_000)
+_COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text of a grammar
+_SPACED = '"item_separator": ", ?"'  # in that of one which has blanks
+_FILLER = re.compile(r'[^"\\\x00-\x1f\x7f]+')  # text that may be anywhere in a string of JSON
+_REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
+_ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # of characters by their numbers
+_CODE = re.compile(r"\{([0-9a-f]+)\}")
+_MOST_CHOSEN = 64  # characters of an alternative
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
+_MOST_ACROSS = 16  # bytes of a token that leaves out a blank
+_MOST_SPACED = 4_096  # bytes of a completion that is tried with blanks
+_CHECKED = 64  # bytes of a completion with which the text has to go on behind longer tokens
+_MOST_REPEATED = 64  # places in a completion where longer tokens are tried
 
 
 class GrammarError(ValueError):
@@ -56,6 +77,13 @@ class Vocabulary:
         single = [bytes([b]) for b in range(256)]
         self._bytes = [ids[b] for b in single]
         self._ids = {token: id for token, id in ids.items() if not tokenizer.is_special(id)}
+        lengths: dict[bytes, set[int]] = {}
+        for token in self._ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {start: tuple(sorted(found)) for start, found in lengths.items()}
+        fillers = sorted(_fillers(self._ids), reverse=True)
+        self.filler_chars = np.array([chars for chars, _ in fillers], np.int64)
+        self.filler_ids = np.array([id for _, id in fillers], np.int64)
         self.over_bytes = LLTokenizer(
             TokenizerWrapper(_Tokens([*single, b"<end>"], [_END_BYTE], _END_BYTE, None)),
             n_vocab=_END_BYTE + 1,
@@ -71,19 +99,49 @@ class Vocabulary:
             if found is not None:
                 self._compiled.move_to_end(grammar)
                 return found.copy()
-        made = Matcher.compiled(self, grammar)
+        made = Matcher(self, grammar)
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
             return made.copy()
 
-    def encode(self, text: bytes) -> list[int]:
-        """Tokens of a text that may begin or end inside a character."""
-        try:
-            return self.tokenizer.encode(text.decode())
-        except UnicodeDecodeError:
-            return self.singles(text)
+    def forget(self, grammar: str) -> None:
+        """Lets a grammar be compiled anew: its matchers share states, of which there may be no more."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+
+    def encode(self, text: bytes, optional: frozenset[int] = frozenset()) -> list[int]:
+        """The fewest tokens of a text, which may begin or end inside a character.
+
+        Bytes at the places `optional` may be left out: those inside of one token together.
+        """
+        size = len(text)
+        least = [0] * (size + 1)  # tokens from a place to the end
+        first: list[tuple[bytes, int]] = [(b"", 0)] * size  # the first of them, and the place after it
+        for at in range(size - 1, -1, -1):
+            best = least[at + 1] + (at not in optional)
+            first[at] = (b"" if at in optional else text[at : at + 1], at + 1)
+            for length in self._lengths.get(text[at : at + 2], ()):
+                end = at + length
+                if end <= size and least[end] + 1 < best and text[at:end] in self._ids:
+                    best, first[at] = least[end] + 1, (text[at:end], end)
+            window = range(at, min(at + _MOST_ACROSS, size)) if optional and at not in optional else range(0)
+            places = [place for place in window if place not in optional]
+            if len(places) < len(window):
+                spelled = bytes(text[place] for place in places)
+                for length in self._lengths.get(spelled[:2], ()):
+                    if length <= len(places) and spelled[:length] in self._ids:
+                        end = places[length - 1] + 1
+                        if least[end] + 1 < best:
+                            best, first[at] = least[end] + 1, (spelled[:length], end)
+            least[at] = best
+        tokens, at = list[int](), 0
+        while at < size:
+            token, at = first[at]
+            if token:
+                tokens.append(self._ids[token])
+        return tokens
 
     def prefixes(self, text: bytes) -> list[int]:
         """The tokens with which a text can begin."""
@@ -92,6 +150,17 @@ class Vocabulary:
     def singles(self, text: bytes) -> list[int]:
         """A text one byte at a time."""
         return [self._bytes[b] for b in text]
+
+
+def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
+    """(characters, token) of every token of characters that may be anywhere in a string of JSON."""
+    for token, id in ids.items():
+        try:
+            text = token.decode()
+        except UnicodeDecodeError:
+            continue
+        if _FILLER.fullmatch(text):
+            yield len(text), id
 
 
 class _Tokens:
@@ -125,36 +194,27 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 class Matcher:
     """A text on its way through a grammar. One thread at a time."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        tokens: LLMatcher,
-        single: LLMatcher,
-        hints: tuple[bytes, ...],
-        keys: tuple[bytes, ...],
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+        """Raises GrammarError for a grammar that cannot be compiled, or that no text was found to satisfy."""
         self._vocabulary = vocabulary
-        self._tokens = tokens
-        self._single = single
-        self._hints = hints
-        self._keys = keys
-        self.from_start: list[int] = []  # a completion of the empty text, or of what `begin` took
-
-    @classmethod
-    def compiled(cls, vocabulary: Vocabulary, grammar: str) -> "Matcher":
-        tokens, single = (LLMatcher(t, grammar, log_level=0) for t in (vocabulary.over_tokens, vocabulary.over_bytes))
-        _check(tokens)
-        _check(single)
-        made = cls(vocabulary, tokens, single, _hints(grammar), _keys(grammar))
-        found = made.completion()
+        self._grammar = grammar
+        self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
+        self._single = LLMatcher(vocabulary.over_bytes, grammar, log_level=0, limits=_BYTE_LIMITS)
+        _check(self._tokens)
+        _check(self._single)
+        self._tokens.deep_copy().compute_bitmask()  # what takes too long there would do so in an answer
+        _check(self._tokens)
+        self._hints, self._keys, self._count = _hints(grammar), _keys(grammar), _count(grammar)
+        self._spaced = _SPACED in grammar
+        found = self.completion()
         if found is None:
             raise GrammarError("no text was found that satisfies it")
-        made.from_start = found
-        return made
+        choices = (vocabulary.encode(choice) for choice in _choices(grammar))
+        self.from_start = min(found, *choices, found, key=len)  # completes the empty text, or what `begin` took
 
     def copy(self) -> "Matcher":
-        made = Matcher(self._vocabulary, self._tokens.deep_copy(), self._single.deep_copy(), self._hints, self._keys)
-        made.from_start = self.from_start
+        made = copy.copy(self)
+        made._tokens, made._single = self._tokens.deep_copy(), self._single.deep_copy()
         return made
 
     @property
@@ -163,23 +223,28 @@ class Matcher:
         return bool(self._single.is_accepting())
 
     def fill(self, mask: Words) -> None:
-        """Writes the tokens that may come next; control tokens, ends included, are never among them."""
+        """Writes the tokens that may come next; control tokens, ends included, are never among them.
+
+        Raises GrammarError once the grammar has more states than llguidance holds: only `escape` works from then on.
+        """
         assert mask.dtype == np.uint32 and mask.shape == (self._vocabulary.words,) and mask.flags.c_contiguous
         self._tokens.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        _check(self._tokens)
+        if self._tokens.is_error():
+            self._vocabulary.forget(self._grammar)
+            _check(self._tokens)
         mask &= self._vocabulary.plain
 
     def advance(self, token: int) -> bool:
         """Whether the token may come next; if so, it has."""
-        if self._vocabulary.tokenizer.is_special(token) or self._tokens.validate_tokens([token]) != 1:
-            _check(self._tokens)
+        if self._vocabulary.tokenizer.is_special(token):
+            return False
+        if self._tokens.validate_tokens([token]) != 1 and not self._tokens.is_error():
             return False
         text = list(self._vocabulary.tokenizer.token_bytes(token))
-        if not (self._tokens.consume_token(token) and self._single.consume_tokens(text)):
-            _check(self._tokens)
-            _check(self._single)
-            return False
-        return True
+        self._tokens.consume_token(token)  # an error that this meets comes out in `fill`
+        taken: bool = self._single.consume_tokens(text)
+        _check(self._single)
+        return taken
 
     def begin(self, text: str) -> str:
         """Takes `text` ahead of all tokens. Returns what of it does not fit: the matcher is of use only if that is "".
@@ -208,11 +273,94 @@ class Matcher:
 
         Any way of up to `enough` tokens will do.
         """
-        text = shortest(self._single, self._hints, self._keys, enough=enough)
-        if text is None:
+        best: list[int] | None = None
+        for text in completions(self._single, self._hints, self._keys, self._count):
+            tokens = self._fewest(text)
+            if best is None or len(tokens) < len(best):
+                best = tokens
+            if len(best) <= enough:
+                break
+        return best
+
+    def escape(self) -> list[int] | None:
+        """A completion that is found without what `fill` needs."""
+        text = next(completions(self._single, self._hints, self._keys, self._count), None)
+        return None if text is None else self._vocabulary.encode(text)
+
+    def _fewest(self, text: bytes) -> list[int]:
+        """Few tokens that do what a completion does: with blanks, or with longer tokens for what it repeats."""
+        known = self._vocabulary
+        found = [known.encode(text)]
+        if self._spaced and len(text) <= _MOST_SPACED:
+            found += [known.encode(*_with_blanks(text, inside=inside)) for inside in (False, True)]
+        found.append(self._filled(text))
+        return next((f for f in sorted(found, key=len) if self.takes(f)), known.singles(text))
+
+    def _filled(self, text: bytes) -> list[int]:
+        """Tokens of a completion, of which a character that is repeated may be replaced by any characters."""
+        known, found, at = self._vocabulary, list[int](), 0
+        trial = self._tokens.deep_copy()
+        for run in list(_REPEATED.finditer(text))[:_MOST_REPEATED]:
+            head = known.encode(text[at : run.start()])
+            trial.consume_tokens(head)
+            filler = self._filler(trial, run.end() - run.start(), text[run.end() : run.end() + _CHECKED])
+            if filler is None:
+                filler = known.encode(run[0])
+                trial.consume_tokens(filler)
+            found += [*head, *filler]
+            at = run.end()
+        return [*found, *known.encode(text[at:])]
+
+    def _filler(self, trial: LLMatcher, chars: int, rest: bytes) -> list[int] | None:
+        """The longest tokens of together so many characters, or more, behind which the text may go on.
+
+        The matcher goes on by them, or stays where it was if there are none.
+        """
+        known = self._vocabulary
+        state, found, tail = trial.deep_copy(), list[int](), known.singles(rest)
+        while chars > 0:
+            mask = np.frombuffer(state.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little")[known.filler_ids] != 0
+            longest = np.flatnonzero(allowed)
+            fitting = np.flatnonzero(allowed & (known.filler_chars <= chars))
+            if len(longest) and known.filler_chars[longest[0]] >= chars:
+                token = int(known.filler_ids[longest[0]])
+                end = state.deep_copy()
+                if end.try_consume_tokens([token, *tail]) == 1 + len(tail):
+                    trial.consume_tokens([*found, token])
+                    return [*found, token]
+            if not len(fitting):
+                break
+            token, size = int(known.filler_ids[fitting[0]]), int(known.filler_chars[fitting[0]])
+            times = state.try_consume_tokens([token] * (chars // size))
+            if not times:
+                return None
+            found += [token] * times
+            chars -= times * size
+        if state.deep_copy().try_consume_tokens(tail) < len(tail):
             return None
-        tokens = self._vocabulary.encode(text)
-        return tokens if self.takes(tokens) else self._vocabulary.singles(text)
+        trial.consume_tokens(found)
+        return found
+
+
+def _with_blanks(text: bytes, *, inside: bool) -> tuple[bytes, frozenset[int]]:
+    """JSON text, which begins outside of any string or inside of one, with a blank wherever one is optional.
+
+    Also the places of those blanks.
+    """
+    made, optional, at = bytearray(), set[int](), 0
+    if inside and (begun := _REST_OF_STRING.match(text)):
+        made += begun[0]
+        at = begun.end()
+    while at < len(text):
+        string = _STRING.match(text, at)
+        piece = string[0] if string else text[at : at + 1]
+        made += piece
+        at += len(piece)
+        if piece in (b",", b":"):
+            optional.add(len(made))
+            made += b" "
+    return bytes(made), frozenset(optional)
 
 
 def permit(mask: Words, token: int) -> None:
@@ -287,12 +435,45 @@ def _hints(grammar: str) -> tuple[bytes, ...]:
     return tuple(found)[:MAX_HINTS]
 
 
+def _choices(grammar: str) -> Iterator[bytes]:
+    """The texts of a grammar that is nothing but short alternatives."""
+    if found := _ALTERNATIVES.search(grammar):
+        for choice in found[1].split("|"):
+            characters = _CODE.findall(choice)
+            if len(characters) <= _MOST_CHOSEN:
+                yield "".join(chr(int(code, 16)) for code in characters).encode()
+
+
+def _count(grammar: str) -> int:
+    """The highest number of characters or items that a grammar asks for."""
+    counts = (int((found[1] or found[2])[:9]) for found in _COUNT.finditer(grammar))
+    return min(max(counts, default=0), MAX_BYTES)
+
+
 def _keys(grammar: str) -> tuple[bytes, ...]:
-    """The keys that objects with properties in any order have to have, as they are written between their quotes."""
-    if not grammar.startswith('{"grammars": [{"lark_grammar"'):
+    """The keys that every object which knows them has to have, as they are written between their quotes."""
+    if not grammar.startswith('{"grammars"'):
         return ()
-    required = required_keys(json.loads(grammar)["grammars"][0]["lark_grammar"])
-    return tuple(json.dumps(key, ensure_ascii=False)[1:-1].encode() for key in required)
+    level: list[Any] = list(json.loads(grammar)["grammars"])
+    found = dict.fromkeys(key for part in level for key in required_keys(part["lark_grammar"] or ""))
+    optional: set[str] = set()
+    while level:
+        value = level.pop()
+        if isinstance(value, dict):
+            names = [name for name in _list(value.get("required")) if isinstance(name, str)]
+            found |= dict.fromkeys(names)
+            optional.update(name for name in _dict(value.get("properties")) if name not in names)
+        level += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    keys = [key for key in found if key not in optional][:MAX_KEYS]
+    return tuple(json.dumps(key, ensure_ascii=False)[1:-1].encode() for key in keys)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -301,4 +482,6 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _line(message: str) -> str:
+    if "recursion limit" in message:  # of the parser of JSON, which counts levels of its own to those of a schema
+        return "it nests deeper than the compiler of grammars reads, about 120 levels"
     return " ".join(message.split())[:300]

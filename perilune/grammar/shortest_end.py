@@ -6,79 +6,135 @@ is always a completion; that there is no shorter one is likely, not certain.
 
 import functools
 import heapq
-import re
-import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
-import re._parser as parser  # type: ignore[import-not-found]  # as above
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from llguidance import LLMatcher
 
-MAX_BYTES = 16_384  # of a completion
+MAX_BYTES = 65_536  # of a completion
 _BEAM = 4  # states of one length that are looked into
 _FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
+_GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they are longer than the shortest
 _FREE_CHOICES = 300  # steps of a first attempt
 _NEW, _TRIED = 8, 40
 _ENDINGS = 400  # of hints, tried at one place
-_RUN = 8_192  # bytes of a run, as of a string with a least length
 _PROSE = 40  # bytes that may come next inside a string, at least; between values there are fewer
 _VALUES = b'"0123456789TZntf[{-'
 _USUAL = _VALUES + b"aAzZ_@:./, +eE\\}]"
+_FILLERS = b" -a0A_xf~/"  # to repeat in a string
 
 
-def shortest(
-    start: LLMatcher, hints: Sequence[bytes] = (), keys: Sequence[bytes] = (), *, enough: int = 0
-) -> bytes | None:
-    """Bytes that complete the text of a matcher over single bytes, which stays as it is; None if none were found.
+def completions(
+    start: LLMatcher, hints: Sequence[bytes] = (), keys: Sequence[bytes] = (), count: int = 0
+) -> Iterator[bytes]:
+    """Byte strings that complete the text of a matcher over single bytes, which stays as it is: short ones, any first.
 
-    `hints` are pieces worth trying inside strings, `keys` those that have to be written where several might be. A
-    completion of up to `enough` bytes need not be the shortest.
+    `hints` are pieces worth trying inside strings, `keys` those that have to be written where several might be, `count`
+    the highest number of characters or items that the grammar asks for.
     """
     if start.is_accepting():
-        return b""
-    greedy = _greedy(start, hints, keys, _FREE_CHOICES)
-    if greedy is not None and len(greedy) <= enough:
-        return greedy
-    found = _search(start, hints, keys, MAX_BYTES if greedy is None else len(greedy), few=True)
-    return (
-        found
-        or greedy
-        or _greedy(start, hints, keys, 10 * _FREE_CHOICES)
-        or _search(start, hints, keys, MAX_BYTES, few=False)
-    )
+        yield b""
+        return
+    found = _greedy(start, hints, keys, count, _FREE_CHOICES)
+    if found is not None:
+        yield found
+    for text in _search(start, hints, keys, count, MAX_BYTES if found is None else len(found) + _LONGER, few=True):
+        found = text
+        yield text
+    if found is not None:
+        return
+    found = _greedy(start, hints, keys, count, 10 * _FREE_CHOICES)
+    if found is not None:
+        yield found
+    else:
+        yield from _search(start, hints, keys, count, MAX_BYTES, few=False)
 
 
-def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], choices: int) -> bytes | None:
+def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], count: int, choices: int) -> bytes | None:
     """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
 
-    In a string that may not end yet it takes the end of a hint that ends it; else it goes where it has not been, the
-    first few times.
+    In a string that may not end yet it repeats a character if a count asks for it, takes the end of a hint that ends
+    it, or goes where it has not been, the first few times. What it writes three times in a row it writes as often as
+    that changes nothing.
     """
     state, text = start.deep_copy(), bytearray()
     seen: set[bytes] = set()
+    stuck: set[bytes] = set()  # what may come where repeating one character led nowhere
+    met: dict[bytes, tuple[int, bytes, LLMatcher]] = {}  # what may come: where that was last, and what was before
     for _ in range(2 * choices):
         if state.is_accepting():
             return bytes(text)
         piece = bytes(state.compute_ff_bytes())
         if not piece:
             mask = bytes(state.compute_bitmask())
+            back = mask in met
+            at, written, there = met.get(mask, (len(text), b"", state))
+            period = bytes(text[at:])
+            if count > 1 and period and period == written:
+                state, times = _repeated(state, period, count, _along(there, period))
+                text += period * times
+                if times:
+                    continue
+            met[mask] = (len(text), period, state.deep_copy() if count > 1 else state)
             pieces = _continuations(mask, True)[:_TRIED]
             piece = pieces[0] if pieces else b""
             again = text[-2:] == 2 * piece
             if named := _key(state, bytes(text), mask, keys):
                 piece = named
-            elif piece and piece not in _CLOSERS and (again or _inside_string(mask)):
-                if ending := _ending(state, mask, hints):
+            elif piece and piece not in _CLOSERS and (again or back or _inside_string(mask)):
+                run = _run(state, mask, count) if count > 1 and mask not in stuck else b""
+                if run:
+                    piece = run
+                elif ending := _ending(state, mask, hints):
                     piece = ending
                 elif len(seen) < _NEW:
                     piece = _unseen(state, pieces, seen) or piece
                     seen.add(mask)
                 elif again:  # digits of a number that may not be zero
                     piece = pieces[len(text) % len(pieces)]
-        if not piece or not state.consume_tokens(list(piece)):
+                if not run:
+                    stuck.add(mask)
+        if not piece or len(text) > MAX_BYTES or not state.consume_tokens(list(piece)):
             return None
         text += piece
     return None
+
+
+def _run(state: LLMatcher, mask: bytes, count: int) -> bytes:
+    """One character, repeated until the string may end, about `count` times at most; empty if it may not even then."""
+    for byte in _FILLERS:
+        if _has(mask, byte):
+            piece = bytes([byte])
+            end, times = _repeated(state.deep_copy(), piece, count, _along(state, piece))
+            return piece * times if times and _has(bytes(end.compute_bitmask()), _QUOTE) else b""
+    return b""
+
+
+def _repeated(state: LLMatcher, period: bytes, count: int, usual: list[tuple[bytes, bool]]) -> tuple[LLMatcher, int]:
+    """The matcher after repetitions of a text, and how many: as many as leave what may come along it as `usual`.
+
+    Not many more than `count` are tried. A count that has been reached stays reached: so steps may be large.
+    """
+    done, step = 0, 1
+    while step:
+        child = state.deep_copy()
+        before = list(period * (step - 1))
+        fits = len(period) * (done + step) <= MAX_BYTES and done + step <= count + 1
+        fits = fits and child.try_consume_tokens(before) == len(before) and _along(child, period) == usual
+        if fits and child.try_consume_tokens(list(period)) == len(period):
+            state, done, step = child, done + step, 2 * step
+        else:
+            step //= 2
+    return state, done
+
+
+def _along(state: LLMatcher, text: bytes) -> list[tuple[bytes, bool]]:
+    """What may come, and whether the text may end, at every place of a text that follows."""
+    state, found = state.deep_copy(), []
+    for byte in text:
+        found.append((bytes(state.compute_bitmask()), state.is_accepting()))
+        if not state.try_consume_tokens([byte]):
+            break
+    return found
 
 
 def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> bytes:
@@ -112,8 +168,12 @@ def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> byte
     return b""
 
 
-def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bound: int, *, few: bool) -> bytes | None:
+def _search(
+    start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], count: int, bound: int, *, few: bool
+) -> Iterator[bytes]:
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
+
+    Gives the cheapest, and some that cost a little more, which may take fewer tokens.
 
     States of one length after which the same may come count as the same state, and few of one cost are looked into:
     first the ones reached by the most changes, because they have got the furthest.
@@ -121,11 +181,13 @@ def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bou
     states: list[tuple[int, int, int, bytes, LLMatcher]] = [(0, 0, 0, b"", start)]
     looked_at: dict[int, int] = {}
     seen: set[tuple[int, bytes, bytes, bool]] = set()
-    reached = 0
-    while states and reached < (_FEW if few else _MANY):
+    reached, given, dearest = 0, 0, 2 * MAX_BYTES
+    while states and reached < (_FEW if few else _MANY) and states[0][0] <= dearest and given < _GIVEN:
         cost, turns, _, text, state = heapq.heappop(states)
         if state.is_accepting():
-            return text
+            yield text
+            given, dearest = given + 1, min(dearest, cost + 2 * _LONGER)
+            continue
         looked_at[cost] = looked_at.get(cost, 0) + 1
         if looked_at[cost] > _BEAM:
             continue
@@ -140,8 +202,8 @@ def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bou
             else:
                 pieces = [*_continuations(mask, few), *(h for h in hints if stuck and _has(mask, h[0]))]
         for piece in pieces:
-            child = state.deep_copy()
-            reached += 1
+            child = state.deep_copy()  # which takes longer behind a long text
+            reached += 1 + len(text) // 256
             if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):
                 continue
             after = bytes(child.compute_bitmask())
@@ -149,13 +211,13 @@ def _search(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], bou
             if key in seen:
                 continue
             seen.add(key)
-            if mask and after == mask and stuck:
-                piece += _run_on(child, piece, mask)
+            if mask and after == mask and stuck and len(piece) == 1:
+                child, times = _repeated(child, piece, count, _along(child, piece))
+                piece += piece * times
             free = bool(mask) and piece not in _CLOSERS and not named
             cost_there = cost + len(piece) * (1 + free)
             further = len(piece) if named else int(after != mask)
             heapq.heappush(states, (cost_there, turns - further, reached, text + piece, child))
-    return None
 
 
 _QUOTE = ord('"')
@@ -183,72 +245,3 @@ def _continuations(mask: bytes, few: bool) -> tuple[bytes, ...]:
     if few and not any(_has(mask, b) for b in (*first, *rest)):
         every = range(256)
     return tuple(bytes([b]) for b in dict.fromkeys((*first, *rest, *every)) if _has(mask, b))
-
-
-def _run_on(state: LLMatcher, piece: bytes, mask: bytes) -> bytes:
-    """Repeats a byte as long as that changes nothing to be seen: a count that has to be reached."""
-    run = 0
-    while len(piece) == 1 and run < _RUN and state.try_consume_tokens([piece[0]]) == 1:
-        run += 1
-        if bytes(state.compute_bitmask()) != mask:
-            break
-    return piece[:1] * run
-
-
-# ---- a match of a regular expression
-
-
-def example(expression: str) -> bytes:
-    """A short text that the expression finds, as UTF-8; empty if none is known.
-
-    Read with Python's parser of expressions, with nearly llguidance's syntax: an estimate, to be checked by use.
-    """
-    try:
-        return "".join(_match(parser.parse(expression))).encode()
-    except (re.error, KeyError, OverflowError, RecursionError, UnicodeEncodeError):
-        return b""
-
-
-_CATEGORIES = {
-    sre.CATEGORY_DIGIT: "0",
-    sre.CATEGORY_NOT_DIGIT: "a",
-    sre.CATEGORY_SPACE: " ",
-    sre.CATEGORY_NOT_SPACE: "a",
-    sre.CATEGORY_WORD: "a",
-    sre.CATEGORY_NOT_WORD: " ",
-}
-
-
-def _match(sequence: Any) -> Iterator[str]:
-    for kind, value in sequence:
-        if kind is sre.LITERAL:
-            yield chr(value)
-        elif kind is sre.NOT_LITERAL:
-            yield "a" if value != ord("a") else "b"
-        elif kind is sre.ANY:
-            yield "a"
-        elif kind is sre.IN:
-            yield _member(value)
-        elif kind is sre.BRANCH:
-            yield min(("".join(_match(branch)) for branch in value[1]), key=len)
-        elif kind is sre.SUBPATTERN:
-            yield from _match(value[-1])
-        elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            yield "".join(_match(value[2])) * min(value[0], MAX_BYTES)
-        elif kind is not sre.AT:
-            raise KeyError(kind)
-
-
-def _member(choices: Any) -> str:
-    """A character of a class, a plain one if it may be."""
-    negated = choices[0][0] is sre.NEGATE
-    if not negated:
-        kind, value = choices[0]
-        return _CATEGORIES[value] if kind is sre.CATEGORY else chr(value if kind is sre.LITERAL else value[0])
-    excluded: set[int] = set()
-    for kind, value in choices[1:]:
-        if kind is sre.LITERAL:
-            excluded.add(value)
-        elif kind is sre.RANGE:
-            excluded.update(range(value[0], min(value[1], 127) + 1))
-    return next(c for c in "a0 _Z~" if ord(c) not in excluded)

@@ -100,13 +100,12 @@ def _listed(schema: Any) -> Mapping[str, Any]:
     if not isinstance(schema, Mapping) or schema.get("type") != "object" or schema.keys() - _WORDS:
         return {}
     properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not 1 <= len(properties) <= MOST or not isinstance(required, list):
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
         return {}
-    if schema.get("additionalProperties", False) is not False or not all(name in properties for name in required):
+    properties = {name: value for name, value in properties.items() if value is not False}
+    if not 1 <= len(properties) <= MOST or not all(name in properties for name in required):
         return {}
-    if any(value is False for value in properties.values()):
-        return {}
-    return properties
+    return properties if schema.get("additionalProperties", False) is False else {}
 
 
 def _refers(node: Any) -> bool:

@@ -13,7 +13,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
 from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
-from perilune.text.tools import Tool, check_depth, show
+from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -196,11 +196,14 @@ def _schema(value: Any, where: str) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as e:
+        except ValueError as e:
             raise _wrong(where, f"is not valid JSON: {e}") from e
+        except RecursionError as e:
+            raise _wrong(where, f"nests deeper than {MAX_DEPTH} levels") from e
     if not isinstance(value, Mapping | bool):
         raise _wrong(where, "must be a JSON schema object")
     check_depth(value, where)
+    check_text(value, where)
     return value
 
 

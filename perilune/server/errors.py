@@ -1,6 +1,7 @@
 """Every error leaves the server as an OpenAI error object: {"error": {"message", "type", "param", "code"}}."""
 
 import http
+import json
 import logging
 from typing import Any
 
@@ -11,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perilune.core.errors import CheckpointError, EngineError, PeriluneError, RequestError
+from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
 
+MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -69,17 +72,26 @@ async def handle(request: Request, error: Exception) -> Response:
         phrase = http.HTTPStatus(error.status_code).phrase.lower()
         path = request.url.path[:200]
         error = HTTPException(error.status_code, f"{phrase}: {request.method} {path}", error.headers)
-    elif isinstance(error, PeriluneError) and not isinstance(error, RequestError):
-        log.error("%s failed: %s", request.url.path[:200], error)
+    elif isinstance(error, PeriluneError):
+        log_failure(request.url.path[:200], error)
     return response(error)
 
 
-def from_validation(error: ValidationError) -> RequestError:
-    """The first complaint of pydantic as a RequestError that names the field."""
+def log_failure(what: str, error: Exception) -> None:
+    """One line for what can go wrong by itself, a traceback for a bug, nothing for a client's mistake."""
+    if isinstance(error, RequestError):
+        return
+    if isinstance(error, PeriluneError):
+        log.warning("%s failed: %s", what, error)
+    else:
+        log.error("%s failed: %s", what, error, exc_info=error)
+
+
+def from_validation(error: ValidationError, body: bytes) -> RequestError:
+    """The first complaint of pydantic about a body as a RequestError that names the field."""
     first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
+        return not_json(str(first.get("ctx", {}).get("error", first["msg"])), body)
     # Names of union members ("str", "list[int]") are part of pydantic's location; a client knows only its own fields.
     path = [str(p) for p in first["loc"] if isinstance(p, int) or p.isidentifier()]
     if first["type"] == "model_type" and not path:
@@ -91,3 +103,19 @@ def from_validation(error: ValidationError) -> RequestError:
     if first["type"] == "value_error":
         verb = message
     return RequestError(f"{name} {verb}", param=path[0] if path else None, code="invalid_value")
+
+
+def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
+    """What is wrong with a body, or with its part `at`, that the parser of JSON refuses for a reason."""
+    if reason.lower().startswith(("recursion limit", "maximum recursion")):
+        place = f"in {at}" if at else f"at {where}" if (where := reason.partition(" at ")[2]) else ""
+        return RequestError(
+            f"the JSON of the body is nested deeper than {MAX_LEVELS} levels {place}".rstrip(), code="invalid_json"
+        )
+    try:
+        check_text(json.loads(text), at)  # which takes halves of surrogate pairs
+    except RequestError as error:
+        return error
+    except (ValueError, RecursionError):
+        pass
+    return RequestError(f"the body is not valid JSON: {reason}{f' of {at}' if at else ''}", code="invalid_json")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,8 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from perilune.core.errors import EngineError
 from perilune.server import errors
-
-log = logging.getLogger("perilune.server")
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -158,8 +155,7 @@ class EventStream(Response, Generic[E]):
             except (ClientGone, OSError):
                 return
             except Exception as error:
-                if errors.describe(error)[0] == 500:
-                    log.exception("a stream failed")
+                errors.log_failure(f"a stream of {scope['path'][:200]}", error)
                 await self._send(send, self.failure(error))
             if self.end:
                 await send({"type": "http.response.body", "body": self.end, "more_body": True})

@@ -1,7 +1,7 @@
 """A conversation as clients send it, checked and made uniform: the turns that every chat template writes.
 
-Clients keep histories of many origins. Nulls become empty texts, parts become one text, and tool calls get ids of the
-form that the models were trained on.
+Clients keep histories of many origins. Parts become one text, the null content of an assistant message that has calls
+or reasoning instead becomes an empty one, and tool calls get ids of the form that the models were trained on.
 """
 
 import json
@@ -115,8 +115,8 @@ def _turn(message: Any, where: str, ids: _Ids) -> Turn:
         raise _wrong(f"{where}.name", "must be a string")
     if role == "developer":
         role = "system"
-    if role != "assistant" and "content" not in message:
-        raise _wrong(f"{where}.content", "is missing")
+    if message.get("content") is None and role != "assistant":
+        raise _wrong(f"{where}.content", "is null, not text" if "content" in message else "is missing")
     turn = Turn(role, name or role, _content(message.get("content"), f"{where}.content"))
     if role == "assistant":
         return _assistant(turn, message, where, ids)
@@ -141,6 +141,8 @@ def _assistant(turn: Turn, message: Mapping[str, Any], where: str, ids: _Ids) ->
     if not isinstance(sent, list | None):
         raise _wrong(f"{where}.tool_calls", "must be a list")
     ids.new_turn(_sent_ids([message]))
+    if message.get("content") is None and not sent and reasoning is None:
+        raise _wrong(f"{where}.content", "is null, and there are neither tool_calls nor reasoning_content instead")
     calls = tuple(_call(call, f"{where}.tool_calls[{i}]", ids) for i, call in enumerate(sent or ()))
     return replace(turn, reasoning=reasoning or "", calls=calls)
 
@@ -172,12 +174,12 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
 
 
 def _content(content: Any, where: str) -> str:
-    if content is None:
+    if content is None:  # which only an assistant's may be
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "must be a string, a list of parts or null")
+        raise _wrong(where, "must be a string or a list of parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -17,6 +17,7 @@ from perilune.core.errors import RequestError
 
 MAX_DEPTH: Final = 128  # nested objects and arrays in a schema or in arguments: far above use, far below the stack
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,15 @@ def parse_tools(value: Declared) -> tuple[Tool, ...]:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RequestError("tools must be a list", param="tools")
-    return tuple(e if isinstance(e, Tool) else _parse_tool(e, f"tools[{i}]") for i, e in enumerate(value))
+    tools = tuple(e if isinstance(e, Tool) else _parse_tool(e, f"tools[{i}]") for i, e in enumerate(value))
+    first: dict[str, int] = {}
+    for i, tool in enumerate(tools):
+        if (other := first.setdefault(tool.name, i)) != i:
+            raise RequestError(
+                f"tools[{i}].function.name {tool.name!r} is that of tools[{other}] too: give every tool its own name",
+                param=f"tools[{i}].function.name",
+            )
+    return tools
 
 
 def check_depth(value: Any, where: str) -> None:
@@ -49,6 +58,30 @@ def check_depth(value: Any, where: str) -> None:
         if not level:
             return
     raise RequestError(f"{where} nests deeper than {MAX_DEPTH} levels", param=where)
+
+
+def check_text(value: Any, where: str) -> None:
+    """RequestError if a text in JSON data has half of a surrogate pair, which is no character of Unicode."""
+    level = [(value, where)]
+    while level:
+        found, at = level.pop()
+        if isinstance(found, Mapping):
+            for key, inner in found.items():
+                level.append((inner, f"{at}.{key}" if at else key))
+                _check_string(key, f"a key of {at}" if at else "a key", at)
+        elif isinstance(found, list):
+            level += ((inner, f"{at}[{i}]") for i, inner in enumerate(found))
+        elif isinstance(found, str):
+            _check_string(found, at, at)
+
+
+def _check_string(text: str, where: str, param: str) -> None:
+    if half := _SURROGATE.search(text):
+        raise RequestError(
+            f"lone surrogate \\u{ord(half[0]):04x} at {where[:200]}: not Unicode text",
+            param=param[:200] or None,
+            code="invalid_json",
+        )
 
 
 def show(value: Any) -> str:

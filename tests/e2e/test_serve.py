@@ -422,6 +422,37 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> 
     assert server.metric('perilune_generations_total{reason="cancelled"}') >= 1
 
 
+def test_what_can_be_expected_to_fail_is_logged_in_one_line(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    endless = {"$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}}}
+    many = {"type": "string", "pattern": "^(a{0,1000}){0,1000}$"}
+    before = len(server.lines)
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"):
+        for body in (b"{", b"[" * 500, b'{"prompt":"\\ud800"}'):
+            assert httpx.post(server.url + path, content=body).status_code == 400
+        with socket.create_connection((host, int(port))) as half:  # a body that ends with the connection
+            half.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+    with socket.create_connection((host, int(port))) as odd:
+        odd.sendall(b"not HTTP\r\n\r\n")
+    for schema, stream, status in (
+        ({**endless, "$ref": "#/$defs/x"}, True, 400),
+        ({"type": "string", "minLength": 10**12}, True, 400),
+        (
+            {**endless, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "additionalProperties": False},
+            True,
+            200,
+        ),
+        (many, False, 200),
+    ):
+        body = {"messages": QUESTION, "guided_json": schema, "max_tokens": 300, "stream": stream}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"reasoning_effort": "none"}, timeout=60)
+        assert reply.status_code == status and (status == 400 or '"error"' not in reply.text), reply.text
+    time.sleep(0.2)
+    said = server.lines[before:]
+    assert not any("Traceback" in line or "ERROR" in line for line in said), "".join(said)
+    assert all(re.match(r"[0-9:]{8} (INFO|WARNING) ", line) for line in said), "".join(said)
+
+
 def test_metrics_count_the_work(server: Server) -> None:
     before = server.metric("perilune_generated_tokens_total")
     server.openai.completions.create(model="kimi-nano", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})

@@ -16,9 +16,9 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
 from perilune.formats.hub import resolve_model
-from perilune.grammar import shortest_end
 from perilune.grammar.constrain import AnswerFormat, Named, constrain
 from perilune.grammar.enforcer import Enforcer, Phase
+from perilune.grammar.expressions import example
 from perilune.grammar.matcher import GrammarError, json_grammar, regex_grammar, vocabulary
 from perilune.text.stream import ChatStream, Content, Reasoning, ToolArguments, ToolStart
 from perilune.text.tokenizer import CONTROL_SLOTS, Tokenizer
@@ -293,6 +293,7 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         ({"not": {"type": "string"}}, "not"),
         ({"type": "string", "format": "phase-of-moon"}, "phase-of-moon"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "minProperties": 2.0}, "minProperties"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
         ({"x-guidance": {"lenient": True}, "if": {}}, "if"),
@@ -357,7 +358,7 @@ class TestCompletions:
     )
     def test_are_short(self, nano: Tokenizer, schema: Any, text: str) -> None:
         found = vocabulary(nano).compile(json_grammar(schema)).completion()
-        assert found is not None and nano.decode(found) == text
+        assert found is not None and nano.decode(found).replace('": ', '":') == text  # one token, and '":' as well
 
     def test_start_in_the_middle_of_a_character(self, nano: Tokenizer) -> None:
         matcher = vocabulary(nano).compile(json_grammar({"type": "string"}))
@@ -376,7 +377,7 @@ class TestCompletions:
         [("^a{3}b?$", "aaa"), (r"\d+-[^0-9a]", "0- "), ("(x|yy)z", "xz"), ("(?=a)b", ""), ("(a", ""), ("[b-d].", "ba")],
     )
     def test_examples_of_expressions(self, expression: str, text: str) -> None:
-        assert shortest_end.example(expression).decode() == text
+        assert example(expression).decode() == text
 
 
 def test_the_compile_cache_is_bounded(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

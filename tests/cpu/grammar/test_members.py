@@ -124,7 +124,9 @@ def test_content_that_is_empty_is_no_text(name: str) -> None:  # failure mode 6
     template = TEMPLATES[name]
     calls = [call("functions.f:0", arguments='{"a": 1}')]
     written = {
-        template.render_text([user(empty), assistant(empty, None, calls), result("functions.f:0", empty), user()])
+        template.render_text(
+            [user(empty or ""), assistant(empty, None, calls), result("functions.f:0", empty or ""), user()]
+        )
         for empty in ("", None, [], [{"type": "text", "text": ""}])
     }
     (prompt,) = written

@@ -1,6 +1,7 @@
 """Requests that are refused: one error that names the field, and nothing else happens."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -15,6 +16,16 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role", "role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "content"),
+    *(
+        (
+            {"messages": [{"role": role, "content": None, "tool_call_id": "functions.f:0"}]},
+            "messages[0].content",
+            "null",
+        )
+        for role in ("system", "developer", "user", "tool")
+    ),
+    ({"messages": [{"role": "assistant", "content": None}, *HELLO]}, "messages[0].content", "neither tool_calls nor"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content", "null"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
         "messages",
@@ -40,6 +51,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": []}, "functions", "tools"),
     ({"tools": [{"type": "function"}]}, "*", "function"),
     ({"tools": {}}, "tools", "array"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "'get_weather' is that of tools[0] too"),
     ({"thinking": {"type": "sometimes"}}, "thinking", "enabled"),
     ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, "thinking", "contradict"),
     ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "boolean"),
@@ -187,6 +199,127 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
             assert reply.status == 400 and reply.error["code"] == "invalid_json", reply.text
 
     serve(test)
+
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+HALVES = [
+    (CHAT, '{"messages":[{"role":"user","content":"H"}]}', "messages[0].content"),
+    (CHAT, '{"messages":[{"role":"user","content":[{"type":"text","text":"a H"}]}]}', "messages[0].content[0].text"),
+    (CHAT, '{"messages":[{"role":"user","content":"a"}],"stop":["x","H"]}', "stop[1]"),
+    (CHAT, '{"messages":[{"role":"user","content":"a"}],"tools":[{"function":{"parameters":{"enum":["H"]}}}]}',
+     "tools[0].function.parameters.enum[0]"),
+    (CHAT, '{"messages":[{"role":"user","content":"a"}],"guided_json":"{\\"const\\":\\"H\\"}"}', "guided_json.const"),
+    (CHAT, '{"messages":[{"role":"assistant","tool_calls":[{"function":{"arguments":{"H":1}}}]}]}',
+     "messages[0].tool_calls[0].function.arguments"),
+    (TEXT, '{"prompt":"H"}', "prompt"),
+    (MESSAGES, '{"max_tokens":9,"messages":[{"role":"user","content":"H"}]}', "messages[0].content"),
+    (RESPONSES, '{"input":[{"role":"user","content":"H"}]}', "input[0].content"),
+    ("/tokenize", '{"prompt":"H"}', "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "where"), HALVES, ids=str)
+@pytest.mark.parametrize("half", ["\\ud800", "\\udc00x", "x\\udfff\\ud83d"])
+def test_halves_of_characters_are_named(path: str, body: str, where: str, half: str) -> None:
+    async def test(s: Served) -> None:
+        written = half.replace("\\", "\\\\") if "guided" in body else half
+        reply = await s.client.post(path, body.replace("H", written).encode())
+        error = reply.json["error"]
+        assert reply.status == 400 and error.get("param", where) == where
+        assert f"lone surrogate {half.strip('x')[:6]} at " in error["message"]
+        assert f"{where}: not Unicode text" in error["message"] and "recursion" not in error["message"]
+        whole = body.replace("H", "\\ud83d\\ude00".replace("\\", "\\\\" if "guided" in body else "\\"))
+        assert "surrogate" not in (await s.client.post(path, whole.encode())).text
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES, "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("depth", [201, 5_000, 100_000])
+def test_bodies_that_nest_too_deeply_are_refused_by_depth(path: str, depth: int) -> None:
+    async def test(s: Served) -> None:
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            text = '{"messages":' + opening * depth + "1" + closing * depth + "}"
+            reply = await s.client.post(path, text.encode())
+            message = reply.json["error"]["message"]
+            assert reply.status == 400 and "recursion" not in message
+            assert "the JSON of the body is nested deeper than 200 levels at line 1 column " in message
+
+    serve(test)
+
+
+def test_schemas_that_nest_too_deeply_are_refused_by_depth() -> None:
+    async def test(s: Served) -> None:
+        for depth in (150, 100_000):
+            deep = '{"items":' * depth + "{}" + "}" * depth
+            reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": deep})
+            assert reply.status == 400 and reply.error["param"] == "guided_json"
+            assert "guided_json nests deeper than 128 levels" in reply.error["message"]
+
+    serve(test)
+
+
+def test_no_schema_without_an_end_gets_a_stream() -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": endless}}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
+
+    async def test(s: Served) -> None:
+        for field in ({"response_format": format}, {"tools": [tool]}, {"guided_json": endless}):
+            reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True, **field})
+            assert reply.status == 400 and "# -> #/properties/a -> #" in reply.error["message"]
+            assert reply.error["code"] == "unsupported_schema"
+        assert s.engine.seen == []
+
+    serve(test)
+
+
+def test_a_long_string_is_refused_by_what_it_takes() -> None:
+    async def test(s: Served) -> None:
+        for least, status in ((200, 200), (400, 400)):  # one byte is one token here
+            body = {"messages": HELLO, "max_tokens": 300, "guided_json": {"type": "string", "minLength": least}}
+            reply = await s.client.post(CHAT, {**body, "thinking": {"type": "disabled"}})
+            assert reply.status == status, reply.text
+        assert "needs at least 403" in reply.error["message"]
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_that_can_be_expected_is_one_line(path: str, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    body: dict[str, Any] = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {"messages": HELLO})
+    if path == MESSAGES:
+        body["max_tokens"] = 50
+
+    async def test(s: Served) -> None:
+        s.engine.answer, s.engine.fail_at = "abcdef", 3
+        reply = await s.client.post(path, {**body, "stream": stream})
+        assert "logits are not finite" in reply.text and (stream or reply.status == 500)
+        for bad in (b"{", b'{"messages":"\\ud800"}', b"[" * 500):
+            assert (await s.client.post(path, bad)).status == 400
+
+    with caplog.at_level(logging.DEBUG):
+        serve(test)
+    said = [r for r in caplog.records if r.levelno > logging.INFO]
+    assert [r.levelname for r in said] == ["WARNING"], caplog.text
+    assert "logits are not finite" in said[0].getMessage() and "\n" not in said[0].getMessage()
+    assert not any(r.exc_info for r in caplog.records) and "Traceback" not in caplog.text
+
+
+def test_a_bug_in_a_stream_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(s: Served) -> None:
+        async def broken(*args: Any) -> Any:
+            raise ZeroDivisionError("a bug")
+            yield
+
+        s.engine.generate = broken  # type: ignore[method-assign]
+        reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
+        assert "internal error" in reply.text and "a bug" not in reply.text
+
+    serve(test)
+    (record,) = (r for r in caplog.records if r.exc_info)
+    assert "a stream of /v1/chat/completions failed" in record.getMessage() and "ZeroDivisionError" in caplog.text
 
 
 def test_prompts_beyond_the_context() -> None:

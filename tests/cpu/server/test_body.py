@@ -154,7 +154,7 @@ def test_a_body_parsed_in_parts_is_the_same(kind: type[Body], body: Any, monkeyp
 def test_a_large_body_that_is_no_json(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (1, 1 << 20):
         monkeypatch.setattr(bodies, "WHOLE_BYTES", limit)
-        with pytest.raises(RequestError, match="not valid JSON: ") as e:
+        with pytest.raises(RequestError, match=r"not valid JSON: |nested deeper than 200 levels") as e:
             parse(ChatBody, raw)
         assert e.value.code == "invalid_json" and "\n" not in str(e.value)
 
@@ -169,3 +169,29 @@ def test_no_call_of_the_parser_gets_much(monkeypatch: pytest.MonkeyPatch) -> Non
     parsed = parse(ChatBody, raw)
     assert parsed.messages == messages and parsed.tools == [WEATHER] * 40
     assert len(raw) > 250_000 and max(sizes) < 1000
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (
+            b'[{"role": "user", "content": "\\ud800"}]',
+            r"lone surrogate (\\ud800 at messages\[0\]\.content|\\ud\w00 at byte \d+): not",
+        ),
+        (
+            b'[{"a": {"b": ["\\udc00"]}}]',
+            r"lone surrogate (\\udc00 at messages\[0\]\.a\.b\[0\]|\\ud\w00 at byte \d+): not",
+        ),
+        (
+            b'[{"\\\\ud801 \\ud83d\\ude00": "\\ud800x"}]',
+            r"lone surrogate (\\ud800 at messages\[0\]\.[^:]*|\\ud\w00 at byte \d+): not",
+        ),
+        (b'[{"a": ' + b"[" * 300 + b"]" * 300 + b"}]", r"nested deeper than 200 levels (in messages\[0\]|at line 1)"),
+    ],
+)
+def test_what_is_wrong_in_a_large_body_is_named(messages: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (1, 1 << 20):
+        monkeypatch.setattr(bodies, "WHOLE_BYTES", limit)
+        with pytest.raises(RequestError, match=said) as e:
+            parse(ChatBody, b'{"messages": ' + messages + b"}")
+        assert e.value.code == "invalid_json"

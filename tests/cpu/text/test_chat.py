@@ -166,9 +166,13 @@ def test_nulls_and_thoughts_inside_content() -> None:
     assert body(assistant("say <think>")) == "<think></think>say <think>"
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     assert body(assistant(parts)) == "<think></think>a b" and body(assistant([])) == "<think></think>"
-    assert TEMPLATE.render_text([{"role": "user", "content": None, "name": "bob"}], add_generation_prompt=False) == (
+    assert TEMPLATE.render_text([{"role": "user", "content": "", "name": "bob"}], add_generation_prompt=False) == (
         "<|im_user|>bob<|im_middle|><|im_end|>"
     )
+    for message in ({"role": "user", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": None}):
+        with pytest.raises(RequestError, match=r"messages\[1\].content is") as caught:
+            TEMPLATE.render_text([user(), message])
+        assert caught.value.param == "messages[1].content"
 
 
 def test_clients_cannot_write_control_tokens(kimi: Tokenizer) -> None:

@@ -1,0 +1,80 @@
+"""Regular expressions of clients, read with Python's parser, with nearly llguidance's syntax: for a first look."""
+
+import re
+import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
+import re._parser as parser  # type: ignore[import-not-found]  # as above
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+MAX_CHARS = 65_536  # of an example
+
+# What Python thinks of a client's expression is not for the log.
+warnings.filterwarnings("ignore", "Possible (nested )?set", FutureWarning)
+
+
+def length(expression: str) -> int:
+    """Characters of the shortest match, at least; 0 if it is unknown."""
+    try:
+        return int(parser.parse(expression).getwidth()[0])
+    except (re.error, OverflowError, RecursionError):
+        return 0
+
+
+def example(expression: str) -> bytes:
+    """A short text that the expression finds, as UTF-8; empty if none is known.
+
+    An estimate, to be checked by use.
+    """
+    try:
+        return "".join(_match(parser.parse(expression))).encode()
+    except (re.error, KeyError, OverflowError, RecursionError, UnicodeEncodeError):
+        return b""
+
+
+_CATEGORIES = {
+    sre.CATEGORY_DIGIT: "0",
+    sre.CATEGORY_NOT_DIGIT: "a",
+    sre.CATEGORY_SPACE: " ",
+    sre.CATEGORY_NOT_SPACE: "a",
+    sre.CATEGORY_WORD: "a",
+    sre.CATEGORY_NOT_WORD: " ",
+}
+
+
+def _match(sequence: Any) -> Iterator[str]:
+    for kind, value in sequence:
+        if kind is sre.LITERAL:
+            yield chr(value)
+        elif kind is sre.NOT_LITERAL:
+            yield "a" if value != ord("a") else "b"
+        elif kind is sre.ANY:
+            yield "a"
+        elif kind is sre.IN:
+            yield _member(value)
+        elif kind is sre.BRANCH:
+            yield min(("".join(_match(branch)) for branch in value[1]), key=len)
+        elif kind is sre.SUBPATTERN:
+            yield from _match(value[-1])
+        elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            part = "".join(_match(value[2])) if value[0] else ""
+            if len(part) * value[0] > MAX_CHARS:
+                raise OverflowError("too long a match")
+            yield part * value[0]
+        elif kind is not sre.AT:
+            raise KeyError(kind)
+
+
+def _member(choices: Any) -> str:
+    """A character of a class, a plain one if it may be."""
+    negated = choices[0][0] is sre.NEGATE
+    if not negated:
+        kind, value = choices[0]
+        return _CATEGORIES[value] if kind is sre.CATEGORY else chr(value if kind is sre.LITERAL else value[0])
+    excluded: set[int] = set()
+    for kind, value in choices[1:]:
+        if kind is sre.LITERAL:
+            excluded.add(value)
+        elif kind is sre.RANGE:
+            excluded.update(range(value[0], min(value[1], 127) + 1))
+    return next(c for c in "a0 _Z~" if ord(c) not in excluded)

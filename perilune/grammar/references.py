@@ -1,0 +1,166 @@
+"""References of a JSON schema, resolved inside the document (draft 2020-12), so that one plain form of `$ref` is left.
+
+`$id`, `$anchor` and JSON pointers to any place are understood; so is `#name` as an `$id`, as drafts 6 and 7 wrote
+anchors. Nothing is fetched: a reference to another document is refused by name.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+ONE = (
+    "items", "additionalProperties", "propertyNames", "not", "if", "then", "else", "contains", "additionalItems",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+DEFINITIONS = ("$defs", "definitions")
+MAX_PARTS = 200_000  # schemas in a document; a reference into the middle of one copies what it names
+
+_NAMES = ("$id", "$anchor", "$dynamicAnchor")
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be enforced; the text is the reason, in one line, and names the keyword."""
+
+
+def resolved(schema: Any) -> Any:
+    """The same schema, each `$ref` of which is "#", "#/$defs/NAME" or "#/definitions/NAME"; nothing else has a name.
+
+    Raises SchemaError for a reference that leads nowhere, or to something that is no schema.
+    """
+    return _Document(schema).rewritten() if isinstance(schema, Mapping) else schema
+
+
+def target(root: Any, reference: Any) -> Any:
+    """What a reference that `resolved` has written leads to; None for any other."""
+    if reference == "#":
+        return root
+    steps = reference.split("/") if isinstance(reference, str) else ()
+    if len(steps) != 3 or steps[0] != "#" or steps[1] not in DEFINITIONS or not isinstance(root, Mapping):
+        return None
+    definitions = root.get(steps[1])
+    return definitions.get(steps[2]) if isinstance(definitions, Mapping) else None
+
+
+def with_parts(node: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of a schema in which every schema directly inside it is changed."""
+    made = dict(node)
+    for word, value in node.items():
+        if word in MAPS and isinstance(value, Mapping):
+            made[word] = {name: change(part) for name, part in value.items()}
+        elif (word in LISTS or word == "items") and isinstance(value, list):
+            made[word] = [change(part) for part in value]
+        elif word in ONE:
+            made[word] = change(value)
+    return made
+
+
+class _Document:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._resources: dict[str, Mapping[str, Any]] = {"": root}  # by URI without fragment
+        self._anchors: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._left = MAX_PARTS
+        self._pointers: dict[int, str] = {}  # of what has a plain name, by id()
+        self._numbers = itertools.count()
+        self._added: dict[str, Any] = {}
+        self._waiting: list[tuple[str, Any, str]] = []  # name, schema, base URI
+        for word in DEFINITIONS:
+            for name, value in _mapping(root.get(word)).items():
+                if isinstance(value, Mapping) and _PLAIN.fullmatch(name):
+                    self._pointers.setdefault(id(value), f"#/{word}/{name}")
+        self._pointers[id(root)] = "#"
+        self._register(root, "")
+
+    def rewritten(self) -> Any:
+        made = self._rewritten(self._root, "")
+        while self._waiting:
+            name, schema, base = self._waiting.pop()
+            self._added[name] = self._rewritten(schema, base)
+        return made | {"$defs": {**_mapping(made.get("$defs")), **self._added}} if self._added else made
+
+    def _rewritten(self, node: Any, base: str) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        self._count()
+        base = self._base(node, base)
+        made = with_parts(node, lambda part: self._rewritten(part, base))
+        made = {word: v for word, v in made.items() if word not in _NAMES or not isinstance(v, str)}
+        if "$ref" in node:
+            made["$ref"] = self._pointer(node["$ref"], base)
+        return made
+
+    def _register(self, node: Any, base: str) -> None:
+        """Takes down what the schemas from here on are called."""
+        if not isinstance(node, Mapping):
+            return
+        self._count()
+        inside = self._base(node, base)
+        if inside != base:
+            self._resources.setdefault(inside, node)
+        for word in _NAMES:
+            name = node.get(word)
+            if isinstance(name, str):
+                name = urldefrag(name).fragment if word == "$id" else name
+                if name and not name.startswith("/"):
+                    self._anchors.setdefault((inside, name), node)
+        with_parts(node, lambda part: self._register(part, inside))
+
+    def _base(self, node: Mapping[str, Any], base: str) -> str:
+        """The URI, without fragment, against which references inside a schema are read."""
+        name = node.get("$id")
+        return self._joined(base, name, "$id") if isinstance(name, str) else base
+
+    def _joined(self, base: str, name: str, word: str) -> str:
+        if name.startswith("#"):  # which urljoin does not join to a URN
+            return base
+        try:
+            return urldefrag(urljoin(base, name)).url
+        except ValueError as e:
+            raise SchemaError(f"{word} {name!r:.80} is not a URI reference: {e}") from e
+
+    def _pointer(self, reference: Any, base: str) -> str:
+        """The plain form of a reference; what it names gets a name of its own where it has none."""
+        if not isinstance(reference, str):
+            raise SchemaError(f"$ref must be a string, not a value of type {type(reference).__name__}")
+        uri = self._joined(base, reference, "$ref")
+        fragment = unquote(reference.partition("#")[2])
+        if uri not in self._resources:
+            raise SchemaError(f"$ref {reference!r:.200} is not in the schema: put what it names into $defs")
+        found: Any = self._resources[uri]
+        if fragment.startswith("/"):
+            found, uri = self._at(found, fragment, uri)
+        elif fragment:
+            found = self._anchors.get((uri, fragment))
+        if not isinstance(found, Mapping | bool):
+            raise SchemaError(f"$ref {reference!r:.200} names no schema in this one")
+        if (plain := self._pointers.get(id(found))) is not None:
+            return plain
+        known = _mapping(self._root.get("$defs"))
+        name = next(name for number in self._numbers if (name := f"ref{number}") not in known)
+        self._pointers[id(found)] = f"#/$defs/{name}"
+        self._waiting.append((name, found, uri))
+        return self._pointers[id(found)]
+
+    def _at(self, found: Any, pointer: str, base: str) -> tuple[Any, str]:
+        """What a JSON pointer leads to, and the base URI that holds around it."""
+        for step in pointer.split("/")[1:]:
+            if isinstance(found, list):
+                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
+                continue
+            base = self._base(found, base) if isinstance(found, Mapping) else base
+            found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
+        return found, base
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise SchemaError(f"the schema is too large: more than {MAX_PARTS} parts with its references resolved")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

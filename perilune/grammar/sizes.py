@@ -1,0 +1,303 @@
+"""How long the shortest value of each part of a schema is, and schemas without the parts that have none.
+
+A part that requires itself again has no value at all, and one with a huge `minLength` or `minItems` none that could
+be written. Where such a part may be left out it is forbidden, so that a model cannot begin what has no end; where it
+may not, the schema is refused. Expects schemas as `references.resolved` leaves them.
+"""
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from perilune.grammar.expressions import length
+from perilune.grammar.references import SchemaError, target, with_parts
+
+MAX_BYTES = 32_768  # of the shortest value: near what a grammar of counted characters can hold in memory
+_MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
+
+_ENFORCED = "that can be enforced"
+
+KINDS = ("null", "boolean", "whole", "broken", "string", "array", "object")
+_LEAST: tuple[float, ...] = (4, 4, 1, 3, 2, 2, 2)
+_NONE: tuple[float, ...] = (math.inf,) * len(KINDS)
+NAMED: Mapping[str, frozenset[str]] = {
+    "integer": frozenset({"whole"}),
+    "number": frozenset({"whole", "broken"}),
+    **{name: frozenset({name}) for name in ("null", "boolean", "string", "array", "object")},
+}
+_FORMATS = {"ipv4": 7, "ipv6": 2, "uri": 8, "uuid": 36}  # characters of the shortest; the others are patterns by now
+_NUMBER = 24  # characters, at most, of the shortest number in a range
+
+Sizes = tuple[float, ...]  # bytes of the shortest value of each kind; infinite: there is none
+
+
+def bounded(schema: Any) -> tuple[Any, int]:
+    """The schema without what no value of MAX_BYTES satisfies, and the bytes of the longest of its shortest values.
+
+    Raises SchemaError if no value of that length satisfies the schema itself, naming the part to blame.
+    """
+    if not isinstance(schema, Mapping):
+        return schema, 0
+    return _Bounded(schema).made()
+
+
+class _TooMany(Exception):
+    """The schema has too many parts to measure them all."""
+
+
+class _Bounded:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _MOST
+        self._named: dict[str, Sizes] = {}  # of what references lead to, which may be the schema that has them
+        self._known: dict[int, Sizes] | None = None  # by id(), once those do not change any more
+        self._heaviest = 0.0
+
+    def made(self) -> tuple[Any, int]:
+        try:
+            self._settle()
+            self._known = {}
+            if min(self._of(self._root)) > MAX_BYTES:
+                return self._refused()
+            made = self._without(self._root)
+        except _TooMany:
+            return self._root, MAX_BYTES
+        return made, int(self._heaviest)
+
+    def _settle(self) -> None:
+        """Measures what references lead to, until it fits together: from nothing has a value, to the least that has."""
+        users: dict[str, set[str]] = {}
+        names = dict.fromkeys(_references(self._root))
+        for name in names:
+            for used in _references(target(self._root, name)):
+                users.setdefault(used, set()).add(name)
+        waiting = OrderedDict(names)
+        while waiting:
+            name, _ = waiting.popitem(last=False)
+            size = self._of(target(self._root, name))
+            if size != self._named.get(name, _NONE):
+                self._named[name] = size
+                waiting.update(dict.fromkeys(users.get(name, ())))
+
+    # ---- sizes
+
+    def _of(self, node: Any) -> Sizes:
+        if not isinstance(node, Mapping):
+            return _NONE if node is False else _LEAST
+        if self._known is not None and (found := self._known.get(id(node))) is not None:
+            return found
+        self._left -= 1
+        if self._left < 0:
+            raise _TooMany
+        sizes = self._own(node)
+        if "$ref" in node:
+            sizes = _both(sizes, self._named.get(node["$ref"], _NONE) if isinstance(node["$ref"], str) else _LEAST)
+        for part in _list(node.get("allOf")):
+            sizes = _both(sizes, self._of(part))
+        for word in ("anyOf", "oneOf"):
+            if choices := _list(node.get(word)):
+                sizes = _both(sizes, tuple(min(each) for each in zip(*(self._of(c) for c in choices))))
+        if self._known is not None:
+            self._known[id(node)] = sizes
+            self._heaviest = max(self._heaviest, *(s for s in sizes if s <= MAX_BYTES), 0)
+        return sizes
+
+    def _own(self, node: Mapping[str, Any]) -> Sizes:
+        sizes = dict(zip(KINDS, _LEAST))
+        sizes["string"] = _string(node)
+        sizes["whole"] = max(1, _number(node))
+        sizes["broken"] = max(3, _number(node))
+        sizes["array"] = self._array(node)
+        sizes["object"] = self._object(node)
+        kinds = _kinds(node.get("type"))
+        for values in (node.get("enum"), [node["const"]] if "const" in node else None):
+            if isinstance(values, list):
+                lengths = [(kind_of(v), len(json.dumps(v, ensure_ascii=False, separators=(",", ":")))) for v in values]
+                for kind in KINDS:
+                    sizes[kind] = max(sizes[kind], min((n for k, n in lengths if k == kind), default=math.inf))
+        return tuple(sizes[kind] if kind in kinds else math.inf for kind in KINDS)
+
+    def _array(self, node: Mapping[str, Any]) -> float:
+        count = _count(node, "minItems")
+        if count > _count(node, "maxItems", math.inf):
+            return math.inf
+        firsts = _list(node.get("prefixItems"))[: min(int(count), MAX_BYTES)]
+        rest = count - len(firsts)
+        size = sum(min(self._of(part)) for part in firsts)
+        if rest > 0:
+            size += rest * min(self._of(node.get("items", True)))
+        return 2 + size + max(count - 1, 0)
+
+    def _object(self, node: Mapping[str, Any]) -> float:
+        parts = [node, *(part for part in _list(node.get("allOf")) if isinstance(part, Mapping))]
+        names = dict.fromkeys(n for part in parts for n in _list(part.get("required")) if isinstance(n, str))
+        size = 2.0 + max(len(names) - 1, 0)
+        for name in names:
+            member = _LEAST
+            for part in parts:
+                member = _both(member, self._of(_member(part, name)))
+            size += len(json.dumps(name, ensure_ascii=False)) + 1 + min(member)
+        return size + 6 * max(min(_count(node, "minProperties"), MAX_BYTES) - len(names), 0)
+
+    # ---- what is left
+
+    def _without(self, node: Any) -> Any:
+        """The schema without parts that have no value short enough: they are false, or left out of alternatives."""
+        if not isinstance(node, Mapping):
+            return node
+        inverted = {word: node[word] for word in ("not", "if", "contains") if word in node}
+        made = with_parts(node, self._kept) | inverted
+        for word in ("anyOf", "oneOf"):
+            if isinstance(made.get(word), list):
+                made[word] = [choice for choice in made[word] if choice is not False]
+        sizes = self._own(node)
+        endless = {kind for kind in _kinds(node.get("type")) if sizes[KINDS.index(kind)] > MAX_BYTES}
+        if endless and not node.keys() & {"enum", "const"}:
+            made["type"] = [name for name in _names(node.get("type")) if not NAMED[name] & endless]
+        return made
+
+    def _kept(self, node: Any) -> Any:
+        if isinstance(node, Mapping) and min(self._of(node)) > MAX_BYTES:
+            return False
+        return self._without(node)
+
+    # ---- reasons
+
+    def _refused(self) -> tuple[Any, int]:
+        """Raises SchemaError with the reason why no value is short enough.
+
+        A contradiction is left as it is: the compiler, which sees all of them, names the keywords.
+        """
+        node: Any = self._root
+        path, seen = "#", {"#": None}
+        while isinstance(node, Mapping):
+            for word in ("minLength", "minItems", "minProperties"):
+                if _count(node, word) > MAX_BYTES:
+                    raise SchemaError(f"{path}: {word} {node[word]} is more than the {MAX_BYTES} bytes {_ENFORCED}")
+            if "pattern" in node and MAX_BYTES < _string(node) < math.inf:
+                raise SchemaError(f"{path}: its pattern matches nothing below the {MAX_BYTES} bytes {_ENFORCED}")
+            step = next((s for s in self._needs(node) if min(self._of(s[1])) > MAX_BYTES), None)
+            if step is None:
+                break
+            name, node = step
+            path = name if name.startswith("#") else path + name
+            if path in seen:
+                loop = " -> ".join([*list(seen)[list(seen).index(path) :], path])
+                raise SchemaError(f"no finite value satisfies it: {loop} requires itself: make it optional or nullable")
+            seen[path] = None
+        size = min(self._of(self._root))
+        if math.isfinite(size):
+            raise SchemaError(f"its shortest value takes {size:.0f} bytes, more than the {MAX_BYTES} {_ENFORCED}")
+        return self._root, 0
+
+    def _needs(self, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """(step, schema) of what any value of a schema needs: one more step of the path, or a reference."""
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"], target(self._root, node["$ref"])
+        for i, part in enumerate(_list(node.get("allOf"))):
+            yield f"/allOf/{i}", part
+        for word in ("anyOf", "oneOf"):
+            choices = _list(node.get(word))
+            if choices and all(min(self._of(choice)) > MAX_BYTES for choice in choices):
+                yield f"/{word}/0", choices[0]
+        parts = [("", node), *((f"/allOf/{i}", part) for i, part in enumerate(_list(node.get("allOf"))))]
+        for name in (name for _, part in parts if isinstance(part, Mapping) for name in _list(part.get("required"))):
+            for step, part in parts:
+                if isinstance(name, str) and isinstance(part, Mapping):
+                    properties = part.get("properties")
+                    listed = isinstance(properties, Mapping) and name in properties
+                    yield step + (f"/properties/{name}" if listed else "/additionalProperties"), _member(part, name)
+        firsts = _list(node.get("prefixItems"))
+        for i, part in enumerate(firsts[: min(int(_count(node, "minItems")), len(firsts))]):
+            yield f"/prefixItems/{i}", part
+        if _count(node, "minItems") > len(firsts) and "items" in node:
+            yield "/items", node["items"]
+
+
+def _references(node: Any) -> Iterator[str]:
+    level = [node]
+    while level:
+        value = level.pop()
+        if isinstance(value, Mapping):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            level += value.values()
+        elif isinstance(value, list):
+            level += value
+
+
+def _member(node: Mapping[str, Any], name: str) -> Any:
+    """The schema that one schema has for a property."""
+    properties = node.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return True if node.get("patternProperties") else node.get("additionalProperties", True)
+
+
+def _string(node: Mapping[str, Any]) -> float:
+    least = _count(node, "minLength")
+    if least > _count(node, "maxLength", math.inf):
+        return math.inf
+    pattern, form = node.get("pattern"), node.get("format")
+    matched = length(pattern) if isinstance(pattern, str) else 0
+    return 2 + max(least, matched, _FORMATS.get(form, 0) if isinstance(form, str) else 0)
+
+
+def _number(node: Mapping[str, Any]) -> int:
+    """Characters of a number in the range: 0 where that is in it, else about those of the end nearer to it."""
+    low = max((v for w in ("minimum", "exclusiveMinimum") if is_number(v := node.get(w))), default=0)
+    high = min((v for w in ("maximum", "exclusiveMaximum") if is_number(v := node.get(w))), default=0)
+    near = low if low > 0 else high
+    if low <= 0 <= high:
+        return 1
+    size = len(str(int(near) if float(near).is_integer() else near))
+    if is_number(step := node.get("multipleOf")):
+        size += len(str(step))
+    return min(size, _NUMBER)
+
+
+def _count(node: Mapping[str, Any], word: str, default: float = 0) -> float:
+    value = node.get(word)
+    return value if is_number(value) and value >= 0 else default
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _names(named: Any) -> Sequence[str]:
+    every = [n for n in NAMED if n != "integer"]
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else every
+    return [n for n in names if isinstance(n, str) and n in NAMED]
+
+
+def _kinds(named: Any) -> set[str]:
+    return {kind for name in _names(named) for kind in NAMED[name]}
+
+
+def kind_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "whole"
+        case float():
+            return "whole" if value.is_integer() else "broken"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _both(a: Sizes, b: Sizes) -> Sizes:
+    return tuple(map(max, a, b))
