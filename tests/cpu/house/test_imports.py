@@ -21,7 +21,7 @@ MAY: dict[str, set[str] | None] = {
     "ops.attention": {"ops.linear", "ops.pointwise", "ops.layouts", "ops.harness", "core"},
     "ops.moe": {"ops.attention", "ops.linear", "ops.pointwise", "ops.layouts", "ops.harness", "core"},
     "ops.sampling": {"ops.harness", "core"},
-    "ops.drafts": {"ops.pointwise", "ops.sampling", "ops.harness", "core"},
+    "ops.drafts": {"ops.pointwise", "ops.layouts", "ops.sampling", "ops.harness", "core"},
     "ops.quantize": {"ops.harness", "core"},
     "dist": {"ops", "core"},
     "formats": {"model.names", "core"},
