@@ -13,11 +13,11 @@ from perilune.speculation.requests import Requests
 from perilune.speculation.step_records import StepRecords
 
 LOOKUP_SECONDS = 60e-6  # Python time of one request's matches per step, about. Larger: matches only with longer steps.
-LOOKUP_BUDGET = (
+LOOKUP_BUDGET_SHARE = (
     0.03  # Share of a step. For requests that already have a draft chain: if n-gram lookups would take more,
 )
 # do them while the next step runs. Larger: more chains are continued by matches, and more steps wait for Python.
-LOOKUP_LIMIT = (
+LOOKUP_LIMIT_SHARE = (
     0.1  # Share of a step. If n-gram lookups would take more where no step waits for Python (chained or plain
 )
 # steps), do none. Larger: matches are used with smaller models too, and slow their steps.
@@ -48,11 +48,11 @@ class Adaptive:
         if not self._requests.suffix or (self._longest and not self._costs.can_chain):
             return self._requests.suffix
         step = self._costs.verifying.base(requests) if self._longest else self._costs.plain(requests, 0)
-        return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT * step
+        return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT_SHARE * step
 
     def defers_lookup(self, requests: int) -> bool:
         """Whether requests that have a chain are looked up while the next step runs."""
-        return requests * LOOKUP_SECONDS > LOOKUP_BUDGET * self._costs.waited.base(requests)
+        return requests * LOOKUP_SECONDS > LOOKUP_BUDGET_SHARE * self._costs.waited.base(requests)
 
     def worth_waiting(self, running: StepPlan) -> bool:
         """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""

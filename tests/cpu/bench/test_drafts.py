@@ -10,7 +10,7 @@ from perilune.core.messages import Delta, EngineStats
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.speculation.acceptance_rates import LEARN_PER_STEP, AcceptanceRates, Draft, of_match, of_model
-from perilune.speculation.adaptive import LOOKUP_LIMIT, LOOKUP_SECONDS, Adaptive
+from perilune.speculation.adaptive import LOOKUP_LIMIT_SHARE, LOOKUP_SECONDS, Adaptive
 from perilune.speculation.drafting import Speculator
 from perilune.speculation.modes import Batch, Mode
 from perilune.speculation.policy import Candidates, ChainGain, best_length, choose, net_gain
@@ -302,7 +302,9 @@ class TestSpeculator:
         assert state.matcher.tokens == [] and s._requests._store is not None and len(s._requests._store) == 0
 
     def test_matches_are_taken_up_where_steps_become_long_enough_for_them(self) -> None:
-        even = Curve((1,), (3 * LOOKUP_SECONDS / LOOKUP_LIMIT,))  # three requests' matches are what a step has time for
+        even = Curve(
+            (1,), (3 * LOOKUP_SECONDS / LOOKUP_LIMIT_SHARE,)
+        )  # three requests' matches are what a step has time for
         s = Speculator(suffix=True, longest=8, costs=replace(CHAINED, base=even, chained=even), shared=True)
         text = [*range(100, 140), *range(100, 110)]
         for rid in range(4):
