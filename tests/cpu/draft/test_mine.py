@@ -252,7 +252,7 @@ def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> N
     corpus.add([Row(p.ids + p.expected[:12], len(p.ids), p.family, True) for p in prompts])
     log = RejectedLog(tmp_path / "log", share=1.0, limit_bytes=1 << 20)
     for rid, p in enumerate(prompts[:6]):
-        log.open(rid, p.ids, greedy=False)
+        log.open(rid, p.ids)
         log.observe(*step(rid, (), p.expected[:3]))
         log.observe(*step(rid, (4000, 4001), p.expected[3:4]))
         log.observe(*step(rid, (), p.expected[4:12], ends=True))
