@@ -78,6 +78,7 @@ class Enforcer:
         self._lost = False  # no completion of the matcher's text was found: it may be cut off
         self._rest: list[int] = []  # what has to follow, because the matcher cannot be asked any more
         self._vetted: tuple[int, list[int]] | None = None
+        self._refused: frozenset[tuple[int, int]] = frozenset()  # (token, tokens to spare) since the way is followed
         self.tight = False  # the next token has to go through `settle`
         self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
         if constraint.begun:
@@ -211,6 +212,8 @@ class Enforcer:
         assert matcher is not None
         if self._vocabulary.tokenizer.is_special(token):
             return token  # a marker that ends the text, or that begins a section for which there was room
+        if (token, left - len(way)) in self._refused:  # a search in a deeply nested text takes up to 0.2 s
+            return way[0]
         trial = matcher.copy()
         try:
             fits = trial.advance(token)
@@ -221,6 +224,7 @@ class Enforcer:
         room = left - 1 - (1 if self.phase is Phase.START else len(self._closing()))
         inner = _completion(trial, self._inner, room)
         if inner is None or len(inner) > room:
+            self._refused |= {(token, left - len(way))}
             return way[0]
         self._vetted = (token, inner)
         return token
@@ -255,8 +259,10 @@ class Enforcer:
         if way and way[0] == token:
             self._way = way[1:]
             self._most = len(self._way)
+            if self._matcher is not None:
+                self._inner = self._way[: max(len(self._way) - len(self._closing()), 0)]
             return
-        self._shortest = False
+        self._shortest, self._refused = False, frozenset()
         if self.phase is before and self._matcher is not None:
             self._most += max(self._constraint.leap, 1)
         elif self.phase is Phase.ANSWER:  # one token into it
@@ -314,7 +320,7 @@ class Enforcer:
         self.phase = phase
         self._matcher = matcher
         self._inner = matcher.from_start if matcher is not None else []
-        self._lost = False
+        self._lost, self._refused = False, frozenset()
 
     def _misfit(self, token: int) -> GrammarError:
         return GrammarError(f"token {token} may not come here ({self.phase.name.lower()})")
@@ -398,11 +404,9 @@ class Enforcer:
 
 
 def _completion(matcher: Matcher, earlier: list[int], room: int | None = None) -> list[int] | None:
-    """A completion of the matcher's text: the one found earlier, without its first token or as it was, or a new one.
+    """A completion of the matcher's text: by the one found earlier, or else a new one, for which a search takes longer.
 
     One of more than `room` tokens only if no other was found.
     """
-    for way in (earlier[1:], earlier):
-        if (room is None or len(way) <= room) and matcher.takes(way):
-            return way
-    return matcher.completion(room or 0)
+    found = matcher.adapted(earlier, room)
+    return matcher.completion(room or 0) if found is None else found

@@ -36,6 +36,7 @@ _COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text 
 _SPACED = '"item_separator": ", ?"'  # in that of one which has blanks
 _FILLER = re.compile(r'[^"\\\x00-\x1f\x7f]+')  # text that may be anywhere in a string of JSON
 _REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
+_ENDS = (b'"', b"]", b"}", b"0", b'""', b'"]', b'"}')  # of what a token or two may have opened
 _ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # of characters by their numbers
 _CODE = re.compile(r"\{([0-9a-f]+)\}")
 _MOST_CHOSEN = 64  # characters of an alternative
@@ -281,6 +282,22 @@ class Matcher:
             if len(best) <= enough:
                 break
         return best
+
+    def adapted(self, earlier: list[int], room: int | None = None) -> list[int] | None:
+        """An earlier completion, without its first token or behind the end of what was opened since.
+
+        None: neither completes the text, or the first not within `room` tokens, where a search may find a shorter one.
+        """
+        for way in (earlier[1:], earlier):
+            if self.takes(way):
+                return way if room is None or len(way) <= room else None
+        for end in _ENDS:
+            way = [*self._vocabulary.singles(end), *earlier]
+            if self.takes(way):
+                if room is not None and len(way) > room:
+                    way = self._vocabulary.encode(b"".join(map(self._vocabulary.tokenizer.token_bytes, way)))
+                return way
+        return None
 
     def escape(self) -> list[int] | None:
         """A completion that is found without what `fill` needs."""

@@ -15,7 +15,7 @@ from perilune.core.constraint import Constraint
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, Named, constrain
 from perilune.grammar.enforcer import Enforcer, Phase
-from perilune.grammar.matcher import GrammarError, json_grammar, vocabulary
+from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, vocabulary
 from perilune.text.tokenizer import AddedToken, Tokenizer
 from tests.cpu.grammar.test_grammar import Monkey, read, tools
 from tests.serving import SPECIAL
@@ -181,6 +181,26 @@ def tried(schema: Any, bound: int) -> int | None:
         if made > 6_000:
             return None
     return None
+
+
+def test_a_deeply_nested_text_is_closed_without_a_search_for_every_token(
+    nano: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that goes deeper as long as it may, and would go on at every level: a search takes up to 0.2 s there."""
+    constraint = asked(nano, {"type": "array", "items": {"$ref": "#"}})
+    searches, search = [], Matcher.completion
+    monkeypatch.setattr(Matcher, "completion", lambda self, enough=0: searches.append(enough) or search(self, enough))
+    enforcer = Enforcer(vocabulary(nano), constraint, opened=False)
+    deeper, further = (nano.encode(text)[0] for text in "[,")
+    mask = np.zeros(vocabulary(nano).words, np.uint32)
+    for left in range(200, 0, -1):
+        enforcer.fill(mask, left)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = next((t for t in (deeper, further) if t in allowed), int(allowed[0]))
+        enforcer.advance(enforcer.settle(token, left) if enforcer.tight else token)
+        if enforcer.phase is Phase.DONE:
+            break
+    assert enforcer.phase is Phase.DONE and len(searches) < 40
 
 
 def test_the_choice_of_the_fewest_tokens_counts(nano: Tokenizer) -> None:
