@@ -26,6 +26,7 @@ HOLDS = {
     "client": "an OpenAI client",
     "evals": "scores",
     "kv": "cache blocks, prefixes",
+    "dist": "ranks, links",
     "formats": "checkpoint formats",
     "ops": "kernels, references",
     "text": "prompts, streams",
