@@ -224,10 +224,9 @@ def mla_decode_router(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     mla_decode_output.check(q_full, pages, span, attention)
-    assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
-        f"{residual.shape=}"
-    )
+    T, D = q_full.shape[0], attention.o.weight.shape[0]
+    assert residual.shape == (T, D) and residual.dtype == q_full.dtype, f"{residual.shape=}"
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert len(norm.weight) == len(attention.o.weight) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
+    assert norm.weight.shape == (D,) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
     router.check(residual, gate.weight, gate.bias, gate.routing)
     return op(q_full, pages, span, attention, scale, residual, norm, gate)
