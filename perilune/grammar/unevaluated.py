@@ -1,5 +1,5 @@
 """`unevaluatedProperties` and `unevaluatedItems` in plain words: the ways in which a value satisfies a schema, each
-with the properties and items that this way has looked at (JSON Schema draft 2020-12, core, section 11).
+with the properties and items that this way has looked at (chapter 11 of JSON Schema core, draft 2020-12).
 
 A value that satisfies more of the alternatives of an `anyOf` than a way names is in another way, too, so the ways
 together lose nothing but this: beyond MAX_BRANCHES alternatives only single ones and all of them are tried.
