@@ -19,6 +19,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
 
 SHUTDOWN_SECONDS = 1.5
+ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the socket's number follows
 
 
 def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
@@ -66,18 +67,24 @@ class EngineClient:
         self._receiver = asyncio.create_task(self._receive())
 
     @classmethod
-    async def start(cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()) -> "EngineClient":
+    async def start(
+        cls,
+        model: Path,
+        config: EngineConfig,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> "EngineClient":
         """Spawns the engine on a checkpoint directory and waits until it is loaded.
 
-        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json.
+        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json. `command` starts
+        another process that speaks engine/wire.py.
         Raises EngineError with the engine's own message when it cannot start.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "perilune.engine.process",
+                *command,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which then ends this process
