@@ -101,7 +101,9 @@ class Stream(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.is_set():
-            self._end(self._refusal() or f"the connection closed before the answer was complete ({error or 'no error'})")
+            self._end(
+                self._refusal() or f"the connection closed before the answer was complete ({error or 'no error'})"
+            )
 
     def eof_received(self) -> None:
         return None

@@ -5,7 +5,6 @@ requests per second are the goodput. Where the server's process id is known, its
 machine that others use as well it says more than the wall clock.
 """
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from perilune.bench.load import Client, Level, level
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.core.errors import ConfigError
 
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 WARM_UP_TOKENS = 8
 
 
@@ -95,6 +93,7 @@ def summary(found: Level, load: Load, server_seconds: float | None) -> dict[str,
         "requests": len(found.timings),
         "failed": len(found.timings) - len(good),
         "tokens": tokens,
+        "tokens_per_piece": round(tokens / sum(len(t.gaps) + 1 for t in good), 2),
         "tokens_per_s": round(tokens / found.seconds, 1),
         "tokens_per_s_user": round(statistics.median(speeds), 2) if speeds else None,
         "first_byte_ms": _ms(statistics.median(t.first_byte for t in good)),
@@ -111,11 +110,12 @@ def summary(found: Level, load: Load, server_seconds: float | None) -> dict[str,
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    server = row["server_us_per_token"]
+    server, user = row["server_us_per_token"], row["tokens_per_s_user"] or 0
     return (
-        f"{row['streams']} streams: {row['tokens_per_s']:,.0f} tokens/s, {row['tokens_per_s_user'] or 0:,.1f} per user, "
+        f"{row['streams']} streams: {row['tokens_per_s']:,.0f} tokens/s, {user:,.1f} per user, "
         f"first byte {row['first_byte_ms']:.1f} ms, first text {row['ttft_p50_ms']:.0f} ms (p99 "
         f"{row['ttft_p99_ms']:.0f}), gap p50 {row['p50_gap_ms']:.1f} ms, p99 {row['p99_gap_ms']:.1f}, "
+        f"{row['tokens_per_piece']:.1f} tokens a piece, "
         f"{row['good_share']:.0%} within limits, CPU a token: "
         f"{'' if server is None else f'server {server:.1f} us, '}client {row['client_us_per_token']:.1f} us"
         + (f"; {row['failed']} FAILED: {row['errors'][0]}" if row["failed"] else "")
@@ -123,14 +123,15 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def cpu_seconds(pid: int | None) -> float | None:
-    """CPU time of a process so far, its children left out. ConfigError if it cannot be read."""
+    """CPU time of a process so far, that of its children left out. ConfigError if it cannot be read."""
     if pid is None:
         return None
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The scheduler's own count in ns: /proc/PID/stat counts ticks of 10 ms.
+        threads = [Path(f"{task}/schedstat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int(text.split()[0]) for text in threads) / 1e9
     except OSError as e:
         raise ConfigError(f"cannot read the CPU time of process {pid}: {e.strerror}; check --server-pid") from e
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def spent(before: float | None, after: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The picture of `perilune bench serve`: tokens per second of one user against those of all, a point per concurrency."""
+"""The picture of `perilune bench serve`: tokens/s of one user against those of all, a point per concurrency."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,9 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = [r for r in rows if r["tokens_per_s_user"] is not None]
     first = rows[0]
     title = f"{first['model']}: tokens/s of one user against all"
-    limits = f"filled: 90 % of requests with first text <= {first['max_ttft_ms']:g} ms, gaps <= {first['max_gap_ms']:g} ms"
+    limits = (
+        f"filled: 90 % of requests with first text <= {first['max_ttft_ms']:g} ms, gaps <= {first['max_gap_ms']:g} ms"
+    )
     across = _top(max((r["tokens_per_s"] for r in shown), default=1))
     up = _top(max((r["tokens_per_s_user"] for r in shown), default=1))
     span, rise = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
@@ -47,9 +49,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
             f'<text class="small" x="{x:g}" y="{TOP + rise + 18}" text-anchor="middle">{across * i / TICKS:g}</text>',
             f'<text class="small" x="{LEFT - 8}" y="{y + 4:g}" text-anchor="end">{up * i / TICKS:g}</text>',
         ]
-    points = [
-        (LEFT + span * r["tokens_per_s"] / across, TOP + rise * (1 - r["tokens_per_s_user"] / up)) for r in shown
-    ]
+    points = [(LEFT + span * r["tokens_per_s"] / across, TOP + rise * (1 - r["tokens_per_s_user"] / up)) for r in shown]
     parts.append(f'<polyline class="line" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
     for (x, y), r in zip(points, shown):
         kind = "good" if r["good_share"] >= 0.9 else "missed"

@@ -78,7 +78,7 @@ def command(
     rows = [row | origin(model, assignments) for row in run(measure())]
     if picture is not None:
         try:
-            write_whole(picture, plot(rows).encode())
+            write_text(picture, plot(rows))
         except OSError as e:
             raise ConfigError(f"cannot write {picture}: {e.strerror}; choose another file with --plot") from e
         say(f"picture written to {picture}")
