@@ -84,7 +84,7 @@ class Stream(asyncio.Protocol):
             if _TEXT.search(seen):
                 t.first_text = t.last = now - self._sent
             elif len(seen) > HEAD_BYTES:
-                self._end(f"no text in the first {HEAD_BYTES} bytes")
+                self.end(f"no text in the first {HEAD_BYTES} bytes")
                 return
             else:
                 self._tail = seen
@@ -95,15 +95,13 @@ class Stream(asyncio.Protocol):
         if _END in seen:
             counts = _COUNT.findall(seen)
             t.tokens = int(counts[-1]) if counts else max(self._events - 2, 0)
-            self._end("" if t.first_text else "an answer without any text")
+            self.end("" if t.first_text else "an answer without any text")
         elif t.first_text:
             self._tail = seen[-TAIL_BYTES:]
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.is_set():
-            self._end(
-                self._refusal() or f"the connection closed before the answer was complete ({error or 'no error'})"
-            )
+            self.end(self._refusal() or f"the connection closed before the answer was complete ({error or 'no error'})")
 
     def eof_received(self) -> None:
         return None
@@ -112,7 +110,8 @@ class Stream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _end(self, error: str) -> None:
+    def end(self, error: str) -> None:
+        """The request is over, because of an error unless that is empty."""
         self.timing.error = error
         self.ended.set()
 
@@ -154,7 +153,7 @@ class Client:
             while not stream.ended.is_set():
                 idle = time.perf_counter() - stream.at
                 if idle >= self.timeout:
-                    stream.timing.error = f"silent for {self.timeout:g} s: raise --timeout"
+                    stream.end(f"silent for {self.timeout:g} s: raise --timeout")
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stream.ended.wait(), self.timeout - idle)

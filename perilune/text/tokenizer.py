@@ -93,8 +93,8 @@ class Tokenizer:
         if len(self._ids) != CONTROL_SLOTS or "" in self._ids:
             raise CheckpointError("added tokens must have names that are not empty and not used twice")
         self._base = base
-        self._bytes = sorted(ranks, key=ranks.__getitem__)  # by id: 8 MB for 160,000 tokens
         self._hidden = frozenset(id for id, token in added.items() if token.special)
+        self._bytes = sorted(ranks, key=ranks.__getitem__)  # by id: 8 MB for 160,000 tokens
         self._encoding = tiktoken.Encoding(
             name=VOCABULARY_FILE, pat_str=SPLIT_PATTERN, mergeable_ranks=dict(ranks), special_tokens=self._ids
         )
