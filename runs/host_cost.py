@@ -2,7 +2,8 @@
 
     python -m runs.host_cost [--streams 1,64] [--step-ms 0] [--ledger bench/results]
 
-The engine computes nothing, so the server's process is what is measured: detokenizer, parsers, JSON, HTTP.
+The engine computes nothing, so the server's process is what is measured: detokenizer, parsers, JSON, HTTP. Before it
+what the scheduler costs a step of 64 requests.
 """
 
 import argparse
@@ -16,9 +17,13 @@ from typing import Any
 
 from perilune.bench import ledger, serve
 from perilune.bench.load import Client
+from perilune.bench.planning import Mode, planning_us
 from perilune.client.endpoint import Endpoint
 from perilune.client.target import run
 from tests.scripted_engine import command
+
+PLANNED_REQUESTS = 64
+MODES: tuple[Mode, ...] = ("plain", "drafts", "chained")
 
 
 def main() -> None:
@@ -29,6 +34,11 @@ def main() -> None:
     p.add_argument("--step-ms", default="0", help="time of a step; 0: as fast as the server takes them")
     p.add_argument("--ledger", type=Path, help="also append the rows to LEDGER/serve.jsonl")
     o = p.parse_args()
+    for mode in MODES:
+        print(
+            f"planner, {PLANNED_REQUESTS} requests, {mode}: {planning_us(PLANNED_REQUESTS, mode):.0f} us a step",
+            file=sys.stderr,
+        )
     server = subprocess.Popen(
         command("--step-ms", o.step_ms, "serve", "kimi-nano", "--port", "0"), stderr=subprocess.PIPE, text=True
     )

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from perilune.bench import serve
 from perilune.bench.load import Client, Timing
+from perilune.bench.planning import Mode, planning_us
 from perilune.bench.serve_plot import plot
 from perilune.cli.bench.serve import command
 from perilune.client.endpoint import Endpoint, EndpointError
@@ -147,3 +148,9 @@ def test_a_point_outside_the_limits_is_hollow() -> None:
     circles = ElementTree.fromstring(plot(rows)).findall("{http://www.w3.org/2000/svg}circle")
     assert [c.attrib["class"] for c in circles] == ["good", "missed"]
     assert float(circles[0].attrib["cx"]) < float(circles[1].attrib["cx"])
+
+
+@pytest.mark.parametrize("mode", ["plain", "drafts", "chained"])
+def test_what_planning_costs(mode: Mode) -> None:
+    """A mode that did not plan what it says would fail the scheduler's own assertions."""
+    assert 1 < planning_us(4, mode) < 5000
