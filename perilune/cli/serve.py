@@ -12,7 +12,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from perilune.cli.shared import options
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
-from perilune.engine.client import EngineClient
+from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import warm_up
 from perilune.server.app import build_app
@@ -114,7 +114,15 @@ def command(
         asyncio.run(run(path, engine, server, sock, console))
 
 
-async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: socket.socket, console: Console) -> None:
+async def run(
+    path: Path,
+    engine: EngineConfig,
+    server: ServerConfig,
+    sock: socket.socket,
+    console: Console,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
@@ -122,7 +130,9 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
     template = template_for(path, server.chat_template)
     generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids))
+    starting = asyncio.create_task(
+        EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, command=engine_command)
+    )
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
     # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.

@@ -80,13 +80,12 @@ async def gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     """The frames of all sources as they come; the first failure, or closing this, ends every source."""
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]) as only:
-            async for frame in only:
-                yield frame
-        return
+    return sources[0] if len(sources) == 1 else _interleaved(sources)
+
+
+async def _interleaved(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
     async def drain(source: AsyncGenerator[bytes, None]) -> None:
