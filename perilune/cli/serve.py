@@ -27,12 +27,14 @@ from perilune.core.messages import EngineInfo
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import warm_up
-from perilune.server import logs, reload
+from perilune.server import audit, logs, reload
 from perilune.server.app import build_app
+from perilune.server.audit import AuditLog
 from perilune.server.keys import Keyring, readable_by_others
 from perilune.server.reload import Watched
 from perilune.server.service import Service, read_generation_config
 from perilune.server.tls import Certificate
+from perilune.server.tracing import Traces
 from perilune.text.chat import template_for
 from perilune.text.family import member_named
 from perilune.text.tokenizer import Tokenizer
@@ -119,8 +121,13 @@ def command(
 
 
 def check_access(server: ServerConfig) -> None:
-    """ConfigError for keys or certificates that cannot be used; a warning for keys that others can read."""
+    """ConfigError for keys, certificates or rules that cannot be used; a warning for keys that others can read."""
     Keyring(server.api_key, server.api_key_file)
+    audit.compiled(server.audit_redact)
+    if server.audit_log is not None:
+        audit.prepare(Path(server.audit_log))
+    if server.otlp_traces_endpoint is not None:
+        Traces(server.otlp_traces_endpoint, "").close()
     if server.tls_cert is not None and server.tls_key is not None:
         Certificate(server.tls_cert, server.tls_key)
     for file in (server.api_key_file, server.tls_key):
@@ -153,6 +160,8 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
         gc.freeze()
         service = Service(client, tokenizer, template, server, generation_config)
         watched, certificate = reloadable(service)
+        observing = observers(service)
+        service.observers += [one.record for one in observing]
         http = Http(
             uvicorn.Config(
                 build_app(service),
@@ -182,8 +191,28 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
             show_ready(console, client.info, service.model, url, locked=service.keys.locked)
         await http.serve(sockets=[sock])
         watching.cancel()
+        for one in observing:
+            await asyncio.to_thread(one.close)
     finally:
         await client.close()
+
+
+def observers(service: Service) -> list[AuditLog | Traces]:
+    """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    server, made = service.config, list[AuditLog | Traces]()
+    if server.audit_log is not None:
+        audit_log = AuditLog(
+            Path(server.audit_log),
+            service.model,
+            service.text.tokenizer.decode,
+            service.metrics.audit_lost.inc,
+            patterns=audit.compiled(server.audit_redact),
+            limit_bytes=server.audit_mb << 20,
+        )
+        made.append(audit_log)
+    if server.otlp_traces_endpoint is not None:
+        made.append(Traces(server.otlp_traces_endpoint, service.model))
+    return made
 
 
 def reloadable(service: Service) -> tuple[list[Watched], Certificate | None]:

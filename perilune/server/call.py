@@ -51,6 +51,7 @@ class Call:
 
     account: Account
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    client: str | None = None  # its address
     method: str = ""
     route: str = ""
     status: int = 0

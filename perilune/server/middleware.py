@@ -45,6 +45,7 @@ class Observe:
             return
         headers = Headers(scope=scope)
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
+        call.client = scope["client"][0] if scope.get("client") else None
         call.keeps_text = self.service.config.audit_text
         call.status = CLIENT_GONE  # stays when the client left before an answer
         call.trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
