@@ -307,7 +307,7 @@ def test_files_rotate_within_their_bound(tmp_path: Path) -> None:
         total = sum(file.stat().st_size for file in tmp_path.iterdir())
         assert limit / 2 < total <= limit and 4 < len(list(tmp_path.iterdir())) <= 9
         kept = [entry["request_id"] for entry in lines(tmp_path)]
-        assert kept[-1] == "r119" and len(kept) == len(kept)
+        assert kept[-1] == "r119" and kept == [f"r{i}" for i in (*range(120), *range(120))][-len(kept) :]
 
 
 def test_a_full_disk_loses_lines_and_says_so_once(
@@ -330,15 +330,22 @@ def test_a_full_disk_loses_lines_and_says_so_once(
 
 
 def test_a_slow_disk_never_delays_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
+    go, begun = threading.Event(), threading.Event()
     monkeypatch.setattr(audit, "MAX_QUEUED_REQUESTS", 4)
     monkeypatch.setattr(audit, "MAX_QUEUED_TEXTS", 2)
     real = AuditLog._append
-    monkeypatch.setattr(AuditLog, "_append", lambda self, line: (go.wait(10), real(self, line))[1])
+
+    def slow(self: AuditLog, line: bytes) -> None:
+        begun.set()
+        assert go.wait(10)
+        real(self, line)
+
+    monkeypatch.setattr(AuditLog, "_append", slow)
 
     async def test(s: Served) -> None:
         for i in range(10):
             await s.client.post(TEXT, {"prompt": str(i)})
+            await asyncio.to_thread(begun.wait, 10)  # the first is being written
         go.set()
         assert "perilune_audit_lost_total 5.0" in (await s.client.get("/metrics")).text
 
