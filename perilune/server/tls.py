@@ -28,15 +28,21 @@ class Certificate:
         return context
 
     def _load_into(self, context: ssl.SSLContext) -> None:
+        locked = False
+
+        def passphrase() -> str:  # without it, OpenSSL would ask on the terminal
+            nonlocal locked
+            locked = True
+            return ""
+
         try:
-            # An empty passphrase: OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(self.cert, self.key, password="")
+            context.load_cert_chain(self.cert, self.key, passphrase)
         except ssl.SSLError as e:
-            why = {
-                "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
-                "BAD_DECRYPT": "the key has a passphrase: write it without one",
-                "BAD_PASSWORD_READ": "the key has a passphrase: write it without one",
-            }.get(e.reason, "they must be PEM files of a certificate chain and its private key")
+            why = "they must be PEM files of a certificate chain and its private key"
+            if locked:
+                why = "the key has a passphrase: write it without one"
+            elif e.reason == "KEY_VALUES_MISMATCH":
+                why = "the key does not belong to the certificate"
             raise ConfigError(f"TLS cannot use {self.cert} and {self.key}: {why}") from None
         except OSError as e:
             raise ConfigError(f"TLS cannot read {self.cert} and {self.key}: {e.strerror}") from None
