@@ -7,7 +7,7 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -39,10 +39,9 @@ class Run:
     prompt: Sequence[int] = ()
     ids: list[int] = field(default_factory=list)
 
-    def add_tools(self, names: Iterable[str]) -> None:
-        for name in names:
-            if len(self.tools) < MAX_TOOLS:
-                self.tools.append(name[:MAX_NAME_CHARS])
+    def add_tool(self, name: str) -> None:
+        if len(self.tools) < MAX_TOOLS:
+            self.tools.append(name[:MAX_NAME_CHARS])
 
 
 @dataclass(slots=True, eq=False)

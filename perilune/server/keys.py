@@ -123,6 +123,7 @@ class Account:
                 same = kept is not None and kept.amount == amount
                 buckets[name] = kept if kept is not None and same else Bucket(amount, seconds, self._clock)
         self._buckets = buckets
+        self._token_buckets = [b for name, b in buckets.items() if name.startswith("tokens")]
 
     @property
     def name(self) -> str:
@@ -169,9 +170,8 @@ class Account:
         self._spend(count)
 
     def _spend(self, count: int) -> None:
-        for name in ("tokens_per_minute", "tokens_per_day"):
-            if (bucket := self._buckets.get(name)) is not None:
-                bucket.spend(count)
+        for bucket in self._token_buckets:
+            bucket.spend(count)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* of the limits per minute."""

@@ -53,7 +53,9 @@ class Turn:
                     closed = any(delta.tokens[i] in self._ends for i in kept)
                     self.reasoning_tokens += thought - closed
                     self.generation.add_reasoning(thought - closed)
-                self.generation.run.add_tools(e.name for e in events if isinstance(e, ToolStart))
+                for event in events:
+                    if isinstance(event, ToolStart):
+                        self.generation.run.add_tool(event.name)
                 if self.stream.stopped:
                     self.generation.finish_reason = "stop"
                 logprobs = [delta.logprobs[i] for i in kept] if delta.logprobs else []

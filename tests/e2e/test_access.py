@@ -70,24 +70,24 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
-    """Neither by what was cached, nor by drafts from its answers, nor by time."""
-    prompt = "The quick brown fox jumps over the lazy dog. " * 40
+    """Neither by what was cached nor by time. Of drafts: tests/cpu/speculation/test_speculation.py."""
 
-    def asked(name: str) -> tuple[int, int, float]:
-        """Cached tokens, accepted drafts, and seconds to the whole answer."""
+    def asked(name: str, number: int) -> tuple[int, float]:
+        """Cached tokens, and seconds to the whole answer."""
+        prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 40
         started = time.perf_counter()
-        answer = secured.ask(name, prompt)
+        answer = secured.ask(name, prompt, max_tokens=12)
         seconds = time.perf_counter() - started
-        usage = answer.json()["usage"]
-        predicted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens") or 0
-        return usage["prompt_tokens_details"]["cached_tokens"], predicted, seconds
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], seconds
 
-    asked("root")  # what only the first request pays
-    first, again, other = asked("a"), asked("a"), asked("b")
-    assert again[0] > 300 and again[2] < 0.7 * first[2], (first, again)
-    assert first[0] == other[0] == 0 and other[1] == first[1]
-    assert other[2] > 0.7 * first[2] and other[2] > again[2], "another key's prompt takes as long as a new one"
-    assert asked("c")[0] == 0 and asked("d")[0] > 300, "keys of a group share"
+    asked("root", 0)  # what only the first request pays
+    # Each in turn, so that what else the machine does meets all alike; the shortest time is the least disturbed.
+    rounds = [[asked(name, number) for name in "aab"] for number in (1, 2, 3)]
+    for first, again, other in rounds:
+        assert again[0] > 300 and first[0] == other[0] == 0
+    new, known, others = (min(one[i][1] for one in rounds) for i in range(3))
+    assert known < others and others > 0.6 * new, ("another key's prompt must take as long as a new one", rounds)
+    assert asked("c", 1)[0] == 0 and asked("d", 1)[0] > 300, "keys of a group share"
 
 
 def test_keys_are_read_again_and_usage_is_counted(secured: Secured) -> None:
