@@ -96,7 +96,7 @@ def _added(scope: Scope, given: Iterable[tuple[bytes, bytes]], call: Call) -> It
     """Headers of every answer that does not have its own."""
     names = {name.lower() for name, _ in given}
     yield from (pair for pair in SECURITY if pair[0] not in names)
-    if scope["scheme"] == "https":
+    if scope.get("scheme") == "https":
         yield b"strict-transport-security", b"max-age=31536000"
     yield b"x-request-id", call.id.encode()
     if scope["path"].startswith("/v1/messages"):
