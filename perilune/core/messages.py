@@ -50,6 +50,7 @@ class Delta:
     finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length" or "error"
     error              one line for the user, with finish_reason "error"
     cached_tokens      prompt tokens taken from the prefix cache; in the first delta only
+    queue_seconds      of waiting in the scheduler; in the first delta only. Not part of equality
     drafted, accepted  drafts that the step verified for the request; the first `accepted` of `tokens` were drafts
     closed_by_grammar  the answer's form is complete only because the grammar replaced tokens of the model near
                        max_tokens; finish_reason is then "length"
@@ -67,6 +68,7 @@ class Delta:
     accepted: int = 0
     closed_by_grammar: bool = False
     verified: int = field(default=0, kw_only=True)
+    queue_seconds: float = field(default=0.0, compare=False)
 
     def singly(self) -> "Iterator[Delta]":
         """The same, one delta per token: for callers that may stop at any token."""
@@ -86,6 +88,7 @@ class Delta:
                 self.drafted if i == 0 else 0,
                 int(i < self.accepted),
                 self.closed_by_grammar and i == last,
+                self.queue_seconds if i == 0 else 0.0,
             )
 
 

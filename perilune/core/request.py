@@ -46,6 +46,8 @@ class Request:
     life: int = 0  # preemptions so far; work planned in an earlier life has lost its blocks
     scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
+    submitted: float = 0.0  # time.monotonic() when it entered the scheduler
+    queue_seconds: float = 0.0  # from then until it first ran, until the first delta has reported them
     finished: bool = False
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 

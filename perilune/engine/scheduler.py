@@ -19,6 +19,7 @@ overwrites them only after the step in flight has run.
 """
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class Scheduler:
             limit = min(limit, len(prompt) + params.max_tokens)
         root = root_of(message.cache_keys)
         request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit, root)
+        request.submitted = time.monotonic()
         self._arrivals += 1
         self._live[request.rid] = request
         self._waiting.append(request)
@@ -338,6 +340,7 @@ class Scheduler:
         request.start(heapq.heappop(self._slots), hits, self._block_size)
         if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
             request.cached_tokens = request.computed
+            request.queue_seconds = time.monotonic() - request.submitted
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += request.computed
         return True
@@ -438,9 +441,10 @@ class Scheduler:
         assert output is not None
         cached, request.cached_tokens = request.cached_tokens, 0
         logprobs = output.logprobs[: len(brought)]
-        return Delta(
-            request.rid, brought, logprobs, scores, finish_reason, error, cached, work.drafts, accepted
-        )  # fmt: skip
+        delta = Delta(request.rid, brought, logprobs, scores, finish_reason, error, cached, work.drafts, accepted)
+        if request.queue_seconds:
+            delta.queue_seconds, request.queue_seconds = request.queue_seconds, 0.0
+        return delta
 
     def _void(self, request: Request) -> None:
         """Cancels the request's work in flight, which goes on from a token that could not be sampled."""

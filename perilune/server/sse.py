@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from perilune.core.errors import EngineError
 from perilune.server import errors
+from perilune.server.call import current
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -154,6 +155,7 @@ class EventStream(Response, Generic[E]):
             except (ClientGone, OSError):
                 return
             except Exception as error:
+                current().error = error
                 errors.log_failure(f"a stream of {scope['path'][:200]}", error)
                 await self._send(send, self.failure(error))
             if self.end:
