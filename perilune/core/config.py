@@ -68,6 +68,10 @@ class EngineConfig:
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
+    declared_acceptance: float | None = _doc(
+        "tokens that each step with drafts brings on average, whatever would be accepted: only with random weights",
+        None,
+    )
     draft_dtype: Literal["auto", "dtype", "fp8"] = _doc(
         "weights of the draft model: as dtype says, or fp8; auto: fp8 on Hopper GPUs and where rest_dtype is fp8. "
         "No answer depends on it",
@@ -107,6 +111,10 @@ class EngineConfig:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
         if self.tp != 1 or self.ep != 1:
             raise ConfigError("tp and ep above 1 are not built yet: run one rank")
+        if (declared := self.declared_acceptance) is not None:
+            most = 1 + (self.draft_tokens or MAX_DRAFTS)
+            if not 1.0 <= declared <= most:
+                raise ConfigError(f"declared_acceptance must be 1 to {most}, one more than drafts, not {declared}")
         if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:
             raise ConfigError(f"draft_tokens must be at most {MAX_DRAFTS}, not {self.draft_tokens}")
 

@@ -113,7 +113,11 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     if not service.engine.alive:
         return errors.response(EngineError("the engine has stopped: see the server's log, then restart it"))
-    return json_response({"status": "ok"})
+    info = service.engine.info
+    if not info.synthetic:
+        return json_response({"status": "ok"})
+    marked = {"synthetic": info.synthetic, "declared_acceptance": info.declared_acceptance}
+    return json_response({"status": "ok", **marked})
 
 
 async def metrics_page(request: Request) -> Response:
