@@ -36,6 +36,11 @@ class EngineConfig:
     rest_dtype: Literal["dtype", "fp8"] = _doc(
         "weights besides the routed experts: as dtype says, or fp8 (e4m3 with a scale per row, made at load)", "dtype"
     )
+    expert_scales: Literal["auto", "checkpoint", "compact"] = _doc(
+        "scales of INT4 experts: as stored, or made a byte each while they are read, which saves a sixteenth of the "
+        "model; auto: as stored if that leaves room for 32,768 tokens",
+        "auto",
+    )
     qk_norm_eps: float | None = _doc(
         "epsilon of the q and kv norms inside MLA; default: the checkpoint's rms_norm_eps", None
     )

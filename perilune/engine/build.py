@@ -11,6 +11,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
+from perilune.engine.fit import fitted
 from perilune.engine.masks import Grammars
 from perilune.engine.resolve import (
     Choices,
@@ -28,6 +29,7 @@ from perilune.kv.pages import Pages
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
+from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
@@ -88,6 +90,8 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     elif config.declared_acceptance is not None:
         raise ConfigError("declared_acceptance is for random weights, real ones have their own: leave it out")
     device = resolve_device(config, choices)
+    if source is load:
+        config = fitted(model_dir, config, device, choices, show=progress)
     ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
@@ -95,7 +99,9 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         config = resolve_declared(config, drafter_dir, choices)
     rejected = _rejected_log(config, choices)
     worker = compute_thread(config.threads)
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress)
+    rounding = Rounding() if config.expert_scales == "compact" else None
+    compact = {} if rounding is None else {"rounding": rounding}
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, **compact)
     try:
         config, model, pages, drafter = worker.submit(
             _allocate, weights, config, choices, device, kv_dtype, drafter_dir
@@ -103,6 +109,8 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     except BaseException:
         worker.shutdown(cancel_futures=True)
         raise
+    if rounding is not None and rounding.matrices:
+        choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
