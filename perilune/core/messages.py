@@ -103,6 +103,13 @@ class EngineInfo:
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
 
     @property
+    def marks(self) -> dict[str, str | float | None]:
+        """What /health and the list of models say of random weights; nothing of a real model."""
+        if not self.synthetic:
+            return {}
+        return {"synthetic": self.synthetic, "declared_acceptance": self.declared_acceptance}
+
+    @property
     def fingerprint(self) -> str:
         """What answers say of the model that made them; empty for a real one."""
         if not self.synthetic:

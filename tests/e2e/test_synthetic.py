@@ -29,6 +29,7 @@ def test_answers_are_marked_and_bring_what_was_declared(synthetic: Server) -> No
     marked = "synthetic: random weights of tiny, 4 of 4 layers; declared acceptance 2.5"
     (model,) = synthetic.openai.models.list().data
     assert model.id == "synthetic-tiny"
+    assert (model.model_extra or {})["declared_acceptance"] == 2.5
     answer = synthetic.openai.chat.completions.create(
         model=model.id, messages=QUESTION, max_tokens=200, extra_body={"ignore_eos": True}
     )
