@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from perilune.cli.shared import options
+from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import ENGINE_COMMAND, EngineClient
-from perilune.formats.hub import resolve_model
+from perilune.formats.hub import BUNDLED, resolve_model
 from perilune.grammar.constrain import warm_up
 from perilune.server import audit, logs, reload
 from perilune.server.app import build_app
@@ -51,7 +52,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
-@click.argument("model", default="kimi-nano")
+@click.argument("model", required=False)
 @options.field_options(
     ServerConfig,
     "host",
@@ -65,7 +66,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     *ACCESS,
     *OBSERVED,
 )
-@options.engine_options(*options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction")
+@click.option(
+    "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
+@options.engine_options(*options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction")
 @click.option(
     "--config",
     "config_file",
@@ -73,7 +78,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     help="TOML file with the tables [engine] and [server]; options on the command line win over it.",
 )
 def command(
-    model: str,
+    model: str | None,
+    synthetic: str | None,
+    layers: int | None,
     host: str | None,
     port: int | None,
     served_model_name: str | None,
@@ -86,10 +93,14 @@ def command(
     config_file: Path | None,
     **more: Any,
 ) -> None:
-    """Serve MODEL over HTTP, compatible with the OpenAI API.
+    """Serve MODEL (default: kimi-nano) over HTTP, compatible with the OpenAI API.
 
     Ctrl-C or SIGTERM ends the server and the engine within two seconds.
     """
+    if synthetic is not None and model is not None:
+        raise click.UsageError("give MODEL or --synthetic SHAPE, not both")
+    if layers is not None and synthetic is None:
+        raise click.UsageError("--layers belongs to --synthetic")
     observed = {name: more.pop(name) for name in (*ACCESS, *OBSERVED)}
     observed["audit_redact"] = observed["audit_redact"] or None
     engine_base, server_base = options.file_values(config_file)
@@ -113,10 +124,16 @@ def command(
     # Like the address, what the server needs besides the model is looked at before minutes of loading.
     check_access(server)
     # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
-    with listen(server.host, server.port) as sock:
-        path = resolve_model(model, progress=sys.stderr.isatty())
+    with listen(server.host, server.port) as sock, contextlib.ExitStack() as made:
+        if synthetic is not None:
+            path = made.enter_context(directory(synthetic, layers))
+            name = path.name
+        else:
+            model = model or BUNDLED
+            path = resolve_model(model, progress=sys.stderr.isatty())
+            name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
-            server = replace(server, served_model_name=path.name if Path(model).is_dir() else model)
+            server = replace(server, served_model_name=name)
         asyncio.run(run(path, engine, server, sock, console))
 
 

@@ -123,6 +123,23 @@ class EngineInfo:
     block_size: int
     max_num_seqs: int
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
+    synthetic: str = ""  # what random weights the engine runs on; empty for a real model
+    declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+
+    @property
+    def marks(self) -> dict[str, str | float | None]:
+        """What /health and the list of models say of random weights; nothing of a real model."""
+        if not self.synthetic:
+            return {}
+        return {"synthetic": self.synthetic, "declared_acceptance": self.declared_acceptance}
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers say of the model that made them; empty for a real one."""
+        if not self.synthetic:
+            return ""
+        declared = self.declared_acceptance
+        return f"synthetic: {self.synthetic}" + (f"; declared acceptance {declared:g}" if declared else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,27 @@ from typing import Protocol
 import torch
 
 from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
+from perilune.engine.fit import fitted
 from perilune.engine.masks import Grammars
-from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
+from perilune.engine.resolve import (
+    Choices,
+    resolve_declared,
+    resolve_device,
+    resolve_draft,
+    resolve_dtypes,
+    resolve_sizes,
+)
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
+from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
+from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
@@ -50,6 +61,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     rejected: RejectedLog | None
+    synthetic: str  # as in EngineInfo
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -63,6 +75,8 @@ class Parts:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             choices=tuple(self.choices.made),
+            synthetic=self.synthetic,
+            declared_acceptance=config.declared_acceptance,
         )
 
 
@@ -70,13 +84,24 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     """Raises ConfigError and CheckpointError. `source` brings the weights."""
     registry.check_overrides(config.ops)
     choices = Choices([])
+    mark = synthetic.read(model_dir)
+    if mark is not None:
+        choices.note("weights", "random", str(mark))
+    elif config.declared_acceptance is not None:
+        raise ConfigError("declared_acceptance is for random weights, real ones have their own: leave it out")
     device = resolve_device(config, choices)
+    if source is load:
+        config = fitted(model_dir, config, device, choices, show=progress)
     ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
+    if config.declared_acceptance is not None:
+        config = resolve_declared(config, drafter_dir, choices)
     rejected = _rejected_log(config, choices)
     worker = compute_thread(config.threads)
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress)
+    rounding = Rounding() if config.expert_scales == "compact" else None
+    compact = {} if rounding is None else {"rounding": rounding}
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, **compact)
     try:
         config, model, pages, drafter = worker.submit(
             _allocate, weights, config, choices, device, kv_dtype, drafter_dir
@@ -84,6 +109,8 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     except BaseException:
         worker.shutdown(cancel_futures=True)
         raise
+    if rounding is not None and rounding.matrices:
+        choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
@@ -94,7 +121,7 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         prefix_cache=config.prefix_cache,
     )
     runner = Runner(model, pages, config, Grammars(partial(_vocabulary, model_dir)), worker, drafter)
-    return Parts(config, choices, scheduler, runner, rejected)
+    return Parts(config, choices, scheduler, runner, rejected, "" if mark is None else str(mark))
 
 
 def speculator(

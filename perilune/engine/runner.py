@@ -16,6 +16,7 @@ from perilune.core.messages import EngineStats
 from perilune.core.step import LEFT_OUT, StepPlan, Work, samples
 from perilune.engine import exclusive_kernels, sampler
 from perilune.engine.batch import build, followed
+from perilune.engine.declared import Declared
 from perilune.engine.graphs.decode import MAX_REQUESTS, DecodeGraphs
 from perilune.engine.graphs.recorder import Recorder
 from perilune.engine.masks import Grammars
@@ -61,8 +62,13 @@ class Runner:
         self.adjuster = Adjuster(config.max_num_seqs)
         self.drafter: Drafter | None = None
         self.graphs: DecodeGraphs | None = None
+        self._declared = None
+        if config.declared_acceptance is not None:
+            self._declared = Declared(config.declared_acceptance, config.max_model_len, device)
         if device.type == "cuda":
-            self.graphs = DecodeGraphs(model, pages, self.last_tokens, config.max_model_len, Recorder(device))
+            self.graphs = DecodeGraphs(
+                model, pages, self.last_tokens, config.max_model_len, Recorder(device), self._declared
+            )
         self.busy_seconds = 0.0
         self.follow(drafter)
         self._worker = worker
@@ -215,6 +221,8 @@ class Runner:
         if adjusted is not logits:  # a mask may hide logits that are not finite
             chosen = torch.where(sampler.finite(logits), chosen, FAILED)
         tokens = self.grammars.settle(chosen.clamp_min(0), work)
+        if self._declared is not None:
+            tokens, cut = self._declared.rows(tokens, work, cut)
         refused = self.grammars.refusals(work)
         checked = torch.where(chosen < 0, FAILED, tokens)
         return Sampled(work, tokens, checked, cut, sampler.token_logprobs(logits, tokens, wanted), refused)

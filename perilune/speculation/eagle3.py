@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.dist.slicing import WHOLE, Slicing
 from perilune.loading.eagle3 import load_draft, to_fp8
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3, Eagle3Weights
@@ -27,10 +28,17 @@ MAX_CHAIN_TOKENS = 8  # Larger: longer chains where drafts are nearly always rig
 
 
 def load_drafter(
-    path: Path, target: KimiConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device, fp8: bool = False
+    path: Path,
+    target: KimiConfig,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    fp8: bool = False,
+    slicing: Slicing = WHOLE,
 ) -> "Eagle3Drafter":
     """The draft model in `path` for the loaded `target`; CheckpointError if damaged or of another target."""
-    config, own = load_draft(path, target, weights, dtype=dtype, device=device)
+    config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=slicing)
     if fp8:
         to_fp8(own, weights)
     return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.engine.declared import Declared
 from perilune.engine.graphs.draft import DraftGraphs
 from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Key
 from perilune.engine.graphs.recorder import Recorder, Replay
@@ -136,11 +137,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: KimiK2, pages: Pages, last_tokens: Tensor, max_model_len: int, recorder: Recorder
+        self,
+        model: KimiK2,
+        pages: Pages,
+        last_tokens: Tensor,
+        max_model_len: int,
+        recorder: Recorder,
+        declared: Declared | None = None,
     ) -> None:
         self._model, self._pages, self._last_tokens = model, pages, last_tokens
         self._max_blocks = -(-max_model_len // pages.block_size)
         self.recorder = recorder
+        self._declared = declared
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         device = last_tokens.device
         self.shifts = torch.zeros_like(last_tokens)
@@ -325,7 +333,11 @@ class DecodeGraphs:
             if key.whole:
                 fields = inputs.fields
                 by_row = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
-                self._accept(graph, sample(logits, *(x.flatten() for x in by_row)), fields.stop)
+                sampled, stop = sample(logits, *(x.flatten() for x in by_row)), fields.stop
+                if self._declared is not None:
+                    step = graph.step
+                    sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, fields.front, stop)
+                self._accept(graph, sampled, stop)
             else:
                 graph.logits = logits
 
