@@ -22,6 +22,7 @@ KINDS = {
     401: "authentication_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -58,7 +59,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def response(error: Exception) -> Response:
     status, body = describe(error)
-    headers = {"retry-after": "1"} if status == 429 else {}
+    headers = {"retry-after": str(getattr(error, "retry_seconds", None) or 1)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
