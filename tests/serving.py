@@ -272,7 +272,7 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
             ServerConfig(**{"served_model_name": "m", **config}),
             setup.get("defaults", {}),
         )
-        app = build_app(service, max_body=setup.get("max_body", 32 << 20))
+        app = build_app(service)
         await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
         assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 

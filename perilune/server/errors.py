@@ -67,6 +67,14 @@ def response(error: Exception) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
+def phrase(status: int) -> bytes:
+    """The words of a status line; none for a status that HTTP does not name."""
+    try:
+        return http.HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
+
+
 async def handle(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for PeriluneError, HTTPException (unknown route, wrong method) and the rest."""
     if isinstance(error, HTTPException):

@@ -42,6 +42,14 @@ class Admission:
         self.metrics = metrics
         self.limit = engine.info.max_num_seqs + max_waiting
         self.in_flight = 0
+        self.draining = False
+
+    def check_open(self) -> None:
+        """EngineError unless generations are taken now."""
+        if self.draining:
+            raise EngineError("the server is shutting down: send the request to another one")
+        if not self.engine.alive:
+            raise EngineError("the engine is starting again after a failure: try again shortly")
 
     def take(self, count: int, param: str) -> Callable[[], None]:
         """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
@@ -56,8 +64,7 @@ class Admission:
                 code="too_many_requests",
                 status=429,
             )
-        if not self.engine.alive:
-            raise EngineError("the engine has stopped: see the server's log, then restart it")
+        self.check_open()
         self._occupy(count)
         return lambda: self._occupy(-count)
 

@@ -1,4 +1,4 @@
-"""Limits per client, and which client a connection speaks for.
+"""Limits per client, which client a connection speaks for, and the memory that all bodies may take.
 
 A client is a name: an address (middleware.py) or the name of a key. One Limiter counts any number of names, in bounded
 memory.
@@ -14,6 +14,8 @@ from perilune.core.errors import ConfigError, RequestError
 
 MAX_NAMES = 100_000  # with counts at a time; names beyond that push out names without requests in flight
 WINDOW_SECONDS = 60.0
+SMALL_BYTES = 64 << 10  # bodies up to this size share SMALL_SHARE of the budget, which large ones never take
+SMALL_SHARE = 1 / 8
 UNIX = "unix"  # the peer of a Unix socket, in a list of trusted proxies
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -88,6 +90,70 @@ def _refusal(why: str, seconds: int) -> RequestError:
     return RequestError(
         f"{why}: try again in {seconds} s", code="rate_limit_exceeded", status=429, retry_seconds=seconds
     )
+
+
+class BodyBudget:
+    """The bytes of all bodies in memory. Small bodies have a share of their own, so that large ones, however many,
+    leave room for ordinary requests."""
+
+    def __init__(self, limit_bytes: int, largest_bytes: int) -> None:
+        """`largest_bytes`: one body of this size always fits an empty budget."""
+        self._limits = (int(limit_bytes * SMALL_SHARE), max(int(limit_bytes * (1 - SMALL_SHARE)), largest_bytes))
+        self._held = [0, 0]  # by small, large bodies
+
+    @property
+    def held(self) -> int:
+        return sum(self._held)
+
+    def take(self, size: int) -> None:
+        """RequestError 503 if there is no room for `size` bytes."""
+        kind = int(size > SMALL_BYTES)
+        if self._held[kind] + size > self._limits[kind]:
+            raise RequestError(
+                "the bodies of other requests fill the memory for them: try again in 2 s",
+                code="server_busy",
+                status=503,
+                retry_seconds=2,
+            )
+        self._held[kind] += size
+
+    def give(self, size: int) -> None:
+        self._held[int(size > SMALL_BYTES)] -= size
+
+
+class BodyShare:
+    """What one body holds of the budget; `limit` is the most bytes it may have. RequestError 413 beyond."""
+
+    def __init__(self, budget: BodyBudget, limit: int) -> None:
+        self._budget, self._limit, self._size = budget, limit, 0
+        self.released = False
+
+    def hold(self, size: int) -> None:
+        """The body has `size` bytes in all."""
+        if size > self._limit:
+            raise RequestError(
+                f"the body is larger than {self._limit / 2**20:g} MiB", code="body_too_large", status=413
+            )
+        self._budget.give(self._size)
+        held, self._size = self._size, 0
+        try:
+            self._budget.take(size)
+        except RequestError:
+            self._budget.take(held)
+            self._size = held
+            raise
+        self._size = size
+
+    def grow(self, size: int) -> None:
+        """`size` bytes have come of a body without a declared length: what it holds doubles when they need more."""
+        if size > self._size:
+            self.hold(max(size, min(max(2 * size, 1024), self._limit)))
+
+    def release(self) -> None:
+        """Gives it back; more calls change nothing."""
+        self.released = True
+        self._budget.give(self._size)
+        self._size = 0
 
 
 class Proxies:

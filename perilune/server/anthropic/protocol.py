@@ -134,6 +134,7 @@ class CountBody(RequestBody):
 
 class MessagesBody(CountBody):
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES}
+    PROMPT: ClassVar = ("messages",)
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None

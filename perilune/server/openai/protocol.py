@@ -220,6 +220,7 @@ class ChatBody(SamplingBody, ContinuedBody):
     """
 
     FIELDS: ClassVar = fields.CHAT
+    PROMPT: ClassVar = ("messages",)
     messages: list[dict[str, Any]]
     echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -309,6 +310,7 @@ class ChatBody(SamplingBody, ContinuedBody):
 
 class CompletionBody(SamplingBody):
     FIELDS: ClassVar = fields.COMPLETION
+    PROMPT: ClassVar = ("prompt",)
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None

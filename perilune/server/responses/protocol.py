@@ -46,6 +46,7 @@ class StreamOptions(Body):
 
 class ResponsesBody(RequestBody):
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
+    PROMPT: ClassVar = ("input",)
     input: Any  # a text or a list of items
     instructions: str | None = None
     previous_response_id: str | None = None
