@@ -121,7 +121,7 @@ async def run(
     template = template_for(path, server.chat_template)
     generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids))
+    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, supervised=True))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
     # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.

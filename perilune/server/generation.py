@@ -8,7 +8,7 @@ from typing import Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import Delta, EngineInfo, EngineStats
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.errors import GenerationError
@@ -31,6 +31,7 @@ class Engine(Protocol):
         params: SamplingParams,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        order: Order = FIRST_COME,
     ) -> AsyncGenerator[Delta, None]: ...
 
 
@@ -101,8 +102,10 @@ class Generation:
         params: SamplingParams,
         constraint: Constraint | None,
         cache_keys: tuple[str, ...],
+        order: Order,
     ) -> None:
         """`cache_keys`: only prompts with the same ones share cached KV."""
+        self.order = order
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt
@@ -125,7 +128,7 @@ class Generation:
         last = 0.0
         outcome = "error"
         try:
-            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
+            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys, self.order)
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     now = time.perf_counter()
@@ -138,6 +141,14 @@ class Generation:
                     self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
                     if delta.finish_reason == "error":
                         raise GenerationError(f"the generation failed: {delta.error}")
+                    if delta.finish_reason == "deadline":
+                        raise RequestError(
+                            f"the answer was not complete after {self.order.deadline_seconds:g} s, the request's own "
+                            "deadline",
+                            param="deadline_seconds",
+                            code="deadline_exceeded",
+                            status=504,
+                        )
                     if delta.finish_reason == "cancelled":
                         raise EngineError("the engine is shutting down")
                     for piece in delta.singly() if self.params.stop else (delta,):

@@ -182,7 +182,7 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
             budget=asked.budget,
         )
         generations = [
-            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys)
+            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys, body.order)
             for params in _siblings(asked.params, 1 if body.n is None else body.n)
         ]
         return Turns([_turn(g, asked, body, text.tokenizer) for g in generations], held.pop_all().close)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -510,17 +511,32 @@ def test_ctrl_c_ends_server_and_engine() -> None:
         server.kill()
 
 
-def test_a_dead_engine_is_reported_and_the_server_still_ends_cleanly() -> None:
-    server = Server("--draft", "off")
+def test_a_killed_engine_is_started_again() -> None:
+    server = Server("--set", "threads=1", "--draft", "off", "--set", "max_num_seqs=1")
     try:
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while httpx.get(f"{server.url}/health").status_code != 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        with pytest.raises(openai.InternalServerError, match="engine"):
-            server.openai.completions.create(model="kimi-nano", prompt="a")
+        killed = server.engine_pid()
+        body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            with ThreadPoolExecutor(1) as pool:
+                short = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
+                queued = pool.submit(httpx.post, f"{server.url}/v1/completions", json=short, timeout=60)
+                while not server.metric("perilune_requests_waiting"):
+                    time.sleep(0.05)
+                os.kill(killed, signal.SIGKILL)
+                errors = [line for line in lines if '"error"' in line]
+                assert len(errors) == 1 and "engine" in errors[0], "the stream in flight says why it ends"
+                assert httpx.get(f"{server.url}/health/ready").status_code == 503
+                assert httpx.get(f"{server.url}/health/live").status_code == 200
+                refused = httpx.post(f"{server.url}/v1/completions", json=short)
+                assert refused.status_code == 503 and refused.headers["retry-after"]
+                answer = queued.result()
+                assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        assert httpx.get(f"{server.url}/health/ready").status_code == 200
+        assert server.engine_pid() != killed and not Path(f"/proc/{killed}").exists()
         assert server.stop(signal.SIGTERM)[0] == 0
+        assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
     finally:
         server.kill()
 

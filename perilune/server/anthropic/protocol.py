@@ -142,6 +142,8 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_seconds: float | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -161,6 +163,8 @@ class MessagesBody(CountBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "cache_salt": self.cache_salt,
+            "priority": self.priority,
+            "deadline_seconds": self.deadline_seconds,
         }
 
 

@@ -165,7 +165,7 @@ async def completions(request: Request) -> Response:
             constraint = None if answer is None else await enforced(text.tokenizer, prompt.params, answer=answer)
             siblings = [sibling(prompt.params, i) for i in range(count)]
             runs = [
-                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys)
+                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys, body.order)
                 for params in siblings
             ]
             groups.append([Choice(text.tokenizer, body, prompt.text, run) for run in runs])

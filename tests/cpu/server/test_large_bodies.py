@@ -9,6 +9,7 @@ import pytest
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import ConfigError, RequestError
+from perilune.core.messages import Order
 from perilune.server import body as bodies
 from perilune.server.body import Context, parse
 from perilune.server.limits import SMALL_BYTES, BodyBudget, BodyShare
@@ -214,3 +215,26 @@ def test_health_says_whether_requests_are_taken() -> None:
         assert refused.status == 503 and refused.headers["retry-after"] == "1"
 
     serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+def test_priorities_and_deadlines_reach_the_engine(path: str) -> None:
+    bodies = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    body: dict[str, Any] = bodies.get(path, {"messages": HELLO, "max_tokens": 9})
+
+    async def test(s: Served) -> None:
+        assert (await s.client.post(path, {**body, "priority": 7, "deadline_seconds": 2.5})).status == 200
+        assert (await s.client.post(path, body)).status == 200
+        assert s.engine.orders == [Order(7, 2.5), Order()]
+        for wrong in ({"priority": -1}, {"priority": 101}, {"priority": "high"}, {"deadline_seconds": 0}):
+            reply = await s.client.post(path, {**body, **wrong})
+            assert reply.status == 400 and next(iter(wrong)) in reply.text
+
+    async def late(s: Served) -> None:
+        reply = await s.client.post(path, {**body, "deadline_seconds": 2.5})
+        assert reply.status == 504 and "2.5 s" in reply.text
+        stream = await s.client.post(path, {**body, "deadline_seconds": 2.5, "stream": True})
+        assert stream.status == 200 and "its own deadline" in stream.text.replace("the request's own", "its own")
+
+    serve(test)
+    serve(late, late_at=2)
