@@ -67,6 +67,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """Launches step N+1, then commits step N; the other way round where N+1 is to have drafts of known text."""
         deltas = self._admission.schedule_compiled(idle=self._running is None and not self.scheduler.has_work)
+        deltas += self._expire()
         running, self._running = self._running, None
         chained = None if running is None else self._plan_chained(running[0])
         first = running is not None and chained is None and self._commits_first(running[0])
@@ -148,10 +149,16 @@ class Engine:
         return deltas
 
     def _schedule(self, request: Submit, seed: int) -> None:
-        self.scheduler.submit(request, seed)
+        self.scheduler.submit(request, seed, time.monotonic())
         root = root_of(request.cache_keys)
         for observer in self._observers:
             observer.open(request.rid, request.prompt, root)
+
+    def _expire(self) -> list[Delta]:
+        deltas = self.scheduler.expire(time.monotonic())
+        for delta in deltas:
+            self._drop(delta.rid)
+        return deltas
 
     def _drop(self, rid: int) -> None:
         """The request is no longer in the scheduler."""

@@ -4,8 +4,10 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
+import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -78,7 +80,15 @@ def serve(engine: Engine, channel: Channel) -> None:
             channel.send(out)
 
 
+def end_with_server() -> None:
+    """The kernel ends this process when its server dies, however that dies and whatever this process does then: loading
+    weights, or waiting for a device. Elsewhere than on Linux the closed socket ends it, at its next look."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
+    end_with_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         try:

@@ -33,8 +33,8 @@ class LimitReached(RequestError):
     """A key's limit, 429; `retry_seconds` from now the same request may pass."""
 
     def __init__(self, message: str, retry_seconds: float) -> None:
-        super().__init__(message, code="rate_limit_exceeded", status=429)
-        self.retry_seconds = max(math.ceil(retry_seconds), 1)
+        seconds = max(math.ceil(retry_seconds), 1)
+        super().__init__(message, code="rate_limit_exceeded", status=429, retry_seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
