@@ -189,7 +189,6 @@ def prepare(directory: Path) -> None:
 
 def about(call: Call, model: str) -> dict[str, Any]:
     """Everything about a request but its text."""
-    ended = max((run.last for run in call.runs), default=0.0) or time.perf_counter()
     firsts = [run.first - call.started for run in call.runs if run.first]
     error = None
     if call.error is not None:
@@ -204,7 +203,7 @@ def about(call: Call, model: str) -> dict[str, Any]:
         "route": call.route,
         "status": call.status,
         "model": model,
-        "seconds": round(ended - call.started, 6),
+        "seconds": round(call.ended - call.started, 6),
         "queue_seconds": round(max((run.queue_seconds for run in call.runs), default=0.0), 6),
         "first_token_seconds": round(min(firsts), 6) if firsts else None,
         "prompt_tokens": call.total("prompt_tokens"),

@@ -55,6 +55,7 @@ class Call:
     route: str = ""
     status: int = 0
     started: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
     started_ns: int = field(default_factory=time.time_ns)  # of the system's clock, at `started`
     keeps_text: bool = False
     runs: list[Run] = field(default_factory=list)

@@ -201,6 +201,8 @@ class Keyring:
         if key is not None:
             self._take([Grant("default", (digest(key),), operator=True)])
         self.load()
+        if self.locked:
+            self.open.renew(Grant(""))  # probes and the page
 
     def load(self) -> None:
         """Reads the file again. ConfigError if it cannot be used: the keys before stay. Answers in flight go on."""

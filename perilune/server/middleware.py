@@ -69,7 +69,9 @@ class Observe:
                 raise  # for the log
             finally:
                 # Unknown paths share one label: clients must not be able to grow the metrics without bound.
-                call.route = self.paths.get(scope.get("endpoint"), "other")
+                # What is refused before it is routed has the path of a route, or not.
+                path = scope["path"] if scope["path"] in self.paths.values() else "other"
+                call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
                 self._report(call)
 
     def _report(self, call: Call) -> None:
@@ -78,7 +80,7 @@ class Observe:
         if call.error is not None:
             error = errors.describe(call.error)[1]["error"]
             metrics.errors.labels(error["type"], error["code"] or "").inc()
-        seconds, key = time.perf_counter() - call.started, call.account.name or "-"
+        seconds, key = call.ended - call.started, call.account.name or "-"
         fields = {
             "method": call.method,
             "route": call.route,

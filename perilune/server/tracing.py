@@ -1,7 +1,6 @@
 """OpenTelemetry: a span per request, with queue, prefill and decode below it. Needs the extra `otel`."""
 
 import threading
-import time
 from urllib.parse import urlsplit
 
 import perilune
@@ -77,7 +76,7 @@ class Traces:
                     name, inside, attributes={"perilune.answer": index}, start_time=_clock(call, start)
                 )
                 child.end(_clock(call, end))
-        span.end(_clock(call, time.perf_counter()))
+        span.end(_clock(call, call.ended))
 
     def close(self) -> None:
         """Sends what is left, for CLOSE_SECONDS at most."""

@@ -243,7 +243,8 @@ def test_the_audit_log_says_who_when_what_and_how_much(tmp_path: Path) -> None:
     assert called["output_tokens"] == len(BYTES.encode(answer, allow_special=True)) + 1
     assert 0 < called["first_token_seconds"] <= called["seconds"] and called["queue_seconds"] == 0
     assert refused["key"] is None and refused["error"] == {"type": "authentication_error", "code": "invalid_api_key"}
-    assert raw["route"] == TEXT
+    assert raw["route"] == TEXT and refused["route"] == CHAT and refused["status"] == 401
+    assert 0 < refused["seconds"] < called["seconds"] + 1
     everything = "".join(file.read_text() for file in directory.iterdir())
     assert "secret" not in everything and "Oslo" not in everything, "text only when asked for"
     assert directory.stat().st_mode & 0o077 == 0
