@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -27,14 +27,12 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
-from perilune.grammar.constrain import warm_up
-from perilune.server.app import build_app
 from perilune.server.limits import Proxies
-from perilune.server.listener import Listener
-from perilune.server.service import Service, read_generation_config
-from perilune.text.chat import template_for
 from perilune.text.family import member_named
-from perilune.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service
 
 GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
 QUESTION = "What is 347 + 589?"
@@ -117,21 +115,35 @@ async def run(
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
-    tokenizer = Tokenizer.from_directory(path)
-    template = template_for(path, server.chat_template)
-    generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, supervised=True))
+    starting = asyncio.create_task(EngineClient.start(path, engine, supervised=True))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
-    # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-    warming = asyncio.create_task(asyncio.to_thread(warm_up, tokenizer))
+    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
+    from perilune.grammar.constrain import warm_up
+    from perilune.server.app import build_app
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service, read_generation_config
+    from perilune.text.chat import template_for
+    from perilune.text.tokenizer import Tokenizer
+
     try:
+        tokenizer = Tokenizer.from_directory(path)
+        template = template_for(path, server.chat_template)
+        generation_config = read_generation_config(path)
+        # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+        await asyncio.to_thread(warm_up, tokenizer)
         client = await starting
-    except asyncio.CancelledError as e:
-        raise click.exceptions.Abort from e
+    except BaseException as e:
+        starting.cancel()
+        for started in await asyncio.gather(starting, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close()
+        if isinstance(e, asyncio.CancelledError):
+            raise click.exceptions.Abort from e
+        raise
     try:
-        await warming
+        client.end_tokens |= tokenizer.stop_ids
         # What exists now lives as long as the server: a full garbage collection need not walk through it again, which
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
@@ -154,7 +166,7 @@ class Ending:
     """When the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight any
     more. Meanwhile it answers probes, and refuses other requests."""
 
-    def __init__(self, service: Service, listener: Listener, drain_seconds: float) -> None:
+    def __init__(self, service: "Service", listener: "Listener", drain_seconds: float) -> None:
         self._service, self._listener, self._drain_seconds = service, listener, drain_seconds
         self._draining, self._now = asyncio.Event(), asyncio.Event()
 

@@ -138,7 +138,7 @@ def _build(source: Path) -> "ctypes.CDLL | str":
         return "torch's OpenMP library was not found in this process"
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-        directory = _cache_directory()
+        directory = cache_directory("ops")
         target = directory / f"{source.stem}-{_digest(source, compiler, version, openmp or '')}.so"
         if not target.exists():
             _compile(compiler, source, openmp, target)
@@ -175,7 +175,7 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
 
 
 def _digest(source: Path, compiler: str, version: str, openmp: str) -> str:
-    flags = CUDA_FLAGS if source.suffix == ".cu" else (openmp, *FLAGS, _processor())
+    flags = CUDA_FLAGS if source.suffix == ".cu" else (openmp, *FLAGS, processor())
     parts = [*(path.read_text() for path in _with_headers(source)), compiler, version, *flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -193,7 +193,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -219,10 +219,10 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="perilune-ops-")  # removed when the process ends
 
 
-def _cache_directory() -> Path:
-    """Ours alone: a library that others can write is code they can run as us."""
+def cache_directory(name: str) -> Path:
+    """A directory of the user's cache, ours alone: a library that others can write is code they can run as us."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / "ops"
+    directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / name
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = directory.stat()
