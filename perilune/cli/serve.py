@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -26,20 +26,18 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
-from perilune.grammar.constrain import warm_up
-from perilune.server import audit, logs, reload
-from perilune.server.app import build_app
-from perilune.server.audit import AuditLog
+from perilune.server import logs, reload
 from perilune.server.keys import Keyring, readable_by_others
 from perilune.server.limits import Proxies
-from perilune.server.listener import Listener
 from perilune.server.reload import Watched
-from perilune.server.service import Service, read_generation_config
 from perilune.server.tls import Certificate
-from perilune.server.tracing import Traces
-from perilune.text.chat import template_for
 from perilune.text.family import member_named
-from perilune.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from perilune.server.audit import AuditLog
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service
+    from perilune.server.tracing import Traces
 
 GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
 QUESTION = "What is 347 + 589?"
@@ -123,10 +121,14 @@ def command(
 def check_access(server: ServerConfig) -> None:
     """ConfigError for keys, certificates or rules that cannot be used; a warning for keys that others can read."""
     Keyring(server.api_key, server.api_key_file)
-    audit.compiled(server.audit_redact)
     if server.audit_log is not None:
+        from perilune.server import audit
+
+        audit.compiled(server.audit_redact)
         audit.prepare(Path(server.audit_log))
     if server.otlp_traces_endpoint is not None:
+        from perilune.server.tracing import Traces
+
         Traces(server.otlp_traces_endpoint, "").close()
     if server.tls_cert is not None and server.tls_key is not None:
         Certificate(server.tls_cert, server.tls_key)
@@ -141,21 +143,35 @@ async def run(
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
-    tokenizer = Tokenizer.from_directory(path)
-    template = template_for(path, server.chat_template)
-    generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, supervised=True))
+    starting = asyncio.create_task(EngineClient.start(path, engine, supervised=True))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
-    # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-    warming = asyncio.create_task(asyncio.to_thread(warm_up, tokenizer))
+    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
+    from perilune.grammar.constrain import warm_up
+    from perilune.server.app import build_app
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service, read_generation_config
+    from perilune.text.chat import template_for
+    from perilune.text.tokenizer import Tokenizer
+
     try:
+        tokenizer = Tokenizer.from_directory(path)
+        template = template_for(path, server.chat_template)
+        generation_config = read_generation_config(path)
+        # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+        await asyncio.to_thread(warm_up, tokenizer)
         client = await starting
-    except asyncio.CancelledError as e:
-        raise click.exceptions.Abort from e
+    except BaseException as e:
+        starting.cancel()
+        for started in await asyncio.gather(starting, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close()
+        if isinstance(e, asyncio.CancelledError):
+            raise click.exceptions.Abort from e
+        raise
     try:
-        await warming
+        client.end_tokens |= tokenizer.stop_ids
         # What exists now lives as long as the server: a full garbage collection need not walk through it again, which
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
@@ -188,8 +204,12 @@ async def run(
         await client.close()
 
 
-def observers(service: Service) -> list[AuditLog | Traces]:
+def observers(service: "Service") -> "list[AuditLog | Traces]":
     """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    from perilune.server import audit
+    from perilune.server.audit import AuditLog
+    from perilune.server.tracing import Traces
+
     server, made = service.config, list[AuditLog | Traces]()
     if server.audit_log is not None:
         audit_log = AuditLog(
@@ -206,7 +226,7 @@ def observers(service: Service) -> list[AuditLog | Traces]:
     return made
 
 
-def reloadable(service: Service) -> tuple[list[Watched], Certificate | None]:
+def reloadable(service: "Service") -> tuple[list[Watched], Certificate | None]:
     """The files of a service that are read again when they change, and its certificate."""
     keys, server = service.keys, service.config
     watched = [] if keys.file is None else [Watched("API key file", [keys.file], keys.load)]
@@ -221,7 +241,7 @@ class Ending:
     """When the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight any
     more. Meanwhile it answers probes, and refuses other requests."""
 
-    def __init__(self, service: Service, listener: Listener, drain_seconds: float) -> None:
+    def __init__(self, service: "Service", listener: "Listener", drain_seconds: float) -> None:
         self._service, self._listener, self._drain_seconds = service, listener, drain_seconds
         self._draining, self._now = asyncio.Event(), asyncio.Event()
 

@@ -23,6 +23,7 @@ from perilune.engine.cost_table import measure_costs
 from perilune.engine.readout import Readout
 from perilune.kv.prefix import root_of
 from perilune.loading.load import load
+from perilune.ops.harness import build as build_ops
 from perilune.speculation.protocol import Drafting, Observer
 from perilune.speculation.step_cost import Costs
 
@@ -49,6 +50,8 @@ class Engine:
         self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
+        elif self.speculator is None and self.config.draft != "off":
+            parts.choices.note("draft", "off for now", "kernels are being compiled: drafts come with the next start")
         self.info = parts.info(model_dir.name)
         self._admission = Admission(self.info, self._grammars, config.seed, self._schedule)
 
@@ -175,6 +178,8 @@ class Engine:
         drafter = self._drafter if modelled else None
         self.runner.follow(drafter)
         self.speculator = None
+        if draft != "off" and tokens is None and build_ops.compiling():
+            return  # what steps cost is not known before their kernels are there: no drafts until the next start
         if draft != "off" and tokens is None and modelled not in self._costs:
             assert not self.scheduler.stats().blocks_cached, "measuring overwrites the cache"
             self._costs[modelled] = measure_costs(self.runner, self.config)

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.core.messages import Cancel, Delta, Failed, Shutdown, Submit
 from perilune.engine import wire
 from perilune.engine.engine import Engine
+from perilune.ops.harness import build, registry
 
 STATS_INTERVAL = 0.5  # seconds
 
@@ -93,6 +95,8 @@ def main() -> None:
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
+            if not config.ops and config.device != "cuda" and not torch.cuda.is_available():
+                build.compile_aside(registry.forget)
             engine = Engine(Path(model), config, progress=sys.stderr.isatty())
         except PeriluneError as e:
             channel.send([Failed(str(e))])

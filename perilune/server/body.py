@@ -115,8 +115,9 @@ def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) ->
 
 def _check_values(raw: bytes | bytearray, most: int) -> None:
     """RequestError for a body of more values than `most`: decoded, each takes up to 30 times its bytes."""
-    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) <= most:  # some of them in strings
-        return
+    windows = range(0, len(raw), WHOLE_BYTES)
+    if sum(raw.count(mark, at, at + WHOLE_BYTES) for at in windows for mark in (b",", b"[", b"{")) <= most:
+        return  # some of them are in strings
     values = 0
     for found in _STRUCTURE.finditer(raw):
         values += raw[found.start()] != _QUOTE
