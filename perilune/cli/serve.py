@@ -6,17 +6,17 @@ import errno
 import gc
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
@@ -27,28 +27,27 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import BUNDLED, resolve_model
-from perilune.grammar.constrain import warm_up
-from perilune.server import audit, logs, reload
-from perilune.server.app import build_app
-from perilune.server.audit import AuditLog
+from perilune.server import logs, reload
 from perilune.server.keys import Keyring, readable_by_others
+from perilune.server.limits import Proxies
 from perilune.server.reload import Watched
-from perilune.server.service import Service, read_generation_config
 from perilune.server.tls import Certificate
-from perilune.server.tracing import Traces
-from perilune.text.chat import template_for
 from perilune.text.family import member_named
-from perilune.text.tokenizer import Tokenizer
 
-GRACE_SECONDS = 1  # for answers in flight to say that the server stops
-# Longer than clients keep idle connections (httpx and the SDKs: 5 s, browsers a minute), so that they end them: a
-# request on its way into a connection that the server is just closing would be lost.
-KEEP_ALIVE_SECONDS = 75
+if TYPE_CHECKING:
+    from perilune.server.audit import AuditLog
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service
+    from perilune.server.tracing import Traces
+
+GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
 QUESTION = "What is 347 + 589?"
-ACCESS = ("api_key_file", "tls_cert", "tls_key")
-OBSERVED = ("log_format", "log_level", "otlp_traces_endpoint", "audit_log", "audit_text", "audit_redact", "audit_mb")
-log = logging.getLogger("perilune.server")
+BACKLOG_CONNECTIONS = 2048
+DRAIN_POLL_SECONDS = 0.02
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+log = logging.getLogger("perilune.server")
 
 
 @click.command()
@@ -63,8 +62,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     "vendor_strict",
     "lenient_fields",
     "cors_origins",
-    *ACCESS,
-    *OBSERVED,
+    "uds",
+    "drain_seconds",
+    "max_body_mb",
+    "body_memory_mb",
+    "trusted_proxies",
+    "client_concurrency",
+    "client_requests_per_minute",
+    "api_key_file",
+    "tls_cert",
+    "tls_key",
+    "log_format",
+    "log_level",
+    "otlp_traces_endpoint",
+    "audit_log",
+    "audit_text",
+    "audit_redact",
+    "audit_mb",
 )
 @click.option(
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
@@ -81,42 +95,26 @@ def command(
     model: str | None,
     synthetic: str | None,
     layers: int | None,
-    host: str | None,
-    port: int | None,
-    served_model_name: str | None,
-    max_waiting: int | None,
-    chat_template: str | None,
-    vendor_strict: bool | None,
-    lenient_fields: bool | None,
-    cors_origins: tuple[str, ...],
     assignments: tuple[str, ...],
     config_file: Path | None,
-    **more: Any,
+    **given: Any,
 ) -> None:
     """Serve MODEL (default: kimi-nano) over HTTP, compatible with the OpenAI API.
 
-    Ctrl-C or SIGTERM ends the server and the engine within two seconds.
+    SIGTERM lets answers in flight end (--drain-seconds); Ctrl-C, or a second signal, ends the server and the engine
+    within two seconds.
     """
     if synthetic is not None and model is not None:
         raise click.UsageError("give MODEL or --synthetic SHAPE, not both")
     if layers is not None and synthetic is None:
         raise click.UsageError("--layers belongs to --synthetic")
-    observed = {name: more.pop(name) for name in (*ACCESS, *OBSERVED)}
-    observed["audit_redact"] = observed["audit_redact"] or None
     engine_base, server_base = options.file_values(config_file)
-    engine = build(EngineConfig, options.engine_values(more, assignments, engine_base))
-    given = {
-        "host": host,
-        "port": port,
-        "served_model_name": served_model_name,
-        "max_waiting": max_waiting,
-        "chat_template": chat_template,
-        "vendor_strict": vendor_strict,
-        "lenient_fields": lenient_fields,
-        "cors_origins": cors_origins or None,
-        **observed,
-    }
-    server = build(ServerConfig, {**server_base, **{k: v for k, v in given.items() if v is not None}})
+    names = {f.name for f in fields(ServerConfig)}
+    engine_given = {k: v for k, v in given.items() if k not in names}
+    engine = build(EngineConfig, options.engine_values(engine_given, assignments, engine_base))
+    server_given = {k: v for k, v in given.items() if k in names and v not in (None, ())}
+    server = build(ServerConfig, {**server_base, **server_given})
+    proxies = Proxies(server.trusted_proxies)
     if server.chat_template is not None:
         member_named(server.chat_template)  # a wrong name must not cost a download
     console = Console(stderr=True, highlight=False)
@@ -124,7 +122,7 @@ def command(
     # Like the address, what the server needs besides the model is looked at before minutes of loading.
     check_access(server)
     # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
-    with listen(server.host, server.port) as sock, contextlib.ExitStack() as made:
+    with listening(server) as sock, contextlib.ExitStack() as made:
         if synthetic is not None:
             path = made.enter_context(directory(synthetic, layers))
             name = path.name
@@ -134,16 +132,20 @@ def command(
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
             server = replace(server, served_model_name=name)
-        asyncio.run(run(path, engine, server, sock, console))
+        asyncio.run(run(path, engine, server, sock, proxies, console))
 
 
 def check_access(server: ServerConfig) -> None:
     """ConfigError for keys, certificates or rules that cannot be used; a warning for keys that others can read."""
     Keyring(server.api_key, server.api_key_file)
-    audit.compiled(server.audit_redact)
     if server.audit_log is not None:
+        from perilune.server import audit
+
+        audit.compiled(server.audit_redact)
         audit.prepare(Path(server.audit_log))
     if server.otlp_traces_endpoint is not None:
+        from perilune.server.tracing import Traces
+
         Traces(server.otlp_traces_endpoint, "").close()
     if server.tls_cert is not None and server.tls_key is not None:
         Certificate(server.tls_cert, server.tls_key)
@@ -157,6 +159,7 @@ async def run(
     engine: EngineConfig,
     server: ServerConfig,
     sock: socket.socket,
+    proxies: Proxies,
     console: Console,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
@@ -164,23 +167,35 @@ async def run(
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
-    tokenizer = Tokenizer.from_directory(path)
-    template = template_for(path, server.chat_template)
-    generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(
-        EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, command=engine_command)
-    )
+    starting = asyncio.create_task(EngineClient.start(path, engine, supervised=True, command=engine_command))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
-    # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-    warming = asyncio.create_task(asyncio.to_thread(warm_up, tokenizer))
+    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
+    from perilune.grammar.constrain import warm_up
+    from perilune.server.app import build_app
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service, read_generation_config
+    from perilune.text.chat import template_for
+    from perilune.text.tokenizer import Tokenizer
+
     try:
+        tokenizer = Tokenizer.from_directory(path)
+        template = template_for(path, server.chat_template)
+        generation_config = read_generation_config(path)
+        # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+        await asyncio.to_thread(warm_up, tokenizer)
         client = await starting
-    except asyncio.CancelledError as e:
-        raise click.exceptions.Abort from e
+    except BaseException as e:
+        starting.cancel()
+        for started in await asyncio.gather(starting, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close()
+        if isinstance(e, asyncio.CancelledError):
+            raise click.exceptions.Abort from e
+        raise
     try:
-        await warming
+        client.end_tokens |= tokenizer.stop_ids
         # What exists now lives as long as the server: a full garbage collection need not walk through it again, which
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
@@ -189,34 +204,23 @@ async def run(
         watched, certificate = reloadable(service)
         observing = observers(service)
         service.observers += [one.record for one in observing]
-        http = Http(
-            uvicorn.Config(
-                build_app(service),
-                ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=GRACE_SECONDS,
-            )
-        )
-
-        def stop() -> None:
-            service.stop()
-            http.should_exit = True
-
+        listener = Listener(build_app(service), proxies=proxies)
+        end = Ending(service, listener, server.drain_seconds)
         for number in SIGNALS:
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, end.signalled, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: reload.again(watched))
         watching = asyncio.create_task(reload.watch(watched))
-        url = address(sock, https=certificate is not None)
+        await listener.start(sock, None if certificate is None else certificate.context)
+        https = certificate is not None
         if server.log_format == "json":
             chosen = {key: {"value": value, "reason": reason} for key, value, reason in client.info.choices}
-            log.info("ready", extra={"fields": {"url": url, "model": service.model, "choices": chosen}})
+            ready = {"url": address(sock, https=https), "model": service.model, "choices": chosen}
+            log.info("ready", extra={"fields": ready})
         else:
-            show_ready(console, client.info, service.model, url, locked=service.keys.locked)
-        await http.serve(sockets=[sock])
+            show_ready(console, client.info, service.model, sock, locked=service.keys.locked, https=https)
+        await end.reached()
+        service.stop()
+        await listener.close(GRACE_SECONDS)
         watching.cancel()
         for one in observing:
             await asyncio.to_thread(one.close)
@@ -224,8 +228,12 @@ async def run(
         await client.close()
 
 
-def observers(service: Service) -> list[AuditLog | Traces]:
+def observers(service: "Service") -> "list[AuditLog | Traces]":
     """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    from perilune.server import audit
+    from perilune.server.audit import AuditLog
+    from perilune.server.tracing import Traces
+
     server, made = service.config, list[AuditLog | Traces]()
     if server.audit_log is not None:
         audit_log = AuditLog(
@@ -242,7 +250,7 @@ def observers(service: Service) -> list[AuditLog | Traces]:
     return made
 
 
-def reloadable(service: Service) -> tuple[list[Watched], Certificate | None]:
+def reloadable(service: "Service") -> tuple[list[Watched], Certificate | None]:
     """The files of a service that are read again when they change, and its certificate."""
     keys, server = service.keys, service.config
     watched = [] if keys.file is None else [Watched("API key file", [keys.file], keys.load)]
@@ -253,11 +261,76 @@ def reloadable(service: Service) -> tuple[list[Watched], Certificate | None]:
     return watched, certificate
 
 
-class Http(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are handled by `run`, which has the engine to end as well."""
-        yield
+class Ending:
+    """When the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight any
+    more. Meanwhile it answers probes, and refuses other requests."""
+
+    def __init__(self, service: "Service", listener: "Listener", drain_seconds: float) -> None:
+        self._service, self._listener, self._drain_seconds = service, listener, drain_seconds
+        self._draining, self._now = asyncio.Event(), asyncio.Event()
+
+    def signalled(self, number: int) -> None:
+        if number == signal.SIGINT or self._draining.is_set():
+            self._now.set()
+        self._draining.set()
+
+    async def reached(self) -> None:
+        """Returns when the server may end."""
+        await self._draining.wait()
+        self._service.drain()
+        self._listener.drain()
+        if (left := self._service.admission.in_flight) and not self._now.is_set():
+            seconds = self._drain_seconds
+            log.info("draining: %d answers in flight get %g s; a second signal ends them at once", left, seconds)
+        ended = asyncio.get_running_loop().time() + self._drain_seconds
+        while self._service.admission.in_flight and asyncio.get_running_loop().time() < ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._now.wait(), DRAIN_POLL_SECONDS)
+                return
+
+
+@contextlib.contextmanager
+def listening(server: ServerConfig) -> Iterator[socket.socket]:
+    """The bound socket of the configuration; a Unix socket's path is removed at the end."""
+    if server.uds is None:
+        with listen(server.host, server.port) as sock:
+            yield sock
+        return
+    path = Path(server.uds)
+    with listen_unix(path) as sock:
+        try:
+            yield sock
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A socket at `path` that this user and group may connect to. A socket that no process serves any more is replaced;
+    ConfigError for anything else at that path."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                sock.close()
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            else:
+                raise ConfigError(f"another process serves {path}: choose another path with --uds")
+        before = os.umask(0o117)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(BACKLOG_CONNECTIONS)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {e.strerror or e}; choose another path with --uds") from e
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -273,7 +346,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         # Listening is what claims the port: two sockets with SO_REUSEADDR may both bind it.
-        sock.listen(2048)
+        sock.listen(BACKLOG_CONNECTIONS)
     except OSError as e:
         sock.close()
         if e.errno == errno.EADDRINUSE:
@@ -286,20 +359,28 @@ def listen(host: str, port: int) -> socket.socket:
 def address(sock: socket.socket, *, https: bool) -> str:
     """The URL that reaches the socket from this machine."""
     scheme = "https" if https else "http"
+    if sock.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def show_ready(console: Console, info: EngineInfo, name: str, url: str, *, locked: bool) -> None:
+def show_ready(
+    console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool, https: bool
+) -> None:
     """Prints the automatic choices with their reasons, the address and a question to try, once."""
     for key, value, reason in info.choices:
         console.print(f"  {escape(key)} = [bold]{escape(value)}[/]  [dim]{escape(reason)}[/]", soft_wrap=True)
+    url = address(sock, https=https)
+    reach = f" --unix-socket {shlex.quote(sock.getsockname())}" if sock.family == socket.AF_UNIX else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
     key = ' -H "Authorization: Bearer $(cat KEY_FILE)"' if locked else ""
-    console.print(f"\n[bold]{escape(name)}[/] is served at [bold]{url}/v1[/]", soft_wrap=True)
-    console.print(f"Talk with it at [bold]{url}/[/], or try\n", soft_wrap=True)
+    where = f"[bold]{url}/v1[/]" if not reach else f"the Unix socket [bold]{escape(sock.getsockname())}[/]"
+    console.print(f"\n[bold]{escape(name)}[/] is served at {where}", soft_wrap=True)
+    console.print(f"Talk with it at [bold]{url}/[/], or try\n" if not reach else "Try\n", soft_wrap=True)
     # Not through the console, which would wrap the line: it is there to be copied.
     click.echo(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n", err=True
+        f"curl{reach} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
+        err=True,
     )

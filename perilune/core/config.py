@@ -144,6 +144,20 @@ class ServerConfig:
         "family member to write prompts for, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
         None,
     )
+    uds: str | None = _doc("path of a Unix socket to listen on, instead of host and port", None)
+    drain_seconds: float = _doc(
+        "seconds that answers in flight get to end after SIGTERM; a second signal ends at once", 30.0
+    )
+    max_body_mb: int = _doc("megabytes (2^20 bytes) that the body of a request may have; more is answered 413", 32)
+    body_memory_mb: int = _doc(
+        "megabytes that the bodies of all connections may take in memory; a body beyond is answered 503, unread", 128
+    )
+    trusted_proxies: tuple[str, ...] = _doc(
+        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8; unix: of --uds",
+        (),
+    )
+    client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
+    client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
         "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
@@ -183,8 +197,23 @@ class ServerConfig:
             raise ConfigError("api_key and api_key_file are both set: keep one")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}")
+        for name in (
+            "max_waiting",
+            "max_body_mb",
+            "body_memory_mb",
+            "client_concurrency",
+            "client_requests_per_minute",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.max_body_mb > self.body_memory_mb:
+            raise ConfigError(
+                f"max_body_mb={self.max_body_mb} is above body_memory_mb={self.body_memory_mb}: raise the latter"
+            )
+        if not 0 <= self.drain_seconds <= 86400:
+            raise ConfigError(f"drain_seconds must be between 0 and 86400, not {self.drain_seconds:g}")
+        object.__setattr__(self, "trusted_proxies", tuple(self.trusted_proxies))
         object.__setattr__(self, "cors_origins", tuple(self.cors_origins))
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -12,6 +12,22 @@ from perilune.core.step import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """When a request runs, compared with others, and until when.
+
+    priority          requests of lower numbers are admitted first, and give their blocks back last
+    deadline_seconds  from the submission; of equal priorities the earlier deadline is admitted first. A request that
+                      has not ended by then ends with the finish reason "deadline"
+    """
+
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+FIRST_COME = Order()
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """Front end -> engine: run this prompt. `rid` is unique among the front end's unfinished requests.
 
@@ -26,6 +42,7 @@ class Submit:
     params: SamplingParams
     constraint: Constraint | None = None
     cache_keys: tuple[str, ...] = ()
+    order: Order = FIRST_COME
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,7 @@ class Delta:
     tokens             the end token that ended the request is included
     logprobs           parallel to `tokens`, if asked for
     prompt_logprobs    arrive in pieces, in order of position
-    finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length" or "error"
+    finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length", "deadline" or "error"
     error              one line for the user, with finish_reason "error"
     cached_tokens      prompt tokens taken from the prefix cache; in the first delta only
     queue_seconds      of waiting in the scheduler; in the first delta only. Not part of equality

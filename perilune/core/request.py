@@ -32,6 +32,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
+    rank: tuple[float, ...] = ()  # what it is sorted by: (priority, deadline, arrival)
     root: bytes = b""  # what the digests begin with: kv.prefix.root_of the cache keys
     slot: int | None = None  # row of the device's last-token buffer while running
     blocks: list[int] = field(default_factory=list)  # block table; each entry is one reference this request holds

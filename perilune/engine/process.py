@@ -4,8 +4,10 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
+import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.core.messages import Cancel, Delta, Failed, Shutdown, Submit
 from perilune.engine import wire
 from perilune.engine.engine import Engine
+from perilune.ops.harness import build, registry
 
 STATS_INTERVAL = 0.5  # seconds
 
@@ -78,11 +82,21 @@ def serve(engine: Engine, channel: Channel) -> None:
             channel.send(out)
 
 
+def end_with_server() -> None:
+    """The kernel ends this process when its server dies, however that dies and whatever this process does then: loading
+    weights, or waiting for a device. Elsewhere than on Linux the closed socket ends it, at its next look."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
+    end_with_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
+            if not config.ops and config.device != "cuda" and not torch.cuda.is_available():
+                build.compile_aside(registry.forget)
             engine = Engine(Path(model), config, progress=sys.stderr.isatty())
         except PeriluneError as e:
             channel.send([Failed(str(e))])

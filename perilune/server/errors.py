@@ -24,6 +24,7 @@ KINDS = {
     403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -62,12 +63,20 @@ def response(error: Exception) -> Response:
     """The answer to the current request, which counts as failed by this error."""
     current().error = error
     status, body = describe(error)
-    headers = {"retry-after": str(error.retry_seconds)} if isinstance(error, RequestError) and status == 429 else {}
+    headers = {"retry-after": str(getattr(error, "retry_seconds", None) or 1)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers
     return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def phrase(status: int) -> bytes:
+    """The words of a status line; none for a status that HTTP does not name."""
+    try:
+        return http.HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
 
 
 async def handle(request: Request, error: Exception) -> Response:

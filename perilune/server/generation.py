@@ -8,7 +8,7 @@ from typing import Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import Delta, EngineInfo, EngineStats
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.call import Run, current
@@ -33,6 +33,7 @@ class Engine(Protocol):
         params: SamplingParams,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        order: Order = FIRST_COME,
     ) -> AsyncGenerator[Delta, None]: ...
 
 
@@ -44,6 +45,14 @@ class Admission:
         self.metrics = metrics
         self.limit = engine.info.max_num_seqs + max_waiting
         self.in_flight = 0
+        self.draining = False
+
+    def check_open(self) -> None:
+        """EngineError unless generations are taken now."""
+        if self.draining:
+            raise EngineError("the server is shutting down: send the request to another one")
+        if not self.engine.alive:
+            raise EngineError("the engine is starting again after a failure: try again shortly")
 
     def take(self, count: int, param: str) -> Callable[[], None]:
         """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
@@ -58,8 +67,7 @@ class Admission:
                 code="too_many_requests",
                 status=429,
             )
-        if not self.engine.alive:
-            raise EngineError("the engine has stopped: see the server's log, then restart it")
+        self.check_open()
         account = current().account
         self._occupy(account, count)
         return lambda: self._occupy(account, -count)
@@ -98,10 +106,12 @@ class Generation:
         params: SamplingParams,
         constraint: Constraint | None,
         cache_keys: tuple[str, ...],
+        order: Order,
         first: bool = True,
     ) -> None:
         """`cache_keys`: only prompts of one API key with the same ones share cached KV. `first` of the answers to its
         prompt, which counts once."""
+        self.order = order
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt
@@ -127,7 +137,7 @@ class Generation:
         account.begin(run.prompt_tokens)
         outcome = "error"
         try:
-            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
+            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys, self.order)
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     self._time(delta)
@@ -137,6 +147,14 @@ class Generation:
                     self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
                     if delta.finish_reason == "error":
                         raise GenerationError(f"the generation failed: {delta.error}")
+                    if delta.finish_reason == "deadline":
+                        raise RequestError(
+                            f"the answer was not complete after {self.order.deadline_seconds:g} s, the request's own "
+                            "deadline",
+                            param="deadline_seconds",
+                            code="deadline_exceeded",
+                            status=504,
+                        )
                     if delta.finish_reason == "cancelled":
                         raise EngineError("the engine is shutting down")
                     for piece in delta.singly() if self.params.stop else (delta,):

@@ -13,10 +13,11 @@ from perilune.core.errors import RequestError
 from perilune.server import errors
 from perilune.server.call import Call, current, entered, request_id
 from perilune.server.keys import Account, Keyring
+from perilune.server.limits import BodyBudget, BodyShare, Limit, Limiter
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 
-OPEN = ("/", "/health")
+OPEN = ("/", "/health", "/health/ready", "/health/live")
 # What browsers must not do with an answer. The page at / has a content policy of its own.
 SECURITY = (
     (b"x-content-type-options", b"nosniff"),
@@ -141,33 +142,63 @@ class ApiKey:
             account.admit()
 
 
-class BodyLimit:
-    """Refuses a body above `limit` bytes with 413: by its declared length, else once that many bytes have come."""
+class ClientLimit:
+    """Bounds the requests of each client address, see limits.Proxies. What is open to probes is not counted."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app
         self.limit = limit
+        self.limiter = Limiter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        try:
+            end = self.limiter.take((scope.get("client") or ("",))[0], self.limit)
+        except RequestError as e:
+            await errors.response(e)(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            end()
+
+
+class BodyLimit:
+    """Refuses a body above `limit` bytes with 413, and one that the budget has no room for with 503: by its declared
+    length before anything is read, else when that many bytes have come.
+
+    What is left of the body's share in the budget is `scope["body_share"]`, which Service.receive releases when the
+    bytes are no longer needed.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, budget: BodyBudget) -> None:
+        self.app = app
+        self.limit = limit
+        self.budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        share = scope["body_share"] = BodyShare(self.budget, self.limit)
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.limit:
-            await errors.response(self._refusal())(scope, receive, send)
-            return
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self.limit:
-                raise self._refusal()
+            if not share.released:
+                share.grow(seen)
             return message
 
-        await self.app(scope, counted, send)
-
-    def _refusal(self) -> RequestError:
-        mib = self.limit / 2**20
-        return RequestError(f"the body is larger than {mib:g} MiB", code="body_too_large", status=413)
+        try:
+            if declared.isdecimal():
+                share.hold(int(declared))
+            await self.app(scope, counted, send)
+        except RequestError as e:  # only from hold: further in, the application answers
+            await errors.response(e)(scope, receive, send)
+        finally:
+            share.release()

@@ -93,6 +93,7 @@ class Tokenizer:
         if len(self._ids) != CONTROL_SLOTS or "" in self._ids:
             raise CheckpointError("added tokens must have names that are not empty and not used twice")
         self._base = base
+        self.longest_bytes = max(map(len, (*ranks, *(name.encode() for name in self._ids))))  # of one token's text
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = sorted(ranks, key=ranks.__getitem__)  # by id: 8 MB for 160,000 tokens
         self._encoding = tiktoken.Encoding(

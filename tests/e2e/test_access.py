@@ -74,7 +74,7 @@ def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
 
     def asked(name: str, number: int) -> tuple[int, float]:
         """Cached tokens, and seconds to the whole answer."""
-        prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 40
+        prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 30
         started = time.perf_counter()
         answer = secured.ask(name, prompt, max_tokens=12)
         seconds = time.perf_counter() - started
@@ -82,7 +82,7 @@ def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
 
     asked("root", 0)  # what only the first request pays
     # Each in turn, so that what else the machine does meets all alike; the shortest time is the least disturbed.
-    rounds = [[asked(name, number) for name in "aab"] for number in (1, 2, 3)]
+    rounds = [[asked(name, number) for name in "aab"] for number in (1, 2)]
     for first, again, other in rounds:
         assert again[0] > 300 and first[0] == other[0] == 0
     new, known, others = (min(one[i][1] for one in rounds) for i in range(3))

@@ -166,7 +166,14 @@ async def completions(request: Request) -> Response:
             siblings = [sibling(prompt.params, i) for i in range(count)]
             runs = [
                 Generation(
-                    service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys, first=not i
+                    service.engine,
+                    service.metrics,
+                    prompt.ids,
+                    params,
+                    constraint,
+                    body.cache_keys,
+                    body.order,
+                    first=not i,
                 )
                 for i, params in enumerate(siblings)
             ]
@@ -206,6 +213,8 @@ class _Prompt:
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
     """A prompt as text or token ids, of which `count` continuations are generated."""
     # The caller of this endpoint writes the template itself, control tokens included.
+    if isinstance(given, str) and body.truncate_prompt_tokens is None:
+        text.context(info).check(len(given), "prompt")
     ids = text.tokenizer.encode(given, allow_special=True) if isinstance(given, str) else given
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked

@@ -133,7 +133,7 @@ def test_the_printed_address_can_be_used(capsys: pytest.CaptureFixture[str]) -> 
         sock.bind(("0.0.0.0", 0))
         url = serve.address(sock, https=False)
         assert serve.address(sock, https=True) == url.replace("http:", "https:")
-        serve.show_ready(Console(stderr=True), info, "m", url, locked=True)
+        serve.show_ready(Console(stderr=True), info, "m", sock, locked=True, https=False)
         port = sock.getsockname()[1]
     printed = capsys.readouterr().err
     assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in printed and "Authorization: Bearer" in printed

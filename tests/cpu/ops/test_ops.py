@@ -330,9 +330,9 @@ def test_libraries_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ours = tmp_path / "perilune" / "ops"
-    assert build._cache_directory() == ours
+    assert build.cache_directory("ops") == ours
     ours.chmod(0o777)
-    assert build._cache_directory() != ours
+    assert build.cache_directory("ops") != ours
 
 
 @needs_compiler

@@ -108,7 +108,7 @@ def test_spans_reach_the_collector(collector: Any) -> None:
 
 
 @needs_packages
-def test_a_collector_that_is_away_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_is_away_changes_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     async def test(s: Served) -> None:
         assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
