@@ -79,9 +79,9 @@ class Connection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else "unix"
         if not self.listener.admit(self):
-            self._refuse(
-                RequestError("too many connections: try again shortly", code="too_many_connections", status=503)
-            )
+            why = "too many connections: try again shortly"
+            self._write_error(RequestError(why, code="too_many_connections", status=503))
+            self.transport.close()  # at once: waiting for it to read would take the descriptors that are left
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.listener.connections.discard(self)
@@ -187,11 +187,14 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Answers what never became a request, and ends the connection."""
+        self._write_error(error)
+        self._linger()
+
+    def _write_error(self, error: RequestError) -> None:
         response = errors.response(error)
         lines = [b"HTTP/1.1 %d %s" % (response.status_code, errors.phrase(response.status_code)), b"connection: close"]
         lines += [b"%s: %s" % header for header in response.raw_headers]
         self.write(b"\r\n".join(lines) + _END + bytes(response.body))
-        self._linger()
 
     def _linger(self) -> None:
         """Ends the connection after what was written has been read: closing with unread input would discard it."""

@@ -52,12 +52,17 @@ class Listener:
         """Takes connections from now on; `sock` is bound, and closed by `close`."""
         loop = asyncio.get_running_loop()
         self.scheme = "http" if tls is None else "https"
+        handshake = None if tls is None else self.timeouts.head_seconds  # the handshake is not seen by `check`
         if sock.family == socket.AF_UNIX:
             self.address = (sock.getsockname(), None)
-            self._server = await loop.create_unix_server(self._connection, sock=sock, ssl=tls)
+            self._server = await loop.create_unix_server(
+                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
+            )
         else:
             self.address = sock.getsockname()[:2]
-            self._server = await loop.create_server(self._connection, sock=sock, ssl=tls)
+            self._server = await loop.create_server(
+                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
+            )
         self._checking = asyncio.create_task(self._check())
 
     def _connection(self) -> Connection:
