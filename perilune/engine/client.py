@@ -19,6 +19,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
 
 SHUTDOWN_SECONDS = 1.5
+TURN_MESSAGES = 1024  # taken before streams get their turn: more lengthen the gaps between pieces of each stream
 ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the socket's number follows
 
 
@@ -196,9 +197,15 @@ class EngineClient:
         self._writer.write(wire.encode([message]))
 
     async def _receive(self) -> None:
+        taken = 0
         try:
             while True:
-                for message in await _read(self._reader):
+                messages = await _read(self._reader)
+                taken += len(messages)
+                if taken >= TURN_MESSAGES:  # reading does not wait while there are bytes
+                    taken = 0
+                    await asyncio.sleep(0)
+                for message in messages:
                     if isinstance(message, Delta):
                         # Absent: cancelled before the delta arrived.
                         if (inbox := self._inboxes.get(message.rid)) is not None:
