@@ -170,8 +170,8 @@ class ScriptedEngine:
         if end is not None or not tokens:  # a script that ends without an end token stops as well
             tokens, reason = tokens[:end], "stop"
         self.generated_tokens += len(tokens)
-        guessed = len(tokens) - 1 if len(tokens) > 1 else 0
-        delta = Delta(r.request.rid, tokens, finish_reason=reason, drafted=guessed, accepted=guessed)
+        drafted = len(tokens) - 1 if len(tokens) > 1 else 0
+        delta = Delta(r.request.rid, tokens, finish_reason=reason, drafted=drafted, accepted=drafted)
         if params.logprobs is not None:
             delta.logprobs = tuple(_logprob(t, params.logprobs) for t in tokens)
         if not r.began:

@@ -35,7 +35,7 @@ def planning_us(requests: int, mode: Mode = "plain") -> float:
     for rid in range(requests):
         prompt = tuple((rid * 7919 + i) % 1000 for i in range(PROMPT_TOKENS + rid))
         scheduler.submit(Submit(rid, prompt, SamplingParams(max_tokens=3000, stop_token_ids=(0,))), rid)
-    guesses = dict.fromkeys(range(requests), (TOKEN_ID,) * DRAFTS)
+    drafts = dict.fromkeys(range(requests), (TOKEN_ID,) * DRAFTS)
     running: StepPlan | None = None
     spent: list[int] = []
     for _ in range(WARM_UP_STEPS + STEPS):
@@ -52,7 +52,7 @@ def planning_us(requests: int, mode: Mode = "plain") -> float:
             plan = scheduler.plan()
         assert plan is not None
         if mode == "drafts":
-            plan = scheduler.add_drafts(plan, guesses)
+            plan = scheduler.add_drafts(plan, drafts)
         if result is not None:
             wire.encode(scheduler.commit(result))
         spent.append(time.thread_time_ns() - begin)
