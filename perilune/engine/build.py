@@ -9,8 +9,12 @@ from typing import Protocol
 import torch
 
 from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
+from perilune.dist.group import Group, join
+from perilune.dist.slicing import Slicing
 from perilune.engine.masks import Grammars
+from perilune.engine.ranks import Place, Ranks, places
 from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
@@ -37,7 +41,7 @@ class Source(Protocol):
     """Where an engine's configuration and weights come from: loading.load.load, or a function with its signature."""
 
     def __call__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool, slicing: Slicing
     ) -> tuple[KimiConfig, Weights]: ...
 
 
@@ -50,6 +54,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     rejected: RejectedLog | None
+    ranks: Ranks | None
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -63,23 +68,87 @@ class Parts:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             choices=tuple(self.choices.made),
+            tp=self.runner.group.ranks,
+            ep=config.ep,
         )
 
 
-def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Source = load) -> Parts:
-    """Raises ConfigError and CheckpointError. `source` brings the weights."""
+def build(
+    model_dir: Path,
+    config: EngineConfig,
+    *,
+    progress: bool,
+    source: Source = load,
+    place: Place | None = None,
+    loaded: Callable[[], None] = lambda: None,
+    owns_process: bool = False,
+) -> Parts:
+    """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when it
+    has its weights. `owns_process` as in Engine. Raises ConfigError and CheckpointError. `source` brings the weights; with several ranks each
+    process has its own, so it must be `load`."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     device = resolve_device(config, choices)
+    ranks = None
+    if place is None:
+        place, ranks = _start_ranks(model_dir, config, device, owns_process)
+    if place.gpu is not None:
+        torch.cuda.set_device(place.gpu)
+    if ranks is not None:
+        loaded = ranks.wait_loaded
+    try:
+        return _build(_Task(model_dir, config, choices, device, place, ranks), progress, source, loaded)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    model_dir: Path
+    config: EngineConfig
+    choices: Choices
+    device: torch.device
+    place: Place
+    ranks: Ranks | None
+
+
+def _start_ranks(
+    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool
+) -> tuple[Place, Ranks | None]:
+    gpus = None
+    if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
+        count = torch.cuda.device_count()
+        gpus = list(range(count)) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
+        if beyond := [n for n in gpus if n >= count]:
+            raise ConfigError(f"gpus names GPU {beyond[0]}, but this machine shows {count}, numbered from 0")
+    found = places(config, gpus)
+    if config.ranks == 1:
+        return found[0], None
+    return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
+
+
+def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
+    model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
     ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
-    rejected = _rejected_log(config, choices)
-    worker = compute_thread(config.threads)
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress)
+    rejected = _rejected_log(config, choices) if task.place.rank == 0 else None
+    worker = compute_thread(config.threads, task.place)
+    slicing = task.place.slicing
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing)
+
+    def meet() -> Group:
+        loaded()
+        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        if task.ranks is not None:
+            task.ranks.joined(group)
+        return group
+
     try:
         config, model, pages, drafter = worker.submit(
-            _allocate, weights, config, choices, device, kv_dtype, drafter_dir
+            _allocate, weights, config, choices, device, kv_dtype, drafter_dir, meet
         ).result()  # fmt: skip
     except BaseException:
         worker.shutdown(cancel_futures=True)
@@ -93,8 +162,9 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
     )
-    runner = Runner(model, pages, config, Grammars(partial(_vocabulary, model_dir)), worker, drafter)
-    return Parts(config, choices, scheduler, runner, rejected)
+    grammars = Grammars(partial(_vocabulary, model_dir))
+    runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
+    return Parts(config, choices, scheduler, runner, rejected, task.ranks)
 
 
 def speculator(
@@ -129,9 +199,11 @@ def _allocate(
     device: torch.device,
     kv_dtype: torch.dtype,
     drafter_dir: Path | None,
+    meet: Callable[[], Group],
 ) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None]:
-    """Loads the weights, sizes the KV cache by the memory that is left, and allocates it."""
+    """Loads the weights, joins the other ranks, sizes the KV cache by the memory that is left, and allocates it."""
     model_config, weights = source()
+    group = meet()
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
@@ -146,8 +218,8 @@ def _allocate(
     drafter = None
     if drafter_dir is not None:
         fp8 = config.draft_dtype == "fp8"
-        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8)
-    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter)
+        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
+    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:
         drafter.allocate(
@@ -158,7 +230,9 @@ def _allocate(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
-    model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)
+    model = KimiK2(
+        model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps, group=group
+    )
     pages = Pages.allocate(
         model_config.num_hidden_layers,
         config.kv_blocks,
