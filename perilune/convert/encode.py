@@ -294,14 +294,14 @@ class Encoder:
             if form == scheme.INT4:
                 stored = self._parts(name, rows)
                 try:
-                    *made, signal, error = int4_again.compact(stored[".weight_packed"], stored[SCALE_NAMES])
+                    *made, lost = int4_compact.compacted(stored[".weight_packed"], stored[SCALE_NAMES])
                 except ValueError as e:
                     raise CheckpointError(f"{self._checkpoint.path}: {self._stored(name)}: {e}") from e
-                return Piece(made[0], (made[1], made[2]), signal, error)
+                return Piece(made[0], (made[1], made[2]), lost.signal, lost.error)
             w = self._weights(name, rows)
             (_, packed), (_, scale), (_, row), _ = int4_compact.encode(self._stored(name), w)
-            lost = int4_compact.dequantize(packed, scale, row, torch.float32) - w
-            return Piece(packed, (scale, row), search.energy(w), search.energy(lost))
+            difference = int4_compact.dequantize(packed, scale, row, torch.float32) - w
+            return Piece(packed, (scale, row), search.energy(w), search.energy(difference))
 
         return self._job(name, outs, piece, lambda: (torch.tensor([o, i]),))
 

@@ -1,37 +1,12 @@
-"""INT4 with other scales: made compact, or found again in weights that were INT4 once."""
+"""INT4 found again in weights that were INT4 once."""
 
 import torch
 from torch import Tensor
 
-from perilune.formats import int4, int4_compact
+from perilune.formats import int4
 from perilune.formats.scheme import INT4_GROUP
 
 NO_LATTICE = 0.01  # of the groups: below it, the weights were never INT4
-_ZEROS = -0x77777778  # eight nibbles of 8, which stand for 0
-
-
-def compact(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """INT4 as stored -> packed, weight_scale, weight_scale_row, and the energies of the weights and of the error.
-
-    Levels stay what they are. ValueError if scales are negative or not finite.
-    """
-    steps, row = int4_compact.compact(scale)
-    none = scale == 0
-    if none.any():  # a compact scale cannot say 0, levels can
-        words = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8))
-        packed = torch.where(none.unsqueeze(-1), _ZEROS, words).flatten(-2)
-    squares = _squares(packed)
-    exact = scale.double()
-    signal = (squares * exact.square()).sum().item()
-    error = (squares * (int4_compact.expand(steps, row).double() - exact).square()).sum().item()
-    return packed, steps, row, signal, error
-
-
-def _squares(packed: Tensor) -> Tensor:
-    """[o, i / 8] -> the sum of q * q over each group [o, i / 32], float64."""
-    q = torch.unflatten(int4.unpack(packed), -1, (-1, INT4_GROUP))
-    sums: Tensor = (q.short() * q.short()).sum(-1, dtype=torch.int32)
-    return sums.double()
 
 
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:

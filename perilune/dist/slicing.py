@@ -28,5 +28,11 @@ class Slicing:
         own = size // self.ranks
         return slice(self.rank * own, (self.rank + 1) * own)
 
+    def experts(self, count: int) -> slice:
+        """Which of `count` routed experts are this rank's where they are whole. ConfigError if a rank had none."""
+        if self.ranks > count:
+            raise ConfigError(f"{count} experts cannot be shared out over {self.ranks} ranks: run fewer ranks")
+        return slice(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
+
 
 WHOLE = Slicing()

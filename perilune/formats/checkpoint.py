@@ -82,6 +82,25 @@ class Checkpoint:
         if nbytes:
             self._files[info.file].read_into(info.offset + start, out.reshape(-1).view(torch.uint8).numpy().data)
 
+    def read_block(self, info: TensorInfo, out: torch.Tensor, region: Sequence[slice]) -> None:
+        """Fills `out` (CPU, contiguous, of info's type) with rows, or rows and columns, of a tensor of at most two
+        dimensions. Of rows that are cut only the columns are copied."""
+        assert out.is_contiguous() and len(region) == len(info.shape) <= 2, (out.stride(), info, region)
+        if not out.numel():
+            return
+        width = info.nbytes // info.shape[0] if info.shape else 0
+        if len(region) < 2 or region[1] == slice(0, info.shape[1]):
+            self.read_into(info, out, region[0].start * width if region else 0)
+            return
+        rows, columns = region
+        size = info.dtype.itemsize
+        self._files[info.file].read_columns(
+            info.offset + rows.start * width,
+            width,
+            slice(columns.start * size, columns.stop * size),
+            out.view(torch.uint8).numpy(),
+        )
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

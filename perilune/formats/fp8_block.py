@@ -58,7 +58,9 @@ def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
     out, inputs = shape
     return {
         ".weight": Part(shape, (torch.float8_e4m3fn,), fault=_no_nan),
-        ".weight_scale_inv": Part((blocks(out), blocks(inputs)), (torch.float32,), covers=BLOCK, fault=finite),
+        ".weight_scale_inv": Part(
+            (blocks(out), blocks(inputs)), (torch.float32,), covers=BLOCK, spans=BLOCK, fault=finite
+        ),
     }
 
 

@@ -32,7 +32,7 @@ def _no_nan(weight: torch.Tensor) -> str | None:
 
 
 def row_parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
-    scale = Part((shape[0], 1), (torch.float32, torch.bfloat16), fault=finite)
+    scale = Part((shape[0], 1), (torch.float32, torch.bfloat16), spans=0, fault=finite)
     return {".weight": Part(shape, (torch.float8_e4m3fn,), fault=_no_nan), ".weight_scale": scale}
 
 

@@ -64,8 +64,8 @@ def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
     if inputs % INT4_GROUP:
         raise CheckpointError(f"INT4 needs input widths that are multiples of {INT4_GROUP}, not {inputs}")
     return {
-        ".weight_packed": Part((out, inputs // 8), (torch.int32,)),
-        ".weight_scale": Part((out, inputs // INT4_GROUP), SCALE_DTYPES, fault=finite),
+        ".weight_packed": Part((out, inputs // 8), (torch.int32,), spans=8),
+        ".weight_scale": Part((out, inputs // INT4_GROUP), SCALE_DTYPES, spans=INT4_GROUP, fault=finite),
         ".weight_shape": Part((2,), (torch.int64, torch.int32, torch.int16), covers=0, fault=_says(shape)),
     }
 

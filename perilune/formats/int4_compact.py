@@ -8,7 +8,7 @@ W[o, k] = q[o, k] * s with s = weight_scale[o, k // 32] * (weight_scale_row[o] /
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,15 @@ from perilune.formats.scheme import INT4_COMPACT, INT4_GROUP
 from perilune.formats.stored import Part, finite
 
 STEPS = 255
+_ZEROS = -0x77777778  # eight nibbles of 8, which stand for 0
+
+
+class Error(NamedTuple):
+    """Energy of weights, energy of their change, and the largest change of a weight as a share of that weight."""
+
+    signal: float
+    error: float
+    largest: float
 
 
 def compact(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +41,26 @@ def compact(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     unit = row.float().unsqueeze(-1) / STEPS
     steps = (scale.float() / torch.where(unit == 0, 1.0, unit)).round_()
     return steps.clamp_(1, STEPS).to(torch.uint8), row
+
+
+def compacted(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Error]:
+    """int4.py's packed and scale -> packed, weight_scale, weight_scale_row, and what that changes.
+
+    Levels stay what they are, but for those of groups with scale 0. ValueError if scales are negative or not finite.
+    """
+    steps, row = compact(scale)
+    none = scale == 0
+    if none.any():  # a compact scale cannot say 0, levels can
+        words = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8))
+        packed = torch.where(none.unsqueeze(-1), _ZEROS, words).flatten(-2)
+    levels = torch.unflatten(int4.unpack(packed), -1, (-1, INT4_GROUP)).short()
+    squares = (levels * levels).sum(-1, dtype=torch.int32).double()
+    exact = scale.double()
+    change = expand(steps, row).double() - exact
+    some = squares > 0
+    largest = (change.abs() / exact)[some].amax().item() if some.any() else 0.0
+    signal, error = (squares * exact.square()).sum().item(), (squares * change.square()).sum().item()
+    return packed, steps, row, Error(signal, error, largest)
 
 
 def expand(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -66,7 +95,7 @@ def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
     out, inputs = shape
     return {
         **int4.parts(shape),
-        ".weight_scale": Part((out, inputs // INT4_GROUP), (torch.uint8,), fault=_steps),
+        ".weight_scale": Part((out, inputs // INT4_GROUP), (torch.uint8,), spans=INT4_GROUP, fault=_steps),
         ".weight_scale_row": Part((out,), (torch.bfloat16,), fault=finite),
     }
 

@@ -98,8 +98,8 @@ def parts(shape: tuple[int, ...]) -> Mapping[str, Part]:
     out, inputs = shape
     require_width(inputs)
     return {
-        ".weight": Part((out, inputs // 2), (torch.uint8,)),
-        ".weight_scale": Part((out, inputs // NVFP4_GROUP), (torch.float8_e4m3fn,), fault=finite),
+        ".weight": Part((out, inputs // 2), (torch.uint8,), spans=2),
+        ".weight_scale": Part((out, inputs // NVFP4_GROUP), (torch.float8_e4m3fn,), spans=NVFP4_GROUP, fault=finite),
         ".weight_scale_2": Part((), (torch.float32,), covers=0, fault=finite),
         ".input_scale": Part((), (torch.float32,), unread=True),
     }

@@ -7,12 +7,15 @@ and no memory map keeps it alive.
 
 import json
 import math
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.core.files import open_regular
@@ -80,6 +83,28 @@ class SafetensorsFile:
                     f"{self.path} is truncated: {len(buffer)} bytes expected at byte {offset}, {done} found"
                 )
             done += n
+
+    def read_columns(self, offset: int, width: int, columns: slice, out: NDArray[np.uint8]) -> None:
+        """Fills `out` [rows, columns] with these bytes of rows that are `width` bytes long and begin at `offset`.
+
+        Any thread may call it. Rows are a few hundred bytes here and millions in all: a system call for each takes
+        longer than reading whole rows does. So the rows are mapped while they are copied, and of a file that shrinks
+        in that moment the process dies (SIGBUS) instead of raising CheckpointError.
+        """
+        nbytes, file = len(out) * width, self._file.fileno()
+        if (size := os.fstat(file).st_size) < offset + nbytes:
+            raise CheckpointError(f"{self.path} is truncated: {offset + nbytes} bytes expected, {size} found")
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        if hasattr(os, "posix_fadvise"):  # not on macOS: in large reads, which the other ranks find in the page cache
+            os.posix_fadvise(file, start, offset + nbytes - start, os.POSIX_FADV_WILLNEED)
+        try:
+            mapped = mmap.mmap(file, offset + nbytes - start, prot=mmap.PROT_READ, offset=start)
+        except OSError as e:
+            raise CheckpointError(f"cannot map {self.path}: {e.strerror}") from e
+        with mapped:
+            rows = np.frombuffer(mapped, np.uint8, nbytes, offset - start).reshape(len(out), width)
+            np.copyto(out, rows[:, columns])
+            del rows  # a map with views cannot be closed
 
     def close(self) -> None:
         self._file.close()

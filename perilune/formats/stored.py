@@ -27,6 +27,7 @@ class Part:
     """One tensor stored for a linear layer: its shape, and the types it may have.
 
     covers      rows of the layer that share one row of this tensor; 0 if it belongs to the layer as a whole
+    spans       columns of the layer that share one column of this tensor; 0 if all share it
     fault       what is wrong with its values, as a predicate that follows "tensor X"; None if nothing is
     reciprocal  a number of which weights records hold the reciprocal
     unread      other programs' business: it may be absent, and is not looked at
@@ -37,9 +38,25 @@ class Part:
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     covers: int = 1
+    spans: int = 1
     fault: Callable[[torch.Tensor], str | None] | None = None
     reciprocal: bool = False
     unread: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return shape == self.shape or (self.shape == () and shape == (1,))
+
+    def region(self, stored: tuple[int, ...], layer: tuple[int, ...], cut: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where rows and columns `cut` of the layer [o, i] lie in this tensor of shape `stored`. ValueError,
+        "groups of 32 columns", unless they begin and end between those or where the layer does."""
+        if not self.covers:
+            return tuple(slice(0, n) for n in stored)
+        found = []
+        for _, size, own, shared, kind in zip(stored, layer, cut, (self.covers, self.spans), ("rows", "columns")):
+            if not shared:
+                found.append(slice(0, 1))
+                continue
+            if own.start % shared or (own.stop % shared and own.stop != size):
+                raise ValueError(f"groups of {shared} {kind}")
+            found.append(slice(own.start // shared, -(-own.stop // shared)))
+        return tuple(found)

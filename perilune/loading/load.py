@@ -1,9 +1,9 @@
 """From a model directory to weights in memory.
 
 First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated,
-then threads fill them straight from the files. Beyond the weights themselves each thread holds one staging buffer of
-STAGE_BYTES, and for a moment rows that have to be rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about
-STAGE_BYTES as float32 of another matrix.
+then threads fill them straight from the files. A rank of several reads and holds its slices alone (dist/slicing.py).
+Beyond the weights themselves each thread holds one staging buffer of STAGE_BYTES, and for a moment rows that have to be
+rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about STAGE_BYTES as float32 of another matrix.
 
 Routed experts stay in the format of the checkpoint, whatever it is: they are nearly all of the model. So do other
 linear layers in INT4. All others are dequantised to the load's dtype here, once: in Kimi K2 they are 1.1 % of the
@@ -21,17 +21,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.formats import scheme
+from perilune.dist.slicing import WHOLE, Slicing
+from perilune.formats import int4_compact, scheme
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.fp8_block import BLOCK as FP8_BLOCK
 from perilune.formats.safetensors_file import TensorInfo
-from perilune.formats.served import require_served
+from perilune.formats.served import SERVED, require_served
 from perilune.formats.stored import Part
-from perilune.loading.survey import Survey, read_linear, require_sound, spell, survey
+from perilune.loading.progress import Advance, Report, counted
+from perilune.loading.rounding import Rounding
+from perilune.loading.survey import Stretch, Survey, read_linear, spell, survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
@@ -61,24 +62,23 @@ def load(
     dtype: torch.dtype,
     device: torch.device | str,
     threads: int | None = None,
-    progress: bool = False,
-    part: tuple[int, int] = (0, 1),
+    progress: bool | Report = False,
+    slicing: Slicing = WHOLE,
+    rounding: Rounding | None = None,
 ) -> tuple[KimiConfig, Weights]:
     """The configuration and weights of the checkpoint in `path`.
 
     dtype     of every floating-point weight but the router (float32) and quantisation scales (as stored)
     threads   reading at once; default: one per CPU, at most 8
-    progress  show a bar on stderr
-    part      (rank, ranks): hold only the routed experts with ids from E * rank // ranks to E * (rank + 1) // ranks,
-              and everything else whole. Of other ranks' experts no byte is read.
+    progress  show a bar on stderr; or a function that is called with (bytes read, bytes to read), now and then
+    slicing   what this rank holds: the same records, narrower. Of the rest no byte is read
+    rounding  makes the scales of INT4 experts compact, and receives what that changed
 
-    Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device.
+    Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device or
+    a tensor cannot be split over so many ranks.
     An interrupt ends it when the pieces that are being read are complete, with no thread left.
     """
     config = KimiConfig.from_directory(path)
-    rank, ranks = part
-    if not 0 <= rank < ranks <= config.n_routed_experts:
-        raise ConfigError(f"part={part}: rank must be below ranks, and these at most {config.n_routed_experts} experts")
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)
@@ -88,7 +88,7 @@ def load(
                 found.vision_tensors,
                 found.vision_bytes / 1e9,
             )
-        plan = _Plan(config, checkpoint, found, dtype, torch.device(device), part)
+        plan = _Plan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding)
         try:
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
@@ -96,10 +96,9 @@ def load(
                 f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {spell(dtype)} "
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
-        total = found.text_bytes - plan.left_out
-        with _progress(path.name, total) if progress else contextlib.nullcontext(_ignore) as advance:
-            # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
-            jobs, plan.jobs = plan.jobs, []
+        # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
+        jobs, plan.jobs = plan.jobs, []
+        with counted(path.name, sum(job.nbytes for job in jobs), progress) as advance:
             _run(jobs, threads or default_threads(), torch.device(device), advance)
     return config, weights
 
@@ -135,8 +134,6 @@ def row_step(inputs: int) -> int:
     return max(STAGE_BYTES // (4 * inputs) // FP8_BLOCK, 1) * FP8_BLOCK
 
 
-Advance = Callable[[int], None]
-
 # By format: the record, whose fields are those of gate and up, then those of down, and the stored parts of each.
 EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
     scheme.DENSE: (DenseExperts, (".weight",)),
@@ -171,6 +168,7 @@ class _Job:
     """Fills one destination; `at` orders jobs as their bytes lie in the files."""
 
     at: tuple[str, int]
+    nbytes: int  # that it reads
     run: Callable[[_Stage], None]
 
 
@@ -184,13 +182,26 @@ class _Plan:
         found: Survey,
         dtype: torch.dtype,
         device: torch.device,
-        part: tuple[int, int] = (0, 1),
+        slicing: Slicing = WHOLE,
+        rounding: Rounding | None = None,
     ) -> None:
         self.jobs: list[_Job] = []
-        self.left_out = 0  # bytes of other ranks' experts
-        self._rank, self._ranks = part
         self._config, self._checkpoint, self._found = config, checkpoint, found
         self._dtype, self._device = dtype, device
+        self._slicing, self._rounding = slicing, rounding
+        self._cuts = self._own_cuts() if slicing.ranks > 1 else {}
+
+    def _own_cuts(self) -> dict[str, tuple[slice, ...]]:
+        """What this rank holds of every tensor that is split; a linear layer's name is without ".weight"."""
+        s, cuts = self._slicing, {}
+        try:
+            for tensor in names.tensors(self._config):
+                if tensor.entry.axis is not None and not (s.whole_experts and names.ROUTED in tensor.name):
+                    name = tensor.name.removesuffix(".weight") if tensor.entry.linear else tensor.name
+                    cuts[name] = tensor.part(s.rank, s.ranks)
+        except ValueError as e:
+            raise ConfigError(f"{self._checkpoint.path}: {e}, which is not even: choose another number of ranks") from e
+        return cuts
 
     def weights(self) -> Weights:
         at = names.model()
@@ -241,9 +252,9 @@ class _Plan:
     def _experts(self, layer: int) -> Experts:
         every = [names.expert(layer, e) for e in range(self._config.n_routed_experts)]
         triples = [(*at["gate_up"], *at["down"]) for at in every]
-        first, last = (len(every) * n // self._ranks for n in (self._rank, self._rank + 1))
-        self.left_out += sum(self._bytes(*triple) for triple in triples[:first] + triples[last:])
-        triples, count = triples[first:last], last - first
+        if self._slicing.whole_experts:
+            triples = triples[self._slicing.experts(len(every))]
+        count = len(triples)
         kinds = {self._found.formats[name] for triple in triples for name in triple}
         where = f"{self._checkpoint.path}: {self._found.prefix}{names.experts(layer)}"
         if len(kinds) > 1:
@@ -253,10 +264,12 @@ class _Plan:
         (kind,) = kinds
         if kind not in EXPERTS:
             raise CheckpointError(f"{where}: routed experts in {kind} are not served; served: {', '.join(EXPERTS)}")
+        compact = kind == scheme.INT4 and self._rounding is not None
+        kind = scheme.INT4_COMPACT if compact else kind
         record, suffixes = EXPERTS[kind]
         gate_ups, downs, halves = [], [], []  # of each suffix; halves [count, 2, ...] are views of the former
         for suffix in suffixes:
-            gate, down = (self._found.parts(name)[suffix] for name in triples[0][1:])
+            gate, down = (self._held(kind, suffix, name) for name in triples[0][1:])
             if kind == scheme.DENSE:
                 dtype = self._dtype
             elif len(gate.dtypes) > 1:
@@ -270,16 +283,27 @@ class _Plan:
         for k, triple in enumerate(triples):
             outs = [x[k, 0] for x in halves], [x[k, 1] for x in halves], [x[k] for x in downs]
             for name, parts in zip(triple, outs):
-                self._fill(name, dict(zip(suffixes, parts)))
+                if compact:
+                    stretches = self._stretches(name)
+                    self._job([*stretches.values()], partial(self._compact, name, stretches, parts))
+                else:
+                    self._fill(name, dict(zip(suffixes, parts)))
         return record(*gate_ups, *downs)
+
+    def _held(self, kind: str, suffix: str, name: str) -> Part:
+        """What of a linear layer, this rank's part of it taken for a whole one, lies in memory in the format `kind`."""
+        self._stretches(name)  # refuses parts that would cut groups
+        return SERVED[kind].parts(self._shape(name))[suffix]
 
     def _linear(self, *linears: str) -> Matrix:
         """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
-        shapes = [self._found.shapes[name] for name in linears]
+        shapes = [self._shape(name) for name in linears]
         rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
         ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(linears))]
         slices = [slice(end - o, end) for end, (o, _) in zip(ends, shapes)]
         if all(self._found.formats[name] == scheme.INT4 for name in linears):
+            for name in linears:
+                self._stretches(name)  # refuses parts that would cut groups
             weight = self._empty(rows, inputs // 8, dtype=torch.int32)
             scale = self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(linears))
             for name, part in zip(linears, slices):
@@ -292,68 +316,103 @@ class _Plan:
 
     def _split_kv_b(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         c = self._config
-        heads, n, v, latent = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
+        n, v, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
+        heads = self._shape(name)[0] // (n + v)
         w_uk, w_uv = self._empty(heads, n, latent), self._empty(heads, latent, v)
 
         def split(stage: _Stage) -> None:
-            whole = read_linear(
-                self._checkpoint, self._found, name, self._dtype, device=self._device, advance=stage.advance
-            )
-            heads_first = whole.view(heads, n + v, latent)
+            self._count_shared(name, stage)
+            heads_first = self._read(name, self._cut(name)[0], stage).view(heads, n + v, latent)
             w_uk.copy_(heads_first[:, :n])
             w_uv.copy_(heads_first[:, n:].transpose(1, 2))
 
-        self._job(self._first_part(name), split)
+        self._job([*self._stretches(name).values()], split)
         return w_uk, w_uv
 
     def _plain(self, name: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        info = self._info(name)
-        out = self._empty(*info.shape, dtype=dtype)
-        self._job(info, partial(self._copy, info, out))
+        stretch = Stretch.whole(self._info(name))
+        if name in self._cuts:
+            stretch = Stretch(stretch.info, self._cuts[name])
+        out = self._empty(*stretch.shape, dtype=dtype)
+        self._job([stretch], partial(self._copy, stretch, out))
         return out
 
     def _fill_dense(self, name: str, out: torch.Tensor) -> None:
         if self._found.formats[name] == scheme.DENSE:
             self._fill(name, {".weight": out})
         else:
-            self._job(self._first_part(name), partial(self._dequantize, name, out))
+            self._job([*self._stretches(name).values()], partial(self._dequantize, name, out))
 
     def _dequantize(self, name: str, out: torch.Tensor, stage: _Stage) -> None:
-        step = row_step(out.shape[1])
+        self._count_shared(name, stage)
+        step, first = row_step(out.shape[1]), self._cut(name)[0].start
         for start in range(0, out.shape[0], step):
-            rows = slice(start, min(start + step, out.shape[0]))
-            out[rows] = read_linear(
-                self._checkpoint, self._found, name, self._dtype, rows=rows, device=self._device, advance=stage.advance
-            )
+            stop = min(start + step, out.shape[0])
+            out[start:stop] = self._read(name, slice(first + start, first + stop), stage)
+
+    def _count_shared(self, name: str, stage: _Stage) -> None:
+        """Counts, once, what `_read` reads with each piece: numbers that belong to all rows."""
+        stage.advance(sum(s.nbytes for s in self._stretches(name).values() if s.part is not None and not s.part.covers))
+
+    def _read(self, name: str, rows: slice, stage: _Stage) -> torch.Tensor:
+        """Rows of the linear layer, this rank's columns of them."""
+        return read_linear(
+            self._checkpoint,
+            self._found,
+            name,
+            self._dtype,
+            rows=rows,
+            columns=self._cut(name)[1],
+            device=self._device,
+            advance=stage.advance,
+        )
+
+    def _compact(
+        self, name: str, stretches: Mapping[str, Stretch], outs: Sequence[torch.Tensor], stage: _Stage
+    ) -> None:
+        """INT4 as stored to packed, scale and row scale, on the device."""
+        stored = {}
+        for suffix, stretch in stretches.items():
+            piece = stretch.empty()
+            stretch.read(self._checkpoint, piece)
+            stored[suffix] = piece.to(self._device)
+            stage.advance(piece.nbytes)
+        try:
+            *made, lost = int4_compact.compacted(stored[".weight_packed"], stored[".weight_scale"])
+        except ValueError as e:
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {stretches['.weight_scale'].info.name}: {e}") from e
+        for out, values in zip(outs, made):
+            out.copy_(values)
+        assert self._rounding is not None
+        self._rounding.add(name, lost)
 
     def _fill(self, name: str, outs: Mapping[str, torch.Tensor]) -> None:
         """Copies a linear layer's stored parts to `outs`, by suffix; a part that is not there is only checked."""
-        for suffix, part in self._found.parts(name).items():
-            info = self._info(name + suffix)
-            if part.covers:
-                self._job(info, partial(self._copy, info, outs[suffix], part=part))
+        for suffix, stretch in self._stretches(name).items():
+            if stretch.part is not None and stretch.part.covers:
+                self._job([stretch], partial(self._copy, stretch, outs[suffix]))
             else:
-                self._job(info, partial(self._copy_whole, info, outs.get(suffix), part))
+                self._job([stretch], partial(self._copy_whole, stretch, outs.get(suffix)))
 
-    def _copy_whole(self, info: TensorInfo, out: torch.Tensor | None, part: Part, stage: _Stage) -> None:
-        stored = self._checkpoint.read(info.name)
-        require_sound(self._checkpoint, info, part, stored)
+    def _copy_whole(self, stretch: Stretch, out: torch.Tensor | None, stage: _Stage) -> None:
+        stored = stretch.empty()
+        stretch.read(self._checkpoint, stored)
         if out is not None:
-            out.copy_((stored.reciprocal() if part.reciprocal else stored).reshape(out.shape))
-        stage.advance(info.nbytes)
+            reciprocal = stretch.part is not None and stretch.part.reciprocal
+            out.copy_((stored.reciprocal() if reciprocal else stored).reshape(out.shape))
+        stage.advance(stretch.nbytes)
 
-    def _copy(self, info: TensorInfo, out: torch.Tensor, stage: _Stage, *, part: Part | None = None) -> None:
-        """Fills `out`, of info's shape, in pieces of whole rows: in place where bytes need no change, else staged."""
-        assert out.shape == info.shape, (out.shape, info)
+    def _copy(self, stretch: Stretch, out: torch.Tensor, stage: _Stage) -> None:
+        """Fills `out`, of the stretch's shape, in pieces of rows: in place where bytes need no change, else staged."""
+        info = stretch.info
+        assert out.shape == stretch.shape, (out.shape, stretch)
         direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
-        row = info.nbytes // max(info.shape[0], 1)
+        row = info.nbytes // max(info.shape[0], 1)  # as it lies in the file: cut rows are read by the same pieces
         step = max(STAGE_BYTES // max(row, 1), 1)
-        for start in range(0, info.shape[0], step):
+        for start in range(0, out.shape[0], step):
             piece = out[start : start + step]
             source = piece if direct else stage.view(info.dtype, piece.shape, piece.numel())
-            self._checkpoint.read_into(info, source, start * row)
-            if part is not None:
-                require_sound(self._checkpoint, info, part, source)
+            stretch.rows(start, step).read(self._checkpoint, source)
             if not direct:
                 piece.copy_(source)
             stage.advance(source.nbytes)
@@ -363,11 +422,15 @@ class _Plan:
         dtypes = {self._info(f"{name}.weight_scale").dtype for name in linears}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    def _first_part(self, name: str) -> TensorInfo:
-        return self._info(name + next(iter(self._found.parts(name))))
+    def _cut(self, linear: str) -> tuple[slice, ...]:
+        """This rank's rows and columns."""
+        return self._cuts.get(linear) or tuple(slice(0, n) for n in self._found.shapes[linear])
 
-    def _bytes(self, *linears: str) -> int:
-        return sum(self._info(name + suffix).nbytes for name in linears for suffix in self._found.parts(name))
+    def _shape(self, linear: str) -> tuple[int, ...]:
+        return tuple(own.stop - own.start for own in self._cut(linear))
+
+    def _stretches(self, linear: str) -> dict[str, Stretch]:
+        return self._found.stretches(linear, *self._cut(linear))
 
     def _info(self, name: str) -> TensorInfo:
         return self._found.tensors[name]
@@ -375,8 +438,9 @@ class _Plan:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _job(self, first: TensorInfo, run: Callable[[_Stage], None]) -> None:
-        self.jobs.append(_Job((first.file.name, first.offset), run))
+    def _job(self, stretches: Sequence[Stretch], run: Callable[[_Stage], None]) -> None:
+        first, nbytes = stretches[0].info, sum(stretch.nbytes for stretch in stretches)
+        self.jobs.append(_Job((first.file.name, first.offset), nbytes, run))
 
 
 class _Stopped(Exception):
@@ -427,24 +491,3 @@ def _run(jobs: list[_Job], threads: int, device: torch.device, advance: Advance)
                 reader.join()
     if errors:
         raise errors[0]
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr: GB read, GB in all, GB/s."""
-    columns = (
-        TextColumn("loading {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    lock = threading.Lock()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=total)
-
-        def advance(nbytes: int) -> None:
-            with lock:
-                bar.advance(task, nbytes)
-
-        yield advance

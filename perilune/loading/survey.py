@@ -1,13 +1,15 @@
 """What a checkpoint holds against what its configuration asks for: names, shapes, types; and rows of a linear layer."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from perilune.core.errors import CheckpointError, shown
+from perilune.core.errors import CheckpointError, ConfigError, shown
 from perilune.formats import scheme
 from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
@@ -16,6 +18,42 @@ from perilune.formats.served import SERVED, format_of
 from perilune.formats.stored import Part
 from perilune.model import names
 from perilune.model.config import KimiConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A region of a stored tensor; `part` says what it is of a linear layer, if it is of one."""
+
+    info: TensorInfo
+    region: tuple[slice, ...]
+    part: Part | None = None
+
+    @classmethod
+    def whole(cls, info: TensorInfo, part: Part | None = None) -> Self:
+        return cls(info, tuple(slice(0, n) for n in info.shape), part)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(own.stop - own.start for own in self.region)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.info.dtype.itemsize
+
+    def rows(self, first: int, count: int) -> "Stretch":
+        """So many of its rows, as far as there are."""
+        own, *rest = self.region
+        start = own.start + first
+        return Stretch(self.info, (slice(start, min(start + count, own.stop)), *rest), self.part)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.info.dtype)
+
+    def read(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
+        """Fills `out` (CPU, contiguous, of the stored type). CheckpointError if what is read cannot be right."""
+        checkpoint.read_block(self.info, out, self.region)
+        if self.part is not None:
+            require_sound(checkpoint, self.info, self.part, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +72,21 @@ class Survey:
         """The tensors to read of a linear layer, by the suffixes of their names."""
         stored = SERVED[self.formats[linear]].parts(self.shapes[linear])
         return {suffix: part for suffix, part in stored.items() if not part.unread}
+
+    def stretches(self, linear: str, rows: slice = slice(None), columns: slice = slice(None)) -> dict[str, Stretch]:
+        """What is stored of rows and columns of a linear layer, by suffix. ConfigError if a group would be cut."""
+        shape = self.shapes[linear]
+        cut = tuple(slice(*own.indices(size)[:2]) for own, size in zip((rows, columns), shape))
+        found = {}
+        for suffix, part in self.parts(linear).items():
+            info = self.tensors[linear + suffix]
+            try:
+                found[suffix] = Stretch(info, part.region(info.shape, shape, cut), part)
+            except ValueError as e:
+                raise ConfigError(
+                    f"tensor {shown(info.name)}: a rank's part would cut one of its {e}: run fewer ranks"
+                ) from e
+        return found
 
 
 def survey(checkpoint: Checkpoint, config: KimiConfig) -> Survey:
@@ -207,17 +260,18 @@ def read_linear(
     dtype: torch.dtype,
     *,
     rows: slice = slice(None),
+    columns: slice = slice(None),
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> torch.Tensor:
-    """Rows of the linear layer `name` (without prefix and ".weight") in `dtype`, dequantised if need be.
+    """Rows and columns of the linear layer `name` (without prefix and ".weight") in `dtype`, dequantised if need be.
 
-    rows     start and stop are multiples of `row_step`, or the matrix's ends
-    advance  called with the number of bytes read; parts that belong to all rows count with the first rows
+    rows, columns  start and stop are multiples of what a stored scale belongs to, or the matrix's ends
+    advance        called with the number of bytes read; but for parts that belong to all rows
 
-    CheckpointError if scales or other stored values cannot be right.
+    CheckpointError if scales or other stored values cannot be right; ConfigError if a group of weights would be cut.
     """
-    stored = read_parts(checkpoint, found, name, rows=rows, device=device, advance=advance)
+    stored = read_parts(checkpoint, found, name, rows=rows, columns=columns, device=device, advance=advance)
     return SERVED[found.formats[name]].decode(stored, dtype)
 
 
@@ -227,22 +281,16 @@ def read_parts(
     name: str,
     *,
     rows: slice = slice(None),
+    columns: slice = slice(None),
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, torch.Tensor]:
-    """What `read_linear` decodes: the rows of the stored parts, by the suffixes of their names, found sound."""
-    out, _ = found.shapes[name]
-    start, stop, _ = rows.indices(out)
+    """What `read_linear` decodes: rows and columns of the stored parts, by the suffixes of their names, found sound."""
     stored: dict[str, torch.Tensor] = {}
-    for suffix, part in found.parts(name).items():
-        info = found.tensors[name + suffix]
-        covers = part.covers
-        first, last = (start // covers, -(-stop // covers)) if covers else (0, 1)
-        shape = (last - first, *info.shape[1:]) if covers else info.shape
-        piece = torch.empty(shape, dtype=info.dtype)
-        checkpoint.read_into(info, piece, first * (info.nbytes // max(info.shape[0], 1)) if covers else 0)
-        require_sound(checkpoint, info, part, piece)
-        if covers or start == 0:
+    for suffix, stretch in found.stretches(name, rows, columns).items():
+        piece = stretch.empty()
+        stretch.read(checkpoint, piece)
+        if stretch.part is not None and stretch.part.covers:
             advance(piece.nbytes)
         stored[suffix] = piece.to(device)
     return stored

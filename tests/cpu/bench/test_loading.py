@@ -11,9 +11,11 @@ import torch
 
 from perilune.bench import loading as bench
 from perilune.core.errors import ConfigError
+from perilune.dist.slicing import Slicing
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.loading import load as loading
+from perilune.loading import progress
 from perilune.loading.load import load
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
@@ -23,10 +25,11 @@ from tests.cpu.loading.test_load import CONFIG, flat
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     g = torch.Generator().manual_seed(0)
-    shapes = expected(KimiConfig.from_dict(CONFIG))
+    config = CONFIG | {"vocab_size": 104}  # so that ranks can share it
+    shapes = expected(KimiConfig.from_dict(config))
     directory = tmp_path_factory.mktemp("int4")
     tensors = ((name, torch.randn(shape, generator=g)) for name, shape in shapes.items())
-    write(directory, tensors, config=CONFIG, form="int4", shard_bytes=50_000)
+    write(directory, tensors, config=config, form="int4", shard_bytes=50_000)
     return directory
 
 
@@ -46,16 +49,17 @@ def reads(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_readers_together_read_each_byte_of_the_experts_once(path, reads, ranks, monkeypatch):
     monkeypatch.setattr(loading, "STAGE_BYTES", 2048)  # several pieces of each tensor
     whole = load(path, dtype=torch.float32, device="cpu")[1]
     reads.clear()
-    parts = [load(path, dtype=torch.float32, device="cpu", part=(r, ranks))[1] for r in range(ranks)]
+    parts = [load(path, dtype=torch.float32, device="cpu", slicing=Slicing(r, ranks, True))[1] for r in range(ranks)]
+    experts_read = {name: seen for name, seen in reads.items() if ".mlp.experts." in name}
     with Checkpoint.open(path) as checkpoint:
-        assert reads.keys() == checkpoint.tensors.keys()
-    for name, seen in reads.items():
-        assert (seen == (1 if ".mlp.experts." in name else ranks)).all(), name
+        assert experts_read.keys() == {name for name in checkpoint.tensors if ".mlp.experts." in name}
+    for name, seen in experts_read.items():
+        assert (seen == 1).all(), name
     for i in (1, 2):
         experts = [flat(p.layers[i].ffn.experts) for p in parts]
         for joined, tensor in zip(zip(*experts), flat(whole.layers[i].ffn.experts)):
@@ -63,28 +67,26 @@ def test_readers_together_read_each_byte_of_the_experts_once(path, reads, ranks,
         assert all(p.layers[i].ffn.gate.equal(whole.layers[i].ffn.gate) for p in parts)
 
 
-def test_the_bar_ends_at_what_a_part_reads(path, monkeypatch):
-    seen = Counter()
+def test_the_bar_sums_what_ranks_read(path, monkeypatch):
+    bars = []
 
-    class Bar:
-        def __init__(self, name, total):
-            seen["total"] += total
+    class Kept(progress.Bar):
+        def __init__(self, name):
+            super().__init__(name)
+            bars.append(self)
 
-        def __enter__(self):
-            return lambda n: seen.update(read=n)
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(loading, "_progress", Bar)
-    load(path, dtype=torch.float32, device="cpu", progress=True, threads=1, part=(1, 3))
-    assert seen["read"] == seen["total"] > 0
+    monkeypatch.setattr(progress, "Bar", Kept)
+    load(path, dtype=torch.float32, device="cpu", progress=True, threads=1, slicing=Slicing(1, 2, True))
+    task = bars[0]._bar.tasks[0]
+    assert task.completed == task.total > 0 and task.description == path.name
+    bars[0].report(1, 5, 100)
+    assert (task.completed, task.total) == (bars[0]._ranks[0][0] + 5, bars[0]._ranks[0][1] + 100)
 
 
-@pytest.mark.parametrize("part", [(1, 1), (-1, 2), (0, 5), (0, 0)])
-def test_a_part_that_does_not_exist(path, part):
-    with pytest.raises(ConfigError, match="rank must be below ranks"):
-        load(path, dtype=torch.float32, device="cpu", part=part)
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_more_ranks_than_experts(path, ranks):
+    with pytest.raises(ConfigError, match=r"4 heads|cannot be shared out"):
+        load(path, dtype=torch.float32, device="cpu", slicing=Slicing(0, ranks, True))
 
 
 @pytest.mark.parametrize("when", [1, 4, 9])

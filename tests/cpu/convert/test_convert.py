@@ -166,7 +166,7 @@ def test_int4_is_found_again_in_bfloat16() -> None:
 def test_compact_scales_cannot_say_zero_so_levels_do() -> None:
     packed, scale = int4.quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
     scale[1, 0] = 0
-    made, steps, row, signal, error = int4_again.compact(packed, scale)
+    made, steps, row, (signal, error, _) = int4_compact.compacted(packed, scale)
     restored = int4_compact.dequantize(made, steps, row, torch.float32)
     exact = int4.dequantize(packed, scale, torch.float32)
     assert not restored[1, :32].any()
