@@ -58,7 +58,9 @@ class Leader:
                         os._exit(0)  # rank 0 is gone, and all requests with it
             silent_seconds = 0.0 if heard else silent_seconds + BEAT_SECONDS
             if silent_seconds >= SILENT_SECONDS:
-                print(f"perilune: rank 0 has not answered for {SILENT_SECONDS:.0f} s: ended", file=sys.stderr, flush=True)
+                print(
+                    f"perilune: rank 0 has not answered for {SILENT_SECONDS:.0f} s: ended", file=sys.stderr, flush=True
+                )
                 if self._process:
                     with contextlib.suppress(OSError):
                         os.kill(self._process, signal.SIGKILL)

@@ -270,9 +270,7 @@ class Runner:
         drafted = any(w.drafts for w in work)  # else nothing can be cut, and this host need not wait
         return Sampled(work, tokens, checked, dict(enumerate(kept.tolist())) if drafted else {})
 
-    def _choose(
-        self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...], vocabulary: Vocabulary
-    ) -> Sampled:
+    def _choose(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...], vocabulary: Vocabulary) -> Sampled:
         wanted = samples(work)
         adjusted, cut = self.grammars.mask(adjusted, work)
         chosen = sampler.sample_tokens(adjusted, wanted, vocabulary)

@@ -38,7 +38,7 @@ def load_drafter(
 ) -> "Eagle3Drafter":
     """The draft model in `path` for the loaded `target`, split as that is; CheckpointError if damaged or of another
     target."""
-    config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=group.slicing)
+    config, own = load_draft(path, target, weights, dtype=dtype, device=device)
     if fp8:
         to_fp8(own, weights)
     return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers), group)
@@ -47,9 +47,7 @@ def load_drafter(
 class Eagle3Drafter:
     """See drafter.Drafter."""
 
-    def __init__(
-        self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...], group: Group = ALONE
-    ):
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...], group: Group = ALONE):
         self.config = config
         self._group = group
         self.aux_layers = aux_layers
