@@ -7,7 +7,7 @@ in a CUDA graph. Sums have the same bits on every rank, so what is computed from
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
@@ -89,7 +89,8 @@ ALONE = Alone()
 class _Process:
     """Over a process group of torch's."""
 
-    def __init__(self, slicing: Slicing, processes: "torch_dist.ProcessGroup") -> None:
+    def __init__(self, slicing: Slicing, processes: Any) -> None:
+        """`processes`: a torch_dist.ProcessGroupGloo or ProcessGroupNCCL, which have no common type in its stubs."""
         self.slicing, self._processes = slicing, processes
         self.ranks = slicing.ranks
 
@@ -118,7 +119,7 @@ class _Process:
         del self._processes
 
     @staticmethod
-    def _wait(work: "torch_dist.Work | None") -> None:
+    def _wait(work: Any) -> None:
         if work is not None:
             work.wait()
 
@@ -156,7 +157,7 @@ def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool 
     user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU."""
     if slicing.ranks == 1:
         return ALONE
-    store = torch_dist.FileStore(str(meeting), slicing.ranks)
+    store = torch_dist.FileStore(str(meeting), slicing.ranks)  # type: ignore[attr-defined]  # torch's stubs lack it
     if device.type == "cuda" and not shared:
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -164,7 +165,7 @@ def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool 
         wanted = torch_dist.ProcessGroupNCCL.Options()
         wanted._timeout = TIMEOUT
         return Nccl(slicing, torch_dist.ProcessGroupNCCL(store, slicing.rank, slicing.ranks, wanted))
-    options = torch_dist.ProcessGroupGloo._Options()
+    options = torch_dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # nor this
     options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT
     kind = GlooOnGpu if shared else Gloo

@@ -207,7 +207,7 @@ def _allocate(
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
-        loss = to_fp8(weights)
+        loss = to_fp8(weights, None if group.ranks == 1 else lambda x: group.gather(x).amax(0))
         choices.note(
             "rest_dtype",
             "fp8",

@@ -17,8 +17,8 @@ from perilune.core.step import StepPlan, Work
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
 
-# How a share of a step is written: Work's fields but params, seed and blocks, then (params, seed) or None, then how many
-# blocks of the table known before are kept (-1: the table is the same), and the blocks after those.
+# How a share of a step is written: Work's fields but params, seed and blocks; (params, seed) or None; how many blocks of
+# the table known before are kept (-1: it is the same); the blocks after those.
 Row = tuple[
     int, int, int, tuple[int, ...], bool, int, tuple[int, ...], tuple[int, ...], int, int, int, bool,
     tuple[SamplingParams, int] | None, int, tuple[int, ...],

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perilune.core.errors import CheckpointError, shown
+from perilune.core.errors import CheckpointError, ConfigError, shown
+from perilune.dist.slicing import WHOLE, Slicing
 from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
 from perilune.loading.fp8_dense import quantize, round_values
-from perilune.loading.survey import spell
+from perilune.loading.survey import Stretch, spell
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
@@ -23,13 +24,21 @@ _IDS = (torch.int64, torch.int32)
 
 
 def load_draft(
-    path: Path, target: KimiConfig, shared: Weights, *, dtype: torch.dtype, device: torch.device | str
+    path: Path,
+    target: KimiConfig,
+    shared: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    slicing: Slicing = WHOLE,
 ) -> tuple[Eagle3Config, Eagle3Weights]:
     """The draft in `path` for the model `target`. A draft without embedding or head uses the target's.
 
-    dtype  of its weights; that of `shared`
+    dtype    of its weights; that of `shared`
+    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; that of `shared`
 
-    Raises CheckpointError that names the key, the tensor, or what does not fit the target.
+    Raises CheckpointError that names the key, the tensor, or what does not fit the target; ConfigError if a tensor
+    cannot be split over so many ranks.
     """
     config = Eagle3Config.from_directory(path)
     _check_target(path, config, target)
@@ -37,10 +46,19 @@ def load_draft(
         stored = _names(checkpoint)
         _check_tensors(checkpoint, stored, config)
 
-        at = names.draft(config)
+        at, tensors = names.draft(config), {tensor.name: tensor for tensor in names.draft_tensors(config)}
+
+        def slice_of(name: str) -> Tensor:
+            info = checkpoint.info(stored[name])
+            try:
+                stretch = Stretch(info, tensors[name].part(slicing.rank, slicing.ranks))
+            except ValueError as e:
+                raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks") from e
+            stretch.read(checkpoint, piece := stretch.empty())
+            return piece.to(device, dtype)
 
         def read(*parts: str) -> Tensor:
-            pieces = [checkpoint.read(stored[name]).to(device, dtype) for name in parts]
+            pieces = [slice_of(name) for name in parts]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
         def linear(field: str) -> Matrix:
@@ -115,7 +133,7 @@ def _attention(
     if c.form == "mha":
         return HeadAttention(linear("qkv"), linear("o"))
     n, v, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
-    kv_b = read(*at["kv_b"]).view(c.num_attention_heads, n + v, latent)
+    kv_b = read(*at["kv_b"]).view(-1, n + v, latent)
     return Attention(
         qkv_a=linear("qkv_a"),
         q_a_norm=read(*at["q_a_norm"]),

@@ -6,15 +6,17 @@ times a power of two for each of kv_b_proj's rows. bfloat16 holds that exactly, 
 the kernel for one token reads an FP8 copy of the same numbers. FP8 copies of W_UK gained no speed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perilune.loading.rounding import decibels
 from perilune.model.weights import Matrix, Mlp, Moe, Weights
 from perilune.ops.linear.linear_fp8 import quantize_exactly, quantize_rows
 
+_SPLIT_ROWS = ("o", "down")
 PIECE_ROWS = 4096  # quantised at once: bounds the float32 copy
 
 
@@ -29,9 +31,16 @@ class Loss:
     worst: str
 
 
-def to_fp8(weights: Weights) -> Loss:
+Agree = Callable[[Tensor], Tensor]
+
+
+def to_fp8(weights: Weights, agree: Agree | None = None) -> Loss:
     """Replaces the dense linear layers in place, one at a time, and says how much was lost. After `to_fp8_latents`, if
-    that is done: it multiplies what is rounded here."""
+    that is done: it multiplies what is rounded here.
+
+    agree  the elementwise maximum over ranks, which all call this: rows that are split over ranks then get the scales
+           they have on one
+    """
     signal = error = 0.0
     matrices = saved = 0
     worst_db, worst = float("inf"), "none"
@@ -40,14 +49,14 @@ def to_fp8(weights: Weights) -> Loss:
         nonlocal signal, error, matrices, worst_db, worst
         matrices += 1
         signal, error = signal + s, error + e
-        if (db := _decibels(s, e)) < worst_db:
+        if (db := decibels(s, e)) < worst_db:
             worst_db, worst = db, name
 
     for name, holder, field in _places(weights):
         old = getattr(holder, field)
         if old.format != "dense" or old.weight.shape[1] % 64:
             continue
-        new, s, e = quantize(old.weight)
+        new, s, e = quantize(old.weight, agree if field in _SPLIT_ROWS else None)
         setattr(holder, field, new)
         saved += old.weight.nbytes - new.nbytes
         count(name, s, e)
@@ -57,7 +66,7 @@ def to_fp8(weights: Weights) -> Loss:
             a.uv_fp8, s, e = round_values(a.w_uv)
             saved -= a.uv_fp8.nbytes
             count(f"layers.{i}.attention.w_uv", s, e)
-    return Loss(matrices, saved, _decibels(signal, error), worst_db, worst)
+    return Loss(matrices, saved, decibels(signal, error), worst_db, worst)
 
 
 def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
@@ -69,8 +78,8 @@ def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
     return Matrix(q, scale.squeeze(1)), float(signal), float(error)
 
 
-def quantize(weight: Tensor) -> tuple[Matrix, float, float]:
-    """(the matrix in FP8, its energy, the energy of the error)."""
+def quantize(weight: Tensor, agree: Agree | None = None) -> tuple[Matrix, float, float]:
+    """(the matrix in FP8, its energy, the energy of the error); `agree` as in `to_fp8`."""
     rows = weight.shape[0]
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(rows, dtype=torch.float32, device=weight.device)
@@ -79,7 +88,7 @@ def quantize(weight: Tensor) -> tuple[Matrix, float, float]:
     for begin in range(0, rows, PIECE_ROWS):
         part = slice(begin, begin + PIECE_ROWS)
         exact = weight[part].float()
-        q, scale = quantize_rows(exact)
+        q, scale = quantize_rows(exact, agree or _own)
         values[part], scales[part] = q, scale
         signal += exact.double().square().sum()
         error += (q.float() * scale.unsqueeze(-1) - exact).double().square().sum()
@@ -98,7 +107,5 @@ def _places(weights: Weights) -> Iterator[tuple[str, object, str]]:
     yield "lm_head", weights, "lm_head"
 
 
-def _decibels(signal: float, error: float) -> float:
-    if error == 0.0:
-        return float("inf")
-    return 10.0 * torch.log10(torch.tensor(signal / error, dtype=torch.float64)).item() if signal else float("-inf")
+def _own(largest: Tensor) -> Tensor:
+    return largest

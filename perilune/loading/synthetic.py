@@ -1,12 +1,18 @@
 """Random weights of any shape: for measuring speed where no checkpoint is at hand.
 
 Values are zero-mean and of the size of real ones: routing is near uniform and activations stay finite. Bits are as
-random as those of real weights, because a GPU's clock depends on how many bits change.
+random as those of real weights, because a GPU's clock depends on how many bits change. Each matrix has a seed by its
+name and is made whole, one at a time, before a rank keeps its slice: all slicings are slices of the same model.
 """
+
+import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from perilune.core.errors import ConfigError
+from perilune.dist.slicing import WHOLE, Slicing
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights
@@ -16,120 +22,180 @@ from perilune.model.weights import Attention, Experts, Int4Experts, Layer, Matri
 GROUP = 32
 _LOWEST_BITS = 0x11111111  # of each nibble
 
+_Cut = Callable[[Tensor], Tensor]
 
-def random_weights(config: KimiConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Weights:
+
+def random_weights(
+    config: KimiConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    slicing: Slicing = WHOLE,
+) -> Weights:
     """Weights as `load` would give for a checkpoint with INT4 experts and everything else in `dtype`."""
-    return _Random(config, dtype, torch.device(device), seed).weights()
+    return _Random(config, _Values(dtype, torch.device(device), seed, slicing)).weights()
 
 
-class _Draws:
-    """Zero-mean tensors of one generator."""
+class _Values:
+    """Zero-mean tensors, each from a generator of its own, of which this rank's slices are kept."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self._dtype, self._device = dtype, device
-        self._generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, slicing: Slicing) -> None:
+        self.dtype, self.device, self.slicing = dtype, device, slicing
+        self._seed = seed
+        self._generator = torch.Generator(device)
 
-    def linear(self, o: int, i: int) -> Matrix:
-        return Matrix(self.normal(o, i, scale=i**-0.5))
+    def generator(self, name: str) -> torch.Generator:
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        return self._generator.manual_seed(int.from_bytes(digest) >> 1)
 
-    def norm(self, width: int) -> Tensor:
-        return self.normal(width, scale=0.1).add_(1.0)
+    def rows(self, t: Tensor) -> Tensor:
+        return t[self.slicing.part(t.shape[0])]
 
-    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        return out.normal_(0.0, scale, generator=self._generator)
+    def columns(self, t: Tensor) -> Tensor:
+        return t[:, self.slicing.part(t.shape[1])]
 
-    def attention(self, sizes: names.Letters) -> Attention:
+    def halves(self, t: Tensor) -> Tensor:
+        """Of gate's rows and of up's."""
+        both = t.unflatten(0, (2, -1))
+        return torch.flatten(both[:, self.slicing.part(both.shape[1])], 0, 1)
+
+    def keep(self, name: str, t: Tensor, cut: _Cut | None) -> Tensor:
+        if cut is None or self.slicing.ranks == 1:
+            return t
+        try:
+            return cut(t).clone(memory_format=torch.contiguous_format)
+        except ConfigError as e:
+            raise ConfigError(f"{name} {list(t.shape)}: {e}") from e
+
+    def linear(self, name: str, shape: tuple[int, ...], cut: _Cut | None = None) -> Matrix:
+        return Matrix(self.normal(name, *shape, scale=shape[1] ** -0.5, cut=cut))
+
+    def norm(self, name: str, *shape: int) -> Tensor:
+        return self.normal(name, *shape, scale=0.1).add_(1.0)
+
+    def normal(
+        self, name: str, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None, cut: _Cut | None = None
+    ) -> Tensor:
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return self.keep(name, out.normal_(0.0, scale, generator=self.generator(name)), cut)
+
+    def attention(self, at: str, sizes: names.Letters) -> Attention:
         of, (heads, n, latent) = names.shapes(names.ATTENTION, sizes), (sizes[x] for x in "HnR")
+        if sizes["H"] % self.slicing.ranks:
+            raise ConfigError(f"{sizes['H']} heads cannot be split evenly over {self.slicing.ranks} ranks")
         return Attention(
-            qkv_a=self.linear(*of["qkv_a"]),
-            q_a_norm=self.norm(*of["q_a_norm"]),
-            q_b=self.linear(*of["q_b"]),
-            kv_a_norm=self.norm(*of["kv_a_norm"]),
-            w_uk=self.normal(heads, n, latent, scale=latent**-0.5),
-            w_uv=self.normal(heads, latent, sizes["v"], scale=latent**-0.5),
-            o=self.linear(*of["o"]),
+            qkv_a=self.linear(f"{at}.qkv_a", of["qkv_a"]),
+            q_a_norm=self.norm(f"{at}.q_a_norm", *of["q_a_norm"]),
+            q_b=self.linear(f"{at}.q_b", of["q_b"], self.rows),
+            kv_a_norm=self.norm(f"{at}.kv_a_norm", *of["kv_a_norm"]),
+            w_uk=self.normal(f"{at}.w_uk", heads, n, latent, scale=latent**-0.5, cut=self.rows),
+            w_uv=self.normal(f"{at}.w_uv", heads, latent, sizes["v"], scale=latent**-0.5, cut=self.rows),
+            o=self.linear(f"{at}.o", of["o"], self.columns),
         )
 
-    def mlp(self, sizes: names.Letters) -> Mlp:
+    def mlp(self, at: str, sizes: names.Letters) -> Mlp:
         of = names.shapes(names.MLP, sizes)
-        return Mlp(gate_up=self.linear(*of["gate_up"]), down=self.linear(*of["down"]))
+        return Mlp(
+            gate_up=self.linear(f"{at}.gate_up", of["gate_up"], self.halves),
+            down=self.linear(f"{at}.down", of["down"], self.columns),
+        )
 
 
-class _Random(_Draws):
-    def __init__(self, config: KimiConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        super().__init__(dtype, device, seed)
-        self._config = config
+class _Random:
+    def __init__(self, config: KimiConfig, values: _Values) -> None:
+        self._config, self._values = config, values
 
     def weights(self) -> Weights:
-        c = self._config
+        c, r = self._config, self._values
         return Weights(
-            embed=self.normal(c.vocab_size, c.hidden_size),
+            embed=r.normal("embed", c.vocab_size, c.hidden_size, cut=r.rows),
             layers=[self._layer(i) for i in range(c.num_hidden_layers)],
-            norm=self.norm(c.hidden_size),
-            lm_head=self.linear(c.vocab_size, c.hidden_size),
+            norm=r.norm("norm", c.hidden_size),
+            lm_head=r.linear("lm_head", (c.vocab_size, c.hidden_size), r.rows),
         )
 
     def _layer(self, i: int) -> Layer:
-        c = self._config
+        c, r, at = self._config, self._values, f"layers.{i}"
         sizes = names.letters(c, c.hidden_size, c.intermediate_size)
-        attention = self.attention(sizes)  # first: a seed's weights depend on the order
         return Layer(
-            input_norm=self.norm(c.hidden_size),
-            attention=attention,
-            post_norm=self.norm(c.hidden_size),
-            ffn=self.mlp(sizes) if i < c.first_k_dense_replace else self._moe(),
+            input_norm=r.norm(f"{at}.input_norm", c.hidden_size),
+            attention=r.attention(f"{at}.attention", sizes),
+            post_norm=r.norm(f"{at}.post_norm", c.hidden_size),
+            ffn=r.mlp(f"{at}.mlp", sizes) if i < c.first_k_dense_replace else self._moe(at),
         )
 
-    def _moe(self) -> Moe:
-        c = self._config
-        narrow = self._dtype == torch.bfloat16 and self._device.type == "cuda"
+    def _moe(self, at: str) -> Moe:
+        c, r = self._config, self._values
+        narrow = r.dtype == torch.bfloat16 and r.device.type == "cuda"
         gate = c.n_routed_experts, c.hidden_size
         shared = names.letters(c, c.hidden_size, c.n_shared_experts * c.moe_intermediate_size)
+        dtype = torch.bfloat16 if narrow else torch.float32
         return Moe(
-            gate=self.normal(*gate, scale=gate[1] ** -0.5, dtype=torch.bfloat16 if narrow else torch.float32),
-            bias=self.normal(c.n_routed_experts, scale=1e-3, dtype=torch.float32),
-            experts=self._experts(),
-            shared=self.mlp(shared) if c.n_shared_experts else None,
+            gate=r.normal(f"{at}.gate", *gate, scale=gate[1] ** -0.5, dtype=dtype),
+            bias=r.normal(f"{at}.bias", c.n_routed_experts, scale=1e-3, dtype=torch.float32),
+            experts=self._experts(f"{at}.experts"),
+            shared=r.mlp(f"{at}.shared", shared) if c.n_shared_experts else None,
         )
 
-    def _experts(self) -> Experts:
-        c = self._config
-        e, d, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
-        return Int4Experts(*self._int4(e, 2 * i, d), *self._int4(e, d, i))
+    def _experts(self, at: str) -> Experts:
+        c, r = self._config, self._values
+        d, i = c.hidden_size, c.moe_intermediate_size
+        if r.slicing.whole_experts:
+            own, halves, columns = r.slicing.experts(c.n_routed_experts), None, None
+        else:
+            own, halves, columns = slice(0, c.n_routed_experts), r.halves, r.columns
+        ids = range(own.start, own.stop)
+        return Int4Experts(
+            *self._int4([f"{at}.{e}.gate_up" for e in ids], 2 * i, d, halves),
+            *self._int4([f"{at}.{e}.down" for e in ids], d, i, columns),
+        )
 
-    def _int4(self, e: int, rows: int, inputs: int) -> tuple[Tensor, Tensor]:
-        packed = torch.empty(e, rows, inputs // 8, dtype=torch.int32, device=self._device)
-        for words in packed:
-            words.random_(-(2**31), 2**31 - 1, generator=self._generator)
-            # Levels -8 .. 7 have a mean of -1/2, and a mean is a direction that every token shares: routing would not
-            # be uniform. Level -8, a nibble of zeros, becomes 0.
-            some = words | words >> 1
-            empty = ~(some | some >> 2) & _LOWEST_BITS
-            words |= empty << 3
-        scale = torch.empty(e, rows, inputs // GROUP, dtype=torch.bfloat16, device=self._device)
-        scale.uniform_(0.1 * inputs**-0.5, 0.3 * inputs**-0.5, generator=self._generator)
-        return packed, scale
+    def _int4(self, experts: list[str], rows: int, inputs: int, cut: _Cut | None) -> tuple[Tensor, Tensor]:
+        stacks: tuple[Tensor, Tensor] | None = None
+        for k, name in enumerate(experts):
+            made = [self._values.keep(name, t, cut) for t in self._one_int4(name, rows, inputs)]
+            if stacks is None:
+                packed, scale = (t.new_empty(len(experts), *t.shape) for t in made)
+                stacks = packed, scale
+            for stack, t in zip(stacks, made):
+                stack[k] = t
+        assert stacks is not None
+        return stacks
+
+    def _one_int4(self, name: str, rows: int, inputs: int) -> tuple[Tensor, Tensor]:
+        r = self._values
+        generator = r.generator(name)
+        words = torch.empty(rows, inputs // 8, dtype=torch.int32, device=r.device)
+        words.random_(-(2**31), 2**31 - 1, generator=generator)
+        # Levels -8 .. 7 have a mean of -1/2, and a mean is a direction that every token shares: routing would not be
+        # uniform. Level -8, a nibble of zeros, becomes 0.
+        some = words | words >> 1
+        empty = ~(some | some >> 2) & _LOWEST_BITS
+        words |= empty << 3
+        scale = torch.empty(rows, inputs // GROUP, dtype=torch.bfloat16, device=r.device)
+        return words, scale.uniform_(0.1 * inputs**-0.5, 0.3 * inputs**-0.5, generator=generator)
 
 
-def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0) -> Eagle3Weights:
+def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0, slicing: Slicing = WHOLE) -> Eagle3Weights:
     """Weights of a draft with latent attention and a head of its own, in the type of `embed` [V, D], the target's."""
     assert config.form == "mla" and config.draft_vocab_size == config.vocab_size, config
-    assert embed.shape == (config.vocab_size, config.hidden_size), embed.shape
+    assert embed.shape == (config.vocab_size // slicing.ranks, config.hidden_size), embed.shape
     c, d = config, config.hidden_size
     sizes = names.letters(c, 2 * d, c.intermediate_size)
-    r = _Draws(embed.dtype, embed.device, seed)
+    r = _Values(embed.dtype, embed.device, seed, slicing)
+    fc_norms = [r.norm(f"draft.fc_norms.{k}", c.target_hidden_size) for k in range(c.num_aux)] if c.fc_norm else None
     return Eagle3Weights(
         embed=embed,
-        fc=r.linear(d, c.num_aux * c.target_hidden_size),
-        fc_norms=torch.stack([r.norm(c.target_hidden_size) for _ in range(c.num_aux)]) if c.fc_norm else None,
-        joint_norm=r.norm(c.num_aux * c.target_hidden_size) if c.norm_before_fc else None,
-        input_norm=r.norm(d),
-        hidden_norm=r.norm(d),
-        attention=r.attention(sizes),
-        post_norm=r.norm(d),
-        mlp=r.mlp(sizes),
-        norm=r.norm(d),
-        lm_head=r.linear(c.draft_vocab_size, d),
+        fc=r.linear("draft.fc", (d, c.num_aux * c.target_hidden_size)),
+        fc_norms=torch.stack(fc_norms) if fc_norms else None,
+        joint_norm=r.norm("draft.joint_norm", c.num_aux * c.target_hidden_size) if c.norm_before_fc else None,
+        input_norm=r.norm("draft.input_norm", d),
+        hidden_norm=r.norm("draft.hidden_norm", d),
+        attention=r.attention("draft.attention", sizes),
+        post_norm=r.norm("draft.post_norm", d),
+        mlp=r.mlp("draft.mlp", sizes),
+        norm=r.norm("draft.norm", d),
+        lm_head=r.linear("draft.lm_head", (c.draft_vocab_size, d), r.rows),
         target_ids=None,
     )

@@ -71,13 +71,13 @@ LAYER_LINEAR = re.compile(rf".*\.({'|'.join(entry.suffix for entry in (*ATTENTIO
 _DRAFT_LAYER = "midlayer."  # other drafts say "layers.0."
 _DRAFT_OTHER = "layers.0."
 _DRAFT_ENDS = (
-    Entry("embed", "embed_tokens.weight", "V D"), _linear("fc", "fc", "D AT"), Entry("norm", "norm.weight", "D"),
-    _linear("lm_head", "lm_head", "W D"),
+    Entry("embed", "embed_tokens.weight", "V D", 0), _linear("fc", "fc", "D AT"), Entry("norm", "norm.weight", "D"),
+    _linear("lm_head", "lm_head", "W D", 0),
 )  # fmt: skip
 _DRAFT_NORMS = (Entry("hidden_norm", "hidden_norm.weight", "D"), *NORMS)
 _DRAFT_HEADS = (
-    _linear("qkv", "q_proj", "Hd X"), _linear("qkv", "k_proj", "Kd X"), _linear("qkv", "v_proj", "Kd X"),
-    _linear("o", "o_proj", "D Hd"),
+    _linear("qkv", "q_proj", "Hd X", 0), _linear("qkv", "k_proj", "Kd X", 0), _linear("qkv", "v_proj", "Kd X", 0),
+    _linear("o", "o_proj", "D Hd", 1),
 )  # fmt: skip
 DRAFT_EMBED, DRAFT_HEAD = "embed_tokens.weight", "lm_head.weight"
 DRAFT_OPTIONAL = (DRAFT_EMBED, DRAFT_HEAD)  # a draft without them uses its target's
@@ -226,6 +226,7 @@ def draft_tensors(c: "Eagle3Config") -> Iterator[Tensor]:
     sizes = letters(c, 2 * c.hidden_size, c.intermediate_size) | {
         "W": c.draft_vocab_size, "T": c.target_hidden_size, "AT": c.num_aux * c.target_hidden_size,
         "Hd": c.num_attention_heads * c.head_dim, "Kd": c.num_key_value_heads * c.head_dim,
+        "K": c.num_key_value_heads,
     }  # fmt: skip
     records = [("", _DRAFT_ENDS), (_DRAFT_LAYER, _DRAFT_NORMS), (f"{_DRAFT_LAYER}mlp.", MLP)]
     if c.fc_norm:
@@ -257,7 +258,10 @@ def _sized(entries: Iterable[Entry], sizes: Letters) -> list[Tensor]:
     found = []
     for entry in entries:
         words = entry.shape.split()
-        units = 1 if entry.axis is None else sizes["H" if (word := words[entry.axis])[0] == "H" else word]
+        units = 1
+        if entry.axis is not None:
+            word = words[entry.axis]
+            units = sizes[word[0] if word[0] in "HK" else word]
         name = f"{entry.suffix}.weight" if entry.linear else entry.suffix
         found.append(Tensor(name, tuple(sizes[word] for word in words), entry, units))
     return found

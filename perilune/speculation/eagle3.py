@@ -38,7 +38,7 @@ def load_drafter(
 ) -> "Eagle3Drafter":
     """The draft model in `path` for the loaded `target`, split as that is; CheckpointError if damaged or of another
     target."""
-    config, own = load_draft(path, target, weights, dtype=dtype, device=device)
+    config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=group.slicing)
     if fp8:
         to_fp8(own, weights)
     return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers), group)

@@ -8,6 +8,7 @@ to 128 rows, with products of bf16. "torch" widens the weights first: for prompt
 product.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,12 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.Cost(2 * c.T * c.i * c.o, c.i * c.o + dtype.itemsize * c.T * (c.i + c.o))
 
 
-def quantize_rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [o, i], scale [o] float32): each row's largest magnitude becomes e4m3's, 448."""
-    largest = w.float().abs().amax(-1)
+def quantize_rows(w: Tensor, agree: Callable[[Tensor], Tensor] = lambda largest: largest) -> tuple[Tensor, Tensor]:
+    """(e4m3 [o, i], scale [o] float32): each row's largest magnitude becomes e4m3's, 448.
+
+    agree  where w is some columns of a matrix: makes each row's largest magnitude that of the whole row
+    """
+    largest = agree(w.float().abs().amax(-1))
     scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
     return (w.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 

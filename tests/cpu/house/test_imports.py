@@ -36,7 +36,7 @@ MAY: dict[str, set[str] | None] = {
     "model.names": {"core"},
     "loading": {"model", "ops", "dist", "formats", "core"},
     "doctor": {"loading", "model", "text", "formats", "plan", "core"},
-    "speculation": {"loading", "model", "ops", "core"},
+    "speculation": {"loading", "model", "ops", "dist", "core"},
     "engine": {"speculation", "loading", "model", "grammar", "text", "formats", "plan", "kv", "ops", "dist", "core"},
     "server": {"engine.client", "grammar", "text", "core"},
     "evals": {"client", "tasks", "text", "core"},

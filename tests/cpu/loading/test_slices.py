@@ -1,5 +1,6 @@
 """A rank's weights are the whole model's, cut; and no byte of the rest is read."""
 
+import dataclasses
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,18 +11,23 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.draft.export import config_for
 from perilune.formats import int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.safetensors_file import SafetensorsFile
 from perilune.formats.writer import write
 from perilune.loading import load as loading
+from perilune.loading.fp8_dense import to_fp8
+from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
 from perilune.loading.rounding import Rounding
 from perilune.loading.survey import survey
+from perilune.loading.synthetic import random_draft, random_weights
 from perilune.model import names
 from perilune.model.config import KimiConfig
-from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe, Weights
-from tests.cpu.loading.slices import narrow, same
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.weights import Attention, Int4CompactExperts, Int4Experts, Moe, Weights
+from tests.cpu.loading.slices import columns, narrow, rows, same
 from tests.cpu.loading.test_load import CONFIG, put, quantised
 
 SIZES: dict[str, Any] = CONFIG | {
@@ -176,3 +182,50 @@ def test_compact_scales_are_made_at_load(checkpoints: dict[str, Path], slicing: 
             error = int4_compact.expand(getattr(new, f"{part}_scale"), row) - scale
             assert error.abs().max() <= scale.max() / 510 * 1.01
     assert 40 < float(str(rounding).split("SQNR ")[1].split()[0]) < 70
+
+
+@pytest.mark.parametrize(("ranks", "whole_experts"), [(2, False), (4, False), (2, True)])
+def test_random_weights_are_slices_of_the_same_model(ranks: int, whole_experts: bool) -> None:
+    config = KimiConfig.from_dict(SIZES)
+    whole = random_weights(config, dtype=torch.float32, device="cpu", seed=4)
+    drafts = Eagle3Config.from_dict(config_for(dataclasses.replace(config, num_hidden_layers=3), aux_ids=(1, 2)))
+    draft = random_draft(drafts, whole.embed, seed=4)
+    for s in slicings(ranks, whole_experts=whole_experts):
+        made = random_weights(config, dtype=torch.float32, device="cpu", seed=4, slicing=s)
+        same(narrow(whole, config, s), made)
+        own = random_draft(drafts, made.embed, seed=4, slicing=s)
+        same(rows(draft.lm_head, s), own.lm_head)
+        same(columns(draft.mlp.down, s), own.mlp.down)
+        same(draft.fc, own.fc)
+        assert isinstance(draft.attention, Attention) and isinstance(own.attention, Attention)
+        same(rows(draft.attention.q_b, s), own.attention.q_b)
+    with pytest.raises(ConfigError, match="3 ranks"):
+        random_weights(config, dtype=torch.float32, device="cpu", slicing=Slicing(0, 3))
+
+
+def test_fp8_of_slices_is_the_slices_of_fp8() -> None:
+    """Scales belong to rows. Of rows that are split, ranks agree on the largest magnitude."""
+    config, ranks = KimiConfig.from_dict(SIZES), slicings(2)
+    whole = random_weights(config, dtype=torch.float32, device="cpu")
+    to_fp8_latents(whole)
+    parts = [random_weights(config, dtype=torch.float32, device="cpu", slicing=s) for s in ranks]
+    meet, given = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
+
+    def convert(rank: int) -> None:
+        def agree(largest: torch.Tensor) -> torch.Tensor:
+            given[rank] = largest
+            meet.wait()
+            most = torch.maximum(*given)
+            meet.wait()
+            return most
+
+        to_fp8_latents(parts[rank])
+        to_fp8(parts[rank], agree)
+
+    threads = [threading.Thread(target=convert, args=(s.rank,)) for s in ranks]
+    for thread in threads:
+        thread.start()
+    to_fp8(whole)
+    for thread, s in zip(threads, ranks):
+        thread.join()
+        same(narrow(whole, config, s), parts[s.rank])

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
+from perilune.dist.slicing import Slicing
 from perilune.engine.batch import build
 from perilune.loading.eagle3 import load_draft, to_fp8
 from perilune.loading.synthetic import random_weights
@@ -92,6 +93,43 @@ def written(path: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path
     (path / "config.json").write_text(json.dumps(raw))
     save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
     return path
+
+
+@pytest.mark.parametrize("form", ["mha", "mha-small-vocabulary", "mla-31"])
+def test_a_rank_reads_its_slices_of_a_draft(form: str, target: tuple[KimiConfig, Weights], tmp_path: Path) -> None:
+    base, change = FORMS[form]
+    raw = base | change
+    path = written(tmp_path / "draft", raw, tensors_of(Eagle3Config.from_dict(raw), 3))
+    whole = load_draft(path, *target, dtype=torch.float32, device="cpu")[1]
+    joined: dict[str, list[Tensor]] = {}
+    for rank in range(2):
+        s = Slicing(rank, 2)
+        wide = KimiConfig.from_dict(TARGET | {"moe_intermediate_size": 64})
+        shared = random_weights(wide, dtype=torch.float32, device="cpu", slicing=s)
+        own = load_draft(path, target[0], shared, dtype=torch.float32, device="cpu", slicing=s)[1]
+        assert torch.equal(own.fc.weight, whole.fc.weight) and torch.equal(own.norm, whole.norm)
+        pieces = {"lm_head": own.lm_head.weight, "embed": own.embed, "down": own.mlp.down.weight.T}
+        gate, up = own.mlp.gate_up.weight.chunk(2)
+        pieces |= {"gate": gate, "up": up, "o": own.attention.o.weight.T}
+        if isinstance(own.attention, Attention):
+            pieces |= {"q_b": own.attention.q_b.weight, "w_uk": own.attention.w_uk, "w_uv": own.attention.w_uv}
+        else:
+            q, k, v = own.attention.qkv.weight.split([16, 8, 8])
+            pieces |= {"q": q, "k": k, "v": v}
+        for name, piece in pieces.items():
+            joined.setdefault(name, []).append(piece)
+    got = {name: torch.cat(pieces) for name, pieces in joined.items()}
+    a = whole.attention
+    assert torch.equal(got["lm_head"], whole.lm_head.weight) and torch.equal(got["embed"], whole.embed)
+    assert torch.equal(torch.cat([got["gate"], got["up"]]), whole.mlp.gate_up.weight)
+    assert torch.equal(got["down"].T, whole.mlp.down.weight) and torch.equal(got["o"].T, a.o.weight)
+    if isinstance(a, Attention):
+        assert torch.equal(got["q_b"], a.q_b.weight)
+        assert torch.equal(got["w_uk"], a.w_uk) and torch.equal(got["w_uv"], a.w_uv)
+    else:
+        assert torch.equal(torch.cat([got["q"], got["k"], got["v"]]), a.qkv.weight)
+    with pytest.raises(ConfigError, match="choose another number of ranks"):
+        load_draft(path, *target, dtype=torch.float32, device="cpu", slicing=Slicing(0, 3))
 
 
 # ---- the equations of docs/formats.md section 6, for one sequence, nothing cached ------------------------------------
