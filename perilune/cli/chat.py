@@ -337,23 +337,16 @@ def command(
     api_key_file: Path | None,
     timeout: float,
     assignments: tuple[str, ...],
-    device: str | None,
-    dtype: str | None,
-    max_model_len: int | None,
-    draft: str | None,
-    draft_tokens: int | None,
-    drafter: str | None,
-    **sampling: Any,
+    **values: Any,
 ) -> None:
     """Talk with MODEL, or with an OpenAI-compatible endpoint if MODEL is its http(s) address.
 
     /help lists the commands. Lines can also come from a pipe, one question each; exit code 1 if one failed.
     """
+    engine, sampling = options.split(values)
     wanted = {k: v for k, v in sampling.items() if v is not None}
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
     tools = read_tools(tools_file) if tools_file is not None else []
-    engine = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
-    engine |= {"draft": draft, "draft_tokens": draft_tokens, "drafter": drafter}
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")

@@ -71,13 +71,7 @@ def command(
     raw: bool,
     thinking: bool | None,
     assignments: tuple[str, ...],
-    device: str | None,
-    dtype: str | None,
-    max_model_len: int | None,
-    draft: str | None,
-    draft_tokens: int | None,
-    drafter: str | None,
-    **sampling: Any,
+    **values: Any,
 ) -> None:
     """Answer one prompt with MODEL.
 
@@ -89,9 +83,8 @@ def command(
         prompt = sys.stdin.read()
     if not prompt:
         raise RequestError("the prompt is empty: give --prompt, or the prompt on standard input", param="prompt")
-    given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": 1}
-    given |= {"draft": draft, "draft_tokens": draft_tokens, "drafter": drafter}
-    config = build(EngineConfig, options.engine_values(given, assignments, {}))
+    engine, sampling = options.split(values)
+    config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
     path = resolve_model(model, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.from_directory(path)
     template = template_for(path)

@@ -80,6 +80,9 @@ class EngineConfig:
     )
     log_rejected_share: float = _doc("share of the requests that are logged, chosen at random", 0.1)
     log_rejected_mb: int = _doc("megabytes of that log; the oldest files are deleted", 64)
+    self_test: bool = _doc(
+        "replay each CUDA graph once when it is captured, and compare it with the step without it", True
+    )
     ops: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},

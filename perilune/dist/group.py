@@ -21,9 +21,11 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone."""
+    """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone. `name`: how it
+    exchanges, as rows of the ledger say."""
 
     slicing: Slicing
+    name: str
 
     @property
     def ranks(self) -> int: ...
@@ -48,8 +50,8 @@ class Group(Protocol):
 
 
 def total(group: Group, x: Tensor) -> Tensor:
-    """The layer's output [T, D] from every rank's part of it: x [T, D], or float32 [T, P, D], P parts whose sum a rank's
-    part is; then [T, 1, D]."""
+    """The layer's output [T, D] from every rank's part x of it: [T, D], or float32 [T, P, D], P addends; then
+    [T, 1, D]."""
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
@@ -63,10 +65,15 @@ def least(group: Group, number: int) -> int:
     return int(group.gather(torch.tensor([number], dtype=torch.int64, device=device)).min())
 
 
+def largest(group: Group, number: int) -> int:
+    """The largest of all ranks' numbers."""
+    return -least(group, -number)
+
+
 class Alone:
     """One rank, which holds everything."""
 
-    slicing = WHOLE
+    slicing, name = WHOLE, "none"
     ranks = 1
 
     def sum(self, x: Tensor) -> Tensor:
@@ -88,6 +95,8 @@ ALONE = Alone()
 
 class _Process:
     """Over a process group of torch's."""
+
+    name: str
 
     def __init__(self, slicing: Slicing, processes: Any) -> None:
         """`processes`: a torch_dist.ProcessGroupGloo or ProcessGroupNCCL, which have no common type in its stubs."""
@@ -127,12 +136,16 @@ class _Process:
 class Gloo(_Process):
     """Between processes of a CPU."""
 
+    name = "gloo"
+
     def abort(self) -> None:
         """Calls in flight end by themselves, because the other processes do."""
 
 
 class Nccl(_Process):
     """Between GPUs of one host."""
+
+    name = "nccl"
 
     def close(self) -> None:
         self._processes.shutdown()

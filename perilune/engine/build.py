@@ -83,9 +83,9 @@ def build(
     loaded: Callable[[], None] = lambda: None,
     owns_process: bool = False,
 ) -> Parts:
-    """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when it
-    has its weights. `owns_process` as in Engine. Raises ConfigError and CheckpointError. `source` brings the weights; with several ranks each
-    process has its own, so it must be `load`."""
+    """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
+    it has its weights. `source` brings the weights; the other ranks use `load`. `owns_process` as in Engine. Raises
+    ConfigError and CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     device = resolve_device(config, choices)

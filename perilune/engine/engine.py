@@ -22,6 +22,7 @@ from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
 from perilune.engine.cost_table import measure_costs
+from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.loading.load import load
 from perilune.speculation.protocol import Drafting, Observer
@@ -197,6 +198,10 @@ class Engine:
     def costs(self) -> Costs:
         """What steps cost, as measured last."""
         return next(reversed(self._costs.values()))
+
+    def order_costs(self) -> OrderCosts | None:
+        """What sending plans to the other ranks costs, since the last call; None with one rank."""
+        return None if self._ranks is None else self._ranks.costs()
 
     def on_lost_rank(self, handle: Callable[[str], None]) -> None:
         """`handle` gets the reason, in a thread of its own, when another rank is lost."""

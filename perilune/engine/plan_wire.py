@@ -17,8 +17,8 @@ from perilune.core.step import StepPlan, Work
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
 
-# How a share of a step is written: Work's fields but params, seed and blocks; (params, seed) or None; how many blocks of
-# the table known before are kept (-1: it is the same); the blocks after those.
+# How a share of a step is written: Work's fields but params, seed and blocks; (params, seed) or None; how many blocks
+# of the table known before are kept (-1: it is the same); the blocks after those.
 Row = tuple[
     int, int, int, tuple[int, ...], bool, int, tuple[int, ...], tuple[int, ...], int, int, int, bool,
     tuple[SamplingParams, int] | None, int, tuple[int, ...],
@@ -98,9 +98,12 @@ class Reader:
         (rid, slot, start, tokens, sample, output_index, targets, history, left, drafts, next_token, chained,
          fresh, kept, blocks) = row  # fmt: skip
         known = self._known.get(slot)
-        params, seed = fresh or known[1:3]  # type: ignore[index]
+        if known is None and (fresh is None or kept):
+            raise EngineError(f"an order speaks of slot {slot}, which this rank does not know")
+        _, params, seed, before = known or (0, *fresh, ())  # type: ignore[misc]  # fresh is given where known is not
+        if fresh is not None:
+            params, seed = fresh
         if kept:
-            before = known[3]  # type: ignore[index]
             blocks = before if kept == -1 else before[:kept] + blocks
         if fresh or kept != -1:
             self._known[slot] = rid, params, seed, blocks

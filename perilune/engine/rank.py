@@ -41,9 +41,9 @@ class Leader:
         """Kills `process` when rank 0 says nothing any more, unless it is 0."""
         self._process = process
 
-    def send(self, kind: str, *, digest: int = 0, text: str = "") -> None:
+    def send(self, kind: str, *, digest: int = 0, text: str = "", decode_seconds: float = 0.0) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._pulse.sendall(report(kind, digest=digest, text=text))
+            self._pulse.sendall(report(kind, digest=digest, text=text, decode_seconds=decode_seconds))
 
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
@@ -73,22 +73,25 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
     reader, drafter = Reader(), runner.drafter
     running: deque[Future[None]] = deque()
 
-    def finish(queued: "Future[Readout]", counts: bool) -> None:
+    def finish(queued: "Future[Readout]", counts: bool, decode_seconds: float) -> None:
         try:
             result = queued.result().wait().result()
         except BaseException as e:
             fail(leader, e)
             return
         if counts:
-            leader.send("digest", digest=result.digest)
+            leader.send("digest", digest=result.digest, decode_seconds=decode_seconds)
 
     with ThreadPoolExecutor(1, "perilune-digests") as reporting:
         while (body := orders.get()) is not None:
+            begin = time.perf_counter()
             order: Order = reader.order(body)
             if order.kind in ("plan", "time"):
+                plan = reader.plan(order)
+                seconds = time.perf_counter() - begin
                 if len(running) == 2:  # as the engine: two steps are in flight, no more
                     running.popleft().result()
-                running.append(reporting.submit(finish, runner.launch(reader.plan(order)), order.kind == "plan"))
+                running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
                 continue
             while running:
                 running.popleft().result()

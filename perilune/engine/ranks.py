@@ -2,7 +2,7 @@
 
 Two socket pairs lead to each process, inherited, so nothing listens. Over the first go the orders (plan_wire.py). Over
 the second both sides say every second that they are there, and the rank sends a digest of the tokens of every step. A
-rank that ends, that says nothing for SILENT_SECONDS, or whose tokens differ ends the group: all processes are killed,
+rank that ends, that says nothing for SILENT_SECONDS, or that chooses other tokens ends the group: all are killed,
 and every request in flight gets the reason. Only silence counts, not a step that lasts: a build of kernels or a long
 prompt may take minutes.
 """
@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
 CLOSE_SECONDS = 3.0  # for ranks to end by themselves
+MEASURED_STEPS = 512  # the last orders that are timed
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -74,11 +77,23 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`."""
+    """From a rank: "beat"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+
+    decode_seconds  from the step's frame in memory to its plan
+    """
 
     kind: str
     digest: int = 0
     text: str = ""
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCosts:
+    """Seconds per step, medians: rank 0 encodes and sends a plan, and the slowest of the other ranks decodes it."""
+
+    send: float
+    decode: float
 
 
 class Frames:
@@ -117,6 +132,7 @@ class _Rank:
         self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
         self.loaded = False
         self.silent_seconds = 0.0
+        self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
         return f"rank {self.place.rank} of {self.place.ranks} (process {self.process.pid})"
@@ -125,8 +141,7 @@ class _Rank:
 class Ranks:
     """All but rank 0. Orders come from one thread at a time.
 
-    order_seconds, orders   spent and sent so far on plans: encoding and sending
-    on_failure              called once, from a thread of this class, with the reason, before `check` knows it
+    on_failure  called once, from a thread of this class, with the reason, before `check` knows it
     """
 
     def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
@@ -142,7 +157,7 @@ class Ranks:
         self._closing = self._watching_silence = False
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
-        self.order_seconds, self.orders = 0.0, 0
+        self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
         leader = os.getpid() if kills_leader else 0
         try:
@@ -160,7 +175,16 @@ class Ranks:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
         self._send(self._writer.plan(plan, kind))
-        self.order_seconds, self.orders = self.order_seconds + time.perf_counter() - begin, self.orders + 1
+        self._order_seconds.append(time.perf_counter() - begin)
+
+    def costs(self) -> "OrderCosts":
+        """Of plans since the last call, the last MEASURED_STEPS."""
+        with self._lock:
+            decode = max(statistics.median(rank.decode_seconds or [0.0]) for rank in self._ranks)
+            send = statistics.median(self._order_seconds or [0.0])
+            for seconds in (self._order_seconds, *(rank.decode_seconds for rank in self._ranks)):
+                seconds.clear()
+        return OrderCosts(send, decode)
 
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
@@ -248,7 +272,7 @@ class Ranks:
                 self._hear(rank)
             if (now := time.monotonic()) < next_beat:
                 continue
-            # Rounds are counted, not time: where this whole machine was stopped, nobody was silent.
+            # Rounds are counted, not time: the whole machine may have been stopped in between.
             next_beat = now + BEAT_SECONDS
             for rank in self._ranks:
                 with contextlib.suppress(OSError):
@@ -268,6 +292,7 @@ class Ranks:
                 elif report.kind == "digest":
                     with self._lock:
                         rank.digests.append(report.digest)
+                        rank.decode_seconds.append(report.decode_seconds)
                 elif report.kind == "failed":
                     self._fail(report.text)
         except (EOFError, msgspec.DecodeError, EngineError):
@@ -310,7 +335,7 @@ class Ranks:
 
 
 def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:
-    """A place for every rank; `gpus` None: on the CPU, whose cores the ranks share out."""
+    """A place for every rank; `gpus` None: on the CPU; the ranks share out its cores."""
     count = config.ranks
     if gpus is not None and len(gpus) < count:
         raise ConfigError(f"{count} ranks need {count} GPUs, but there are {len(gpus)}: lower tp, or name more in gpus")
@@ -348,7 +373,7 @@ def _spawn(start: Start) -> _Rank:
 
 
 def _ending(process: "subprocess.Popen[bytes]") -> str:
-    """How a process ended whose socket is closed."""
+    """How the process ended that closed its socket."""
     try:
         code = process.wait(BEAT_SECONDS)
     except subprocess.TimeoutExpired:

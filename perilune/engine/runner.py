@@ -70,7 +70,10 @@ class Runner:
         self.drafter: Drafter | None = None
         self.graphs: DecodeGraphs | None = None
         if device.type == "cuda" and not place.shared:
-            self.graphs = DecodeGraphs(model, pages, self.last_tokens, config.max_model_len, Recorder(device))
+            recorder = Recorder(device, needed=self.group.ranks > 1)
+            self.graphs = DecodeGraphs(
+                model, pages, self.last_tokens, config.max_model_len, recorder, self_test=config.self_test
+            )
         self.busy_seconds = 0.0
         self.follow(drafter)
         self._worker = worker

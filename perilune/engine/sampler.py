@@ -65,8 +65,8 @@ def narrow(params: Iterable[SamplingParams]) -> bool:
 
 
 def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabulary = ONE_RANK) -> Tensor:
-    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; with V as
-    this rank has of `vocabulary`.
+    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; V is
+    what this rank has of `vocabulary`.
 
     FAILED for a row that holds nan or +inf, or nothing but -inf.
 
