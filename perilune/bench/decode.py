@@ -110,8 +110,10 @@ def measure(
                 "bench": "decode",
                 "model": info.model,
                 "layers": len(runner.model.weights.layers),
-                "tp": 1,
-                "ep": 1,
+                "tp": info.tp,
+                "ep": info.ep,
+                "exchange": runner.group.name,
+                "kv_layout": "replicated",
                 "batch": batch,
                 "context": middle,
                 "draft": engine.config.draft_tokens or 0,
@@ -130,6 +132,7 @@ def measure(
                 "read_gb_per_s": round(rate / 1e9, 2),
                 "prefill_tokens_per_s": round(batch * context / timed.prefill, 1),
                 "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
+                **_orders(engine, report),
                 **ledger.circumstances(),
             }
             bound = ""
@@ -187,7 +190,12 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
             spans.append(now - last)
             hosts.append(spans[-1] - (engine.waiting_seconds - waited))
             sizes.append(sum(len(d.tokens) for d in deltas))
-            if len(spans) == tokens // 2 and (graphs := engine.runner.graphs) is not None and len(graphs):
+            if (
+                len(spans) == tokens // 2
+                and (graphs := engine.runner.graphs) is not None
+                and len(graphs)
+                and engine.info.tp == 1  # a replay on one rank would wait for the others
+            ):
                 graph = engine.runner.call(graphs.latest)
         if waiting:
             waiting -= {d.rid for d in deltas}
@@ -205,6 +213,17 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
         host=statistics.median(hosts),
         device=None if graph is None else engine.runner.call(_replay_seconds, graph),
     )
+
+
+def _orders(engine: Engine, report: Callable[[str], None]) -> dict[str, float]:
+    """What a step costs more with several ranks, in microseconds: rank 0 encodes and sends its plan, and the slowest of
+    the others decodes it, until the step is queued there. Since the last call."""
+    if (costs := engine.order_costs()) is None:
+        return {}
+    report(
+        f"orders: {costs.send * 1e6:.1f} us a step to send its plan to other ranks, {costs.decode * 1e6:.1f} to read it"
+    )
+    return {"order_send_us": round(costs.send * 1e6, 1), "order_read_us": round(costs.decode * 1e6, 1)}
 
 
 def _replay_seconds(graph: Graph) -> float:

@@ -337,14 +337,14 @@ def command(
     api_key_file: Path | None,
     timeout: float,
     assignments: tuple[str, ...],
-    **others: Any,
+    **values: Any,
 ) -> None:
     """Talk with MODEL, or with an OpenAI-compatible endpoint if MODEL is its http(s) address.
 
     /help lists the commands. Lines can also come from a pipe, one question each; exit code 1 if one failed.
     """
-    engine = {name: others.pop(name) for name in options.COMMON}
-    wanted = {k: v for k, v in others.items() if v is not None}
+    engine, sampling = options.split(values)
+    wanted = {k: v for k, v in sampling.items() if v is not None}
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
     tools = read_tools(tools_file) if tools_file is not None else []
     if is_url(model):

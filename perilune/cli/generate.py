@@ -71,7 +71,7 @@ def command(
     raw: bool,
     thinking: bool | None,
     assignments: tuple[str, ...],
-    **others: Any,
+    **values: Any,
 ) -> None:
     """Answer one prompt with MODEL.
 
@@ -83,14 +83,14 @@ def command(
         prompt = sys.stdin.read()
     if not prompt:
         raise RequestError("the prompt is empty: give --prompt, or the prompt on standard input", param="prompt")
-    given = {"max_num_seqs": 1} | {name: others.pop(name) for name in options.COMMON}
-    config = build(EngineConfig, options.engine_values(given, assignments, {}))
+    engine, sampling = options.split(values)
+    config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
     path = resolve_model(model, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.from_directory(path)
     template = template_for(path)
     thinks = None if raw else template.thinks(thinking)
     defaults = sampling_defaults(read_generation_config(path), template, thinking=thinks)
-    params = SamplingParams(**{**defaults, **{k: v for k, v in others.items() if v is not None}})
+    params = SamplingParams(**{**defaults, **{k: v for k, v in sampling.items() if v is not None}})
     if raw:
         ids = tokenizer.encode(prompt, allow_special=True)
         stream: TextStream | ChatStream = TextStream(tokenizer, params.stop)

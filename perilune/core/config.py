@@ -67,8 +67,9 @@ class EngineConfig:
     )
     threads: int | None = _doc("CPU threads of the engine; default: torch's choice", None)
     seed: int | None = _doc("seed of requests that bring none; default: the system's random numbers", None)
-    tp: int = _doc("tensor-parallel ranks", 1)
-    ep: int = _doc("expert-parallel ranks", 1)
+    tp: int = _doc("ranks, one process and GPU each, that share attention, MLPs and vocabulary", 1)
+    ep: int = _doc("1, or the number of ranks: routed experts lie whole on ranks instead of a part on each", 1)
+    gpus: str | None = _doc("GPUs of the ranks, numbers separated by commas; default: the first ones", None)
     draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
         "source of draft tokens, which never change an answer: a draft model, matches with earlier text, or both; "
         "auto: both where there is a draft model",
@@ -93,6 +94,9 @@ class EngineConfig:
     )
     log_rejected_share: float = _doc("share of the requests that are logged, chosen at random", 0.1)
     log_rejected_mb: int = _doc("megabytes of that log; the oldest files are deleted", 64)
+    self_test: bool = _doc(
+        "replay each CUDA graph once when it is captured, and compare it with the step without it", True
+    )
     ops: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},
@@ -100,6 +104,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, low in (
+            ("tp", 1),
+            ("ep", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
             ("max_step_tokens", 1),
@@ -119,14 +125,21 @@ class EngineConfig:
             raise ConfigError(f"log_rejected_share must be in (0, 1], not {self.log_rejected_share}")
         if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
-        if self.tp != 1 or self.ep != 1:
-            raise ConfigError("tp and ep above 1 are not built yet: run one rank")
         if (declared := self.declared_acceptance) is not None:
             most = 1 + (self.draft_tokens or MAX_DRAFTS)
             if not 1.0 <= declared <= most:
                 raise ConfigError(f"declared_acceptance must be 1 to {most}, one more than drafts, not {declared}")
+        if self.ep > 1 and self.tp not in (1, self.ep):
+            raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
+        if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
+            raise ConfigError(f"gpus must be numbers separated by commas, such as 0,1, not {self.gpus!r}")
         if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:
             raise ConfigError(f"draft_tokens must be at most {MAX_DRAFTS}, not {self.draft_tokens}")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute together."""
+        return max(self.tp, self.ep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,8 @@ class EngineInfo:
     block_size: int
     max_num_seqs: int
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
+    tp: int = 1  # ranks that run
+    ep: int = 1  # of these, how many share out whole experts
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
 

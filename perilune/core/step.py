@@ -158,12 +158,14 @@ class StepPlan:
                     the next step to verify; LEFT_OUT: the draft model does not even read the step
     min_confidence  where the host sees the draft model's probabilities without waiting (CPU), drafting stops when every
                     request's chain has a lower product of them than this
+    host            a request has a constraint, so the host takes part in sampling; with several ranks it is rank 0's
     """
 
     step: int
     work: tuple[Work, ...]
     chain: int = 0
     min_confidence: float = 0.0
+    host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -202,5 +204,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """`digest`: a hash of the tokens that requests get, the same on every rank."""
+
     step: int
     outputs: tuple[Output, ...]
+    digest: int = 0

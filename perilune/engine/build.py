@@ -11,8 +11,11 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
+from perilune.dist.group import Group, join
+from perilune.dist.slicing import Slicing
 from perilune.engine.fit import fitted
 from perilune.engine.masks import Grammars
+from perilune.engine.ranks import Place, Ranks, places
 from perilune.engine.resolve import (
     Choices,
     resolve_declared,
@@ -48,7 +51,7 @@ class Source(Protocol):
     """Where an engine's configuration and weights come from: loading.load.load, or a function with its signature."""
 
     def __call__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool, slicing: Slicing
     ) -> tuple[KimiConfig, Weights]: ...
 
 
@@ -61,6 +64,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     rejected: RejectedLog | None
+    ranks: Ranks | None
     synthetic: str  # as in EngineInfo
 
     def info(self, name: str) -> EngineInfo:
@@ -77,11 +81,24 @@ class Parts:
             choices=tuple(self.choices.made),
             synthetic=self.synthetic,
             declared_acceptance=config.declared_acceptance,
+            tp=self.runner.group.ranks,
+            ep=config.ep,
         )
 
 
-def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Source = load) -> Parts:
-    """Raises ConfigError and CheckpointError. `source` brings the weights."""
+def build(
+    model_dir: Path,
+    config: EngineConfig,
+    *,
+    progress: bool,
+    source: Source = load,
+    place: Place | None = None,
+    loaded: Callable[[], None] = lambda: None,
+    owns_process: bool = False,
+) -> Parts:
+    """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
+    it has its weights. `source` brings the weights; the other ranks use `load`. `owns_process` as in Engine. Raises
+    ConfigError and CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     mark = synthetic.read(model_dir)
@@ -90,21 +107,78 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
     elif config.declared_acceptance is not None:
         raise ConfigError("declared_acceptance is for random weights, real ones have their own: leave it out")
     device = resolve_device(config, choices)
-    if source is load:
-        config = fitted(model_dir, config, device, choices, show=progress)
+    ranks = None
+    if place is None:
+        if source is load:
+            config = fitted(model_dir, config, device, choices, show=progress)
+        place, ranks = _start_ranks(model_dir, config, device, owns_process)
+    if place.gpu is not None:
+        torch.cuda.set_device(place.gpu)
+    if ranks is not None:
+        loaded = ranks.wait_loaded
+    try:
+        return _build(
+            _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
+            progress,
+            source,
+            loaded,
+        )
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    model_dir: Path
+    config: EngineConfig
+    choices: Choices
+    device: torch.device
+    place: Place
+    ranks: Ranks | None
+    synthetic: str  # as in EngineInfo
+
+
+def _start_ranks(
+    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool
+) -> tuple[Place, Ranks | None]:
+    gpus = None
+    if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
+        count = torch.cuda.device_count()
+        gpus = list(range(count)) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
+        if beyond := [n for n in gpus if n >= count]:
+            raise ConfigError(f"gpus names GPU {beyond[0]}, but this machine shows {count}, numbered from 0")
+    found = places(config, gpus)
+    if config.ranks == 1:
+        return found[0], None
+    return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
+
+
+def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
+    model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
     ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
     if config.declared_acceptance is not None:
         config = resolve_declared(config, drafter_dir, choices)
-    rejected = _rejected_log(config, choices)
-    worker = compute_thread(config.threads)
+    rejected = _rejected_log(config, choices) if task.place.rank == 0 else None
+    worker = compute_thread(config.threads, task.place)
+    slicing = task.place.slicing
     rounding = Rounding() if config.expert_scales == "compact" else None
     compact = {} if rounding is None else {"rounding": rounding}
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, **compact)
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **compact)
+
+    def meet() -> Group:
+        loaded()
+        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        if task.ranks is not None:
+            task.ranks.joined(group)
+        return group
+
     try:
         config, model, pages, drafter = worker.submit(
-            _allocate, weights, config, choices, device, kv_dtype, drafter_dir
+            _allocate, weights, config, choices, device, kv_dtype, drafter_dir, meet
         ).result()  # fmt: skip
     except BaseException:
         worker.shutdown(cancel_futures=True)
@@ -120,8 +194,9 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
     )
-    runner = Runner(model, pages, config, Grammars(partial(_vocabulary, model_dir)), worker, drafter)
-    return Parts(config, choices, scheduler, runner, rejected, "" if mark is None else str(mark))
+    grammars = Grammars(partial(_vocabulary, model_dir))
+    runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
+    return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic)
 
 
 def speculator(
@@ -156,13 +231,15 @@ def _allocate(
     device: torch.device,
     kv_dtype: torch.dtype,
     drafter_dir: Path | None,
+    meet: Callable[[], Group],
 ) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None]:
-    """Loads the weights, sizes the KV cache by the memory that is left, and allocates it."""
+    """Loads the weights, joins the other ranks, sizes the KV cache by the memory that is left, and allocates it."""
     model_config, weights = source()
+    group = meet()
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
-        loss = to_fp8(weights)
+        loss = to_fp8(weights, None if group.ranks == 1 else lambda x: group.gather(x).amax(0))
         choices.note(
             "rest_dtype",
             "fp8",
@@ -173,8 +250,8 @@ def _allocate(
     drafter = None
     if drafter_dir is not None:
         fp8 = config.draft_dtype == "fp8"
-        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8)
-    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter)
+        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
+    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:
         drafter.allocate(
@@ -185,7 +262,9 @@ def _allocate(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
-    model = KimiK2(model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps)
+    model = KimiK2(
+        model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps, group=group
+    )
     pages = Pages.allocate(
         model_config.num_hidden_layers,
         config.kv_blocks,

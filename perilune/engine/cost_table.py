@@ -138,7 +138,7 @@ class _Timer:
         begin = time.perf_counter()
         before = None
         for _ in range(ahead):  # as the engine does: queue a step, then read the one before
-            queued = self._runner.run(StepPlan(0, work, chain))
+            queued = self._runner.run(self._runner.ordered(StepPlan(0, work, chain), "time"))
             if before is not None:
                 before.wait().result()
             before = queued
@@ -149,5 +149,5 @@ class _Timer:
     def _clear(self, blocks: int) -> None:
         """Zeroes the first blocks: CPUs compute slowly with the denormal numbers that fresh memory may hold."""
         if blocks > self._cleared:
-            self._runner.pages.data[:, self._cleared : blocks] = 0
+            self._runner.zero(blocks)
             self._cleared = blocks

@@ -11,7 +11,9 @@ device: step N+1 is planned chained to N, however many tokens N brings, and noth
 
 import dataclasses
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from perilune.core.config import EngineConfig
@@ -20,6 +22,7 @@ from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
 from perilune.engine.cost_table import measure_costs
+from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.kv.prefix import root_of
 from perilune.loading.load import load
@@ -38,22 +41,34 @@ class Engine:
     waiting_seconds   that `step` waited for the device, or for the thread that computes
     """
 
-    def __init__(self, model_dir: Path, config: EngineConfig, *, progress: bool = False, source: Source = load):
-        parts = build(model_dir, config, progress=progress, source=source)
-        self.config, self.scheduler, self.runner = parts.config, parts.scheduler, parts.runner
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        *,
+        progress: bool = False,
+        source: Source = load,
+        owns_process: bool = False,
+    ):
+        """`owns_process`: with several ranks, the others may kill this process when it says nothing any more."""
+        parts = build(model_dir, config, progress=progress, source=source, owns_process=owns_process)
+        self.config, self.scheduler, self.runner, self._ranks = parts.config, parts.scheduler, parts.runner, parts.ranks
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
         self._committed_at: float | None = None  # when the last step's result came; None after a gap without steps
         self.drafting_seconds = self.waiting_seconds = 0.0
         self._costs: dict[bool, Costs] = {}  # of steps without and with a draft model
         self.speculator: Drafting | None = None
-        self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
+        with self._explained():
+            self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
         elif self.speculator is None and self.config.draft != "off":
             parts.choices.note("draft", "off for now", "kernels are being compiled: drafts come with the next start")
         self.info = parts.info(model_dir.name)
         self._admission = Admission(self.info, self._grammars, config.seed, self._schedule)
+        if self._ranks is not None:
+            self._ranks.ready()
 
     @property
     def busy(self) -> bool:
@@ -68,7 +83,12 @@ class Engine:
         self._drop(rid)
 
     def step(self) -> list[Delta]:
-        """Launches step N+1, then commits step N; the other way round where N+1 is to have drafts of known text."""
+        """Launches step N+1, then commits step N; the other way round where N+1 is to have drafts of known text.
+        EngineError if another rank is lost: no step can follow."""
+        with self._explained():
+            return self._step()
+
+    def _step(self) -> list[Delta]:
         deltas = self._admission.schedule_compiled(idle=self._running is None and not self.scheduler.has_work)
         deltas += self._expire()
         running, self._running = self._running, None
@@ -133,6 +153,8 @@ class Engine:
         readout = queued.result().wait()
         self.waiting_seconds += time.perf_counter() - begin
         result = readout.result()
+        if self._ranks is not None:
+            self._ranks.read(result.digest)
         before, self._committed_at = self._committed_at, time.perf_counter()
         deltas = self.scheduler.commit(result)
         if (drafting := self._drafting) is not None:
@@ -190,6 +212,18 @@ class Engine:
     def costs(self) -> Costs:
         """What steps cost, as measured last."""
         return next(reversed(self._costs.values()))
+
+    def order_costs(self) -> OrderCosts | None:
+        """What sending plans to the other ranks costs, since the last call; None with one rank."""
+        return None if self._ranks is None else self._ranks.costs()
+
+    def on_lost_rank(self, handle: Callable[[str], None]) -> None:
+        """`handle` gets the reason, in a thread of its own, when another rank is lost."""
+        if self._ranks is not None:
+            self._ranks.on_failure = handle
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.explained()
 
     def stats(self) -> EngineStats:
         stats = self.runner.report(self.scheduler.stats())

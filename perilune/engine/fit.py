@@ -46,8 +46,8 @@ def fitted(
     ConfigError, before weights are read, with what would make it fit.
     """
     wanted = demand(model_dir, config, device)
-    ranks = max(config.tp, config.ep)
-    free = free_bytes(device) / (ranks if device.type == "cpu" else 1)
+    ranks = config.ranks
+    free = _free(config, device)
     plan = memory.plan(wanted.demand, ranks, free)
     if not plan.fits:
         raise ConfigError(_refusal(plan, wanted, ranks, free))
@@ -146,6 +146,17 @@ def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
         f"cache of {plan.demand.least:,} tokens; "
         + ("what would fit: " + ", or ".join(remedies) if remedies else "take more or larger GPUs")
     )
+
+
+def _free(config: EngineConfig, device: torch.device) -> float:
+    """Bytes free for each rank: ranks on CPUs share the machine's, of GPUs the fullest counts."""
+    if device.type == "cpu":
+        return free_bytes(device) / config.ranks
+    if config.ranks == 1 and config.gpus is None:
+        return free_bytes(device)
+    listed = range(config.ranks) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
+    there = [n for n in listed if n < torch.cuda.device_count()]
+    return min((free_bytes(torch.device("cuda", n)) for n in there), default=free_bytes(device))
 
 
 def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:

@@ -4,13 +4,16 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
+        self._lock = threading.Lock()  # the thread that watches other ranks sends too
 
     def receive(self, *, wait: bool) -> list[Any]:
         """All messages of the frames that have arrived; with `wait`, at least one frame's. EOFError when closed."""
@@ -45,7 +49,8 @@ class Channel:
         return self._exactly(wire.body_length(self._exactly(wire.HEADER.size)))
 
     def send(self, batch: list[Any]) -> None:
-        self.sock.sendall(wire.encode(batch))
+        with self._lock:
+            self.sock.sendall(wire.encode(batch))
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray()
@@ -95,9 +100,10 @@ def main() -> None:
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
-            if not config.ops and config.device != "cuda" and not torch.cuda.is_available():
+            if config.tp == 1 and not config.ops and config.device != "cuda" and not torch.cuda.is_available():
                 build.compile_aside(registry.forget)
-            engine = Engine(Path(model), config, progress=sys.stderr.isatty())
+            engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
+            engine.on_lost_rank(partial(_end, channel))
         except PeriluneError as e:
             channel.send([Failed(str(e))])
             return
@@ -112,6 +118,14 @@ def main() -> None:
             engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server is gone, and all its clients with it
+
+
+def _end(channel: Channel, why: str) -> None:
+    """Ends this process at once: a step that waits for a lost rank may never return."""
+    with contextlib.suppress(OSError):
+        channel.send([Failed(why)])
+    print(f"perilune: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Readout:
         scored = {output.rid: output for output in (score() for score in self.scores)}
         records = {} if self.records is None else self.records()
         outputs, first = dict(scored), 0
-        for w, (tokens, failed, chain) in zip(self.work, self.kept()):
+        every = list(self.kept())
+        for w, (tokens, failed, chain) in zip(self.work, every):
             prompt = scored.get(w.rid)
             again = failed and w.drafts > 0
             error = (None if prompt is None else prompt.error) or self.refused.get(w.rid)
@@ -88,7 +89,7 @@ class Readout:
                 scores = () if prompt is None else prompt.prompt_logprobs
                 outputs[w.rid] = Output(w.rid, tokens, logprobs, scores, None, again, () if again else chain)
             first += w.drafts + 1
-        return StepResult(self.step, tuple(outputs.values()))
+        return StepResult(self.step, tuple(outputs.values()), hash(tuple([tokens for tokens, _, _ in every])))
 
 
 def from_graph(plan: StepPlan, arriving: Arriving, sampled: Sampled | None = None) -> Readout:

@@ -10,6 +10,7 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.dist.group import ALONE, Group, least
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
@@ -128,6 +129,7 @@ def resolve_sizes(
     kv_dtype: torch.dtype,
     choices: Choices,
     drafter: Drafter | None = None,
+    group: Group = ALONE,
 ) -> EngineConfig:
     """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
     the weights are on the device. Raises ConfigError."""
@@ -148,7 +150,9 @@ def resolve_sizes(
         dtype = getattr(torch, config.dtype)
         block += drafter.block_bytes(config.block_size, dtype)
         free -= drafter.scratch_bytes(config.block_size, dtype, config.max_num_seqs)
-    fits = int(free // block)
+    if device.type == "cpu":
+        free /= group.ranks  # the same memory for all ranks
+    fits = least(group, int(free // block))
     if config.kv_blocks is not None and config.kv_blocks > fits:
         raise ConfigError(
             f"kv_blocks={config.kv_blocks} needs {config.kv_blocks * block / GB:.2f} GB, "

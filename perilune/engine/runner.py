@@ -1,5 +1,6 @@
 """Runs step plans on the device, one after the other, on the thread that plans them or on one of its own."""
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,6 +15,7 @@ from torch import Tensor
 from perilune.core.config import EngineConfig
 from perilune.core.messages import EngineStats
 from perilune.core.step import LEFT_OUT, StepPlan, Work, samples
+from perilune.dist.vocabulary import ONE_RANK, Vocabulary
 from perilune.engine import exclusive_kernels, sampler
 from perilune.engine.batch import build, followed
 from perilune.engine.declared import Declared
@@ -21,6 +23,7 @@ from perilune.engine.graphs.decode import MAX_REQUESTS, DecodeGraphs
 from perilune.engine.graphs.recorder import Recorder
 from perilune.engine.masks import Grammars
 from perilune.engine.penalties import Adjuster
+from perilune.engine.ranks import Place, Ranks
 from perilune.engine.readout import Readout, Sampled, from_calls, from_graph
 from perilune.engine.sampler import FAILED
 from perilune.kv.pages import Pages
@@ -49,11 +52,16 @@ class Runner:
         grammars: Grammars,
         worker: ThreadPoolExecutor,
         drafter: Drafter | None,
+        *,
+        place: Place,
+        ranks: Ranks | None = None,
     ):
-        """`config` is resolved: it has no None where a number is needed."""
+        """`config` is resolved: it has no None where a number is needed. `ranks`: those that run every step too."""
         assert config.max_model_len
         device = pages.data.device
         self.model, self.pages, self.grammars = model, pages, grammars
+        self.group, self._vocabulary = model.group, model.vocabulary
+        self._gpu, self._ranks = place.gpu, ranks
         self.absorb_limit = config.absorb_limit
         self.overrides = {**exclusive_kernels.claim(device, self), **config.ops}
         self.workspaces = workspace.Workspaces()
@@ -65,9 +73,16 @@ class Runner:
         self._declared = None
         if config.declared_acceptance is not None:
             self._declared = Declared(config.declared_acceptance, config.max_model_len, device)
-        if device.type == "cuda":
+        if device.type == "cuda" and not place.shared:
+            recorder = Recorder(device, needed=self.group.ranks > 1)
             self.graphs = DecodeGraphs(
-                model, pages, self.last_tokens, config.max_model_len, Recorder(device), self._declared
+                model,
+                pages,
+                self.last_tokens,
+                config.max_model_len,
+                recorder,
+                self_test=config.self_test,
+                declared=self._declared,
             )
         self.busy_seconds = 0.0
         self.follow(drafter)
@@ -76,6 +91,8 @@ class Runner:
 
     def follow(self, drafter: Drafter | None) -> None:
         """From now on this draft model reads steps and drafts, or none does; no step may be in flight."""
+        if self._ranks is not None:
+            self._ranks.order("drafter", int(drafter is not None))
         self.drafter = drafter
         if self.graphs is not None:
             self.graphs.follow(drafter)
@@ -83,6 +100,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> "Future[Readout]":
         """Runs the plan after those launched before. A graph's step is queued on the caller's thread, because handing
         it to the worker takes as long as queueing it; first the worker must have queued the step it still has."""
+        plan = self.ordered(plan)
         if self.graphs is not None and self.graphs.takes(plan):
             if self._launched is not None:
                 wait((self._launched,))
@@ -91,6 +109,21 @@ class Runner:
         else:
             self._launched = self._worker.submit(self._timed, plan)
         return self._launched
+
+    def ordered(self, plan: StepPlan, kind: str = "plan") -> StepPlan:
+        """The plan, completed, which the other ranks have got when this returns; `kind` as in Ranks.plan. What they do
+        must not depend on when a request is cancelled, so the plan says which sampling is the host's."""
+        if self._ranks is not None:
+            if any(self.grammars.holds(w) for w in plan.work):
+                plan = replace(plan, host=True)
+            self._ranks.plan(plan, kind)
+        return plan
+
+    def zero(self, blocks: int) -> None:
+        """Clears the first blocks of the cache, on all ranks."""
+        if self._ranks is not None:
+            self._ranks.order("zero", blocks)
+        self.pages.data[:, :blocks] = 0
 
     def call(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work` between steps, on the thread that computes them."""
@@ -111,6 +144,9 @@ class Runner:
         if self.graphs is not None:
             self.call(self.graphs.close)
         self._worker.shutdown()
+        if self._ranks is not None:
+            self._ranks.close()
+        self.group.close()
         self.workspaces.close()  # after the graphs, which hold addresses of its memory
         exclusive_kernels.release(self)
         if self.pages.data.device.type == "cuda":
@@ -125,6 +161,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Readout:
         """Queues the step on the device, without waiting for it."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # a thread's own, and steps are queued by more than one
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
         with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
             if self.graphs is not None and self.graphs.takes(plan) and (readout := self._replay(plan)) is not None:
@@ -139,6 +177,8 @@ class Runner:
     def needs_no_host(self, plan: StepPlan) -> bool:
         """Whether the device alone can sample the step and go on to the next: no request has penalties, a constraint or
         log-probabilities."""
+        if plan.host:
+            return False
         for w in plan.work:
             if w.params.logprobs is not None or self.adjuster.wanted(w) or self.grammars.holds(w):
                 return False
@@ -150,13 +190,13 @@ class Runner:
         layers = () if self.drafter is None or plan.chain == LEFT_OUT else self.drafter.aux_layers
         hidden, features = self.model.hidden_with_aux(batch.step, self.pages.data, layers)
         scores = [
-            sampler.prompt_logprobs(w, hidden[start : start + w.count], self.model.logits)
+            sampler.prompt_logprobs(w, hidden[start : start + w.count], self._whole_logits)
             for w, start in zip(batch.work, batch.starts)
             if w.prompt_targets
         ]
         sampled, accepted = Sampled.nothing(hidden.device), None
         if batch.sampled:
-            sampled = self._sample(self.model.logits(hidden[batch.rows]), batch.sampled)
+            sampled = self._sample(self.model.logits(hidden[batch.rows]), batch.sampled, host=plan.host)
             accepted = self._accept(sampled, batch.slots)
         chains = None
         if self.drafter is not None and plan.chain != LEFT_OUT:
@@ -208,16 +248,45 @@ class Runner:
         run = self.graphs.forward(plan)
         if run is None:
             return None
-        sampled = self._sample(run.logits, plan.work)
+        sampled = self._sample(run.logits, plan.work, host=plan.host)
         arriving = self.graphs.finish(run, plan, sampled.checked, sampled.cut)
         self._record_kept(sampled, arriving.lengths if arriving.each > 1 else None)
         return from_graph(plan, arriving, sampled)
 
-    def _sample(self, logits: Tensor, work: tuple[Work, ...]) -> Sampled:
-        """Samples a token for each row of `logits` [R, V], the rows of `work` in order."""
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
+        return self._vocabulary.whole(self.model.logits(hidden))
+
+    def _sample(self, logits: Tensor, work: tuple[Work, ...], *, host: bool) -> Sampled:
+        """Samples a token for each row of `logits` [R, V], the rows of `work` in order, V what this rank has of the
+        vocabulary or the whole one. `host`: constraints take part, which only rank 0 has."""
+        wanted, vocabulary = samples(work), self._vocabulary
+        if host or any(w.params.logprobs is not None or self.adjuster.wanted(w) for w in wanted):
+            logits, vocabulary = self._vocabulary.whole(logits), ONE_RANK
+        adjusted = self.adjuster.adjust(logits, wanted)
+        if host and self.group.ranks > 1:
+            return self._sample_on_rank_0(logits, adjusted, work)
+        return self._choose(logits, adjusted, work, vocabulary)
+
+    def _sample_on_rank_0(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...]) -> Sampled:
+        """As `_choose`; the other ranks get what rank 0 chose."""
+        rows, device = len(logits), logits.device
+        sent = torch.empty(2 * rows + len(work), dtype=torch.int64, device=device)
+        sampled = None
+        if self.group.slicing.rank == 0:
+            sampled = self._choose(logits, adjusted, work, ONE_RANK)
+            cut = np.array([sampled.cut.get(i, w.drafts) for i, w in enumerate(work)], np.int64)
+            torch.cat([sampled.tokens, sampled.checked, sampler.on_device(cut, device)], out=sent)
+        self.group.broadcast(sent)
+        if sampled is not None:
+            return sampled
+        tokens, checked, kept = sent.split([rows, rows, len(work)])
+        drafted = any(w.drafts for w in work)  # else nothing can be cut, and this host need not wait
+        return Sampled(work, tokens, checked, dict(enumerate(kept.tolist())) if drafted else {})
+
+    def _choose(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...], vocabulary: Vocabulary) -> Sampled:
         wanted = samples(work)
-        adjusted, cut = self.grammars.mask(self.adjuster.adjust(logits, wanted), work)
-        chosen = sampler.sample_tokens(adjusted, wanted)
+        adjusted, cut = self.grammars.mask(adjusted, work)
+        chosen = sampler.sample_tokens(adjusted, wanted, vocabulary)
         if adjusted is not logits:  # a mask may hide logits that are not finite
             chosen = torch.where(sampler.finite(logits), chosen, FAILED)
         tokens = self.grammars.settle(chosen.clamp_min(0), work)
@@ -250,17 +319,22 @@ class Runner:
             self.adjuster.count(sampled.tokens, kept)
 
 
-def compute_thread(threads: int | None) -> ThreadPoolExecutor:
+def compute_thread(threads: int | None, place: Place) -> ThreadPoolExecutor:
     """The one thread on which an engine computes, loading included.
 
     libgomp lets waiting threads spin only while it manages no more threads than there are processors. A second thread
     that computes gets a team of its own, and from then on every parallel region sleeps and is woken: on two cores that
     halves the decode speed.
     """
-    return ThreadPoolExecutor(1, "perilune-compute", initializer=_set_threads, initargs=(threads,))
+    return ThreadPoolExecutor(1, "perilune-compute", initializer=_set_threads, initargs=(threads, place))
 
 
-def _set_threads(threads: int | None) -> None:
-    # OpenMP's thread count belongs to the thread that sets it, so the worker must set its own.
+def _set_threads(threads: int | None, place: Place) -> None:
+    # OpenMP's thread count belongs to the thread that sets it, so the worker must set its own, and so do core and GPU.
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+        threads = min(threads or len(place.cores), len(place.cores))
     if threads is not None:
         torch.set_num_threads(threads)
+    if place.gpu is not None:
+        torch.cuda.set_device(place.gpu)

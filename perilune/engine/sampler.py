@@ -1,6 +1,6 @@
 """From logits to the step's outputs: the sampled tokens, their log-probabilities, and errors instead of NaNs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perilune.core.sampling import SamplingParams
 from perilune.core.step import Output, Sample, TokenLogprob, Work
-from perilune.ops.sampling.argmax import argmax
+from perilune.dist.vocabulary import MAX_CANDIDATES, ONE_RANK, Vocabulary
 from perilune.ops.sampling.logprobs import logprobs
-from perilune.ops.sampling.sample import sample
 
 LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at most this many bytes of logits
 
@@ -59,15 +59,21 @@ def finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits).all(-1)
 
 
-def sample_tokens(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen.
+def narrow(params: Iterable[SamplingParams]) -> bool:
+    """Whether few candidates of each rank are enough to choose a token for all of these."""
+    return all(p.greedy or 0 < p.top_k <= MAX_CANDIDATES for p in params)
+
+
+def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabulary = ONE_RANK) -> Tensor:
+    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; V is
+    what this rank has of `vocabulary`.
 
     FAILED for a row that holds nan or +inf, or nothing but -inf.
 
     The host does not wait for the device, and the numbers of all requests travel in one copy.
     """
     if all(s.params.greedy for s in samples):
-        return argmax(logits)
+        return vocabulary.argmax(logits)
     S = len(samples)
     numbers = np.empty(6 * S, np.float32)
     numbers[: 2 * S].view(np.float64)[:] = [uniform(s.seed, s.output_index) for s in samples]
@@ -76,7 +82,8 @@ def sample_tokens(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     numbers[5 * S :].view(np.int32)[:] = [min(p.top_k, 2**31 - 1) for p in params]
     there = on_device(numbers, logits.device)
     temperature, top_p, min_p, top_k = there[2 * S :].view(4, S)
-    return sample(logits, temperature, top_k.view(torch.int32), top_p, min_p, there[: 2 * S].view(torch.float64))
+    how = temperature, top_k.view(torch.int32), top_p, min_p
+    return vocabulary.sample(logits, how, there[: 2 * S].view(torch.float64), narrow=narrow(params))
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ The step after has no feature of the target's: it takes g = h, or rms(h) with `n
 at position t+1. Keys and values of position t lie in the slot of the target's position t. They hold the token at t+1,
 so what a drafting step wrote is written anew once the target's features of accepted tokens are there.
 
+With several ranks the draft is split as its target is: heads, MLP width, vocabulary; g and h are the same on all ranks.
+
 Letters: T rows, D hidden, A aux states, W draft vocabulary.
 """
 
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from perilune.dist.group import ALONE, Group, total
+from perilune.dist.vocabulary import Vocabulary
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
 from perilune.model.weights import Attention, Matrix, Mlp
@@ -59,11 +63,15 @@ class Eagle3Weights:
 
 
 class Eagle3:
-    """Holds weights and rope tables only. `pages` [blocks, block_size, config.kv_width] is the caller's."""
+    """Holds weights and rope tables only. `pages` [blocks, block_size, `kv_width(config, group)`] is the caller's."""
 
-    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, *, max_positions: int):
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, *, max_positions: int, group: Group = ALONE):
+        """`config` is the whole draft's, `weights` are those of the group's rank."""
         self.config = config
         self.weights = weights
+        self.group = group
+        self.vocabulary = Vocabulary(group, config.draft_vocab_size)
+        self._target_vocabulary = Vocabulary(group, config.vocab_size)
         self.eps = config.rms_norm_eps
         self.scale = config.softmax_scale
         self._ones = weights.norm.new_ones(config.target_hidden_size)
@@ -92,24 +100,20 @@ class Eagle3:
         used up: their memory holds other values afterwards.
         """
         w = self.weights
-        x, cos, sin = draft_embed(
-            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
-        )
+        x, cos, sin = self._inputs(step, features)
         h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
         if isinstance(w.attention, Attention):
             attended = mla(w.attention, x, Rotary(cos, sin), step, Latents(pages, step.slots), self.eps, self.scale)
         else:
             attended = self._heads(w.attention, x, cos, sin, step, pages)
-        x = add_rmsnorm(h, attended, w.post_norm, self.eps)
-        x = add_rmsnorm(h, mlp(w.mlp, x), w.norm, self.eps)
+        x = add_rmsnorm(h, total(self.group, attended), w.post_norm, self.eps)
+        x = add_rmsnorm(h, total(self.group, mlp(w.mlp, x)), w.norm, self.eps)
         return x, x if self.config.norm_output else h
 
     def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
         """The part of `hidden` that later positions need: what the step leaves in `pages`. `features` are used up."""
         w = self.weights
-        x, cos, sin = draft_embed(
-            step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
-        )
+        x, cos, sin = self._inputs(step, features)
         if isinstance(w.attention, Attention):
             latent = w.attention.kv_a_norm.shape[0]
             ckv = apply(w.attention.qkv_a, x)[:, w.attention.q_a_norm.shape[0] :]
@@ -119,13 +123,24 @@ class Eagle3:
             self._keys(w.attention, x, cos, sin, step, pages)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, D] -> [R, W] in float32."""
+        """[R, D] -> [R, W] in float32; the rank's columns of them."""
         return apply(self.weights.lm_head, hidden, wide=True)
 
     def target_ids(self, drafted: Tensor) -> Tensor:
         """The target's ids of draft ids, any shape."""
         ids = self.weights.target_ids
         return drafted if ids is None else ids[drafted]
+
+    def _inputs(self, step: Step, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(x [T, 2 D], the rope tables' rows)."""
+        w = self.weights
+        if self.group.ranks == 1:
+            return draft_embed(
+                step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
+            )
+        token = rmsnorm(self._target_vocabulary.embed(step.tokens, w.embed), w.input_norm, self.eps)
+        x = torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1)
+        return x, self.angles.cos[step.positions], self.angles.sin[step.positions]
 
     def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         q, flat = self._keys(w, x, cos, sin, step, pages)
@@ -142,6 +157,7 @@ class Eagle3:
         """Writes keys and values to `pages`; (queries [T, H, d], `pages` as [slots, 2, K, d])."""
         c = self.config
         heads, shared, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        heads, shared = heads // self.group.ranks, shared // self.group.ranks
         qkv = apply(w.qkv, x).view(x.shape[0], heads + 2 * shared, d)
         q, k = _half_rope(qkv[:, :heads], cos, sin), _half_rope(qkv[:, heads : heads + shared], cos, sin)
         flat = pages.view(-1, 2, shared, d)
@@ -151,6 +167,11 @@ class Eagle3:
             padding[:, None, None, None], rows[:1], rows
         )
         return q, flat
+
+
+def kv_width(config: Eagle3Config, group: Group) -> int:
+    """Values of a rank's cache per position: latents are whole on every rank, heads are its own."""
+    return config.kv_width // (group.ranks if config.form == "mha" else 1)
 
 
 def _half_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

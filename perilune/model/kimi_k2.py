@@ -4,7 +4,12 @@
 It holds no state but weights and rope tables, calls only `ops`, and knows neither requests nor devices: a step is
 T tokens of any requests, in any mixture of prompt chunks and single decoded tokens.
 
-Letters: T tokens, D hidden, H heads, n/r/v head sizes (nope, rope, value), R latent (kv_lora_rank), V vocabulary.
+With several ranks (dist/slicing.py) each has its heads, its part of every MLP, expert and the vocabulary. Attention and
+MLPs then give a rank's part of their sum; ranks add their parts where a layer's output joins the residual stream
+(`_add`), which is the same on all ranks, as routing is.
+
+Letters: T tokens, D hidden, H heads, n/r/v head sizes (nope, rope, value), R latent (kv_lora_rank), V vocabulary; with
+several ranks H and V are the rank's own.
 """
 
 from collections.abc import Sequence
@@ -13,6 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.dist.experts import own as experts_of_rank
+from perilune.dist.group import ALONE, Group, total
+from perilune.dist.vocabulary import Vocabulary
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
     Attention,
@@ -47,7 +55,7 @@ from perilune.ops.moe.mla_decode_router import mla_decode_router
 from perilune.ops.moe.moe_int4 import moe_int4
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
-from perilune.ops.pointwise.embed_norm import embed_norm
+from perilune.ops.pointwise.embed_norm import embed_norm, resolved
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
@@ -84,9 +92,20 @@ def routing(c: KimiConfig) -> Routing:
 class KimiK2:
     """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r]."""
 
-    def __init__(self, config: KimiConfig, weights: Weights, *, max_positions: int, qk_norm_eps: float | None = None):
+    def __init__(
+        self,
+        config: KimiConfig,
+        weights: Weights,
+        *,
+        max_positions: int,
+        qk_norm_eps: float | None = None,
+        group: Group = ALONE,
+    ):
+        """`config` is the whole model's, `weights` are those of the group's rank."""
         self.config = config
         self.weights = weights
+        self.group = group
+        self.vocabulary = Vocabulary(group, config.vocab_size)
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
@@ -104,40 +123,43 @@ class KimiK2:
         numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
         num_hidden_layers: as it leaves the last.
         """
-        rows, last_tokens = step.pending or (None, None)
-        h, x, cos, sin = embed_norm(
-            step.tokens,
-            rows,
-            last_tokens,
-            step.positions,
-            self.weights.embed,
-            self.weights.layers[0].input_norm,
-            self.cos,
-            self.sin,
-            self.eps,
-        )
-        rotary = Rotary(cos, sin)
+        h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
-            if i > 0 and _absorbed(w, step):
+            if i > 0 and self.group.ranks == 1 and _absorbed(w, step):
                 q_full = mla_pre_attention(h, x, layer.input_norm, w, rotary, latents, self.eps, self.qk_norm_eps)
             elif i > 0:
-                x = add_rmsnorm(h, x, layer.input_norm, self.eps)
+                x = self._add(h, x, layer.input_norm)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is None:
                 attended = self._attention(w, x, rotary, step, latents)
-                x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+                x = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
             else:
                 x = self._after_queries(q_full, layer, h, step, pages)
-        x = add_rmsnorm(h, x, self.weights.norm, self.eps)
+        x = self._add(h, x, self.weights.norm)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
+
+    def _embed(self, step: Step, norm: Tensor) -> tuple[Tensor, Tensor, Rotary]:
+        """(the residual stream as it enters the first layer, its norm, the rope tables' rows)."""
+        (rows, last_tokens), table = step.pending or (None, None), self.weights.embed
+        if self.group.ranks == 1:
+            h, x, cos, sin = embed_norm(
+                step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
+            )
+            return h, x, Rotary(cos, sin)
+        h = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
+        return h, rmsnorm(h, norm, self.eps), Rotary(self.cos[step.positions], self.sin[step.positions])
+
+    def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+        """h += x, the sum of all ranks' parts; gives the norm of that."""
+        return add_rmsnorm(h, total(self.group, x), norm, self.eps)
 
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale)
@@ -157,7 +179,10 @@ class KimiK2:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
         if isinstance(w, Mlp):
             return mlp(w, x)
-        return _mixture(w, x, router(x, w.gate, w.bias, self.routing))
+        chosen = router(x, w.gate, w.bias, self.routing)
+        if self.group.slicing.whole_experts:
+            chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
+        return _mixture(w, x, chosen)
 
 
 def mla(w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents, norm_eps: float, scale: float) -> Tensor:

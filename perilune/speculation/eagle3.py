@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.dist.slicing import WHOLE, Slicing
+from perilune.dist.group import ALONE, Group
 from perilune.loading.eagle3 import load_draft, to_fp8
 from perilune.model.config import KimiConfig
-from perilune.model.eagle3 import Eagle3, Eagle3Weights
+from perilune.model.eagle3 import Eagle3, Eagle3Weights, kv_width
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import Span, Step
 from perilune.model.weights import Weights
-from perilune.ops.drafts.argmax_probability import argmax_probability
 from perilune.ops.drafts.draft_tables import draft_tables
 from perilune.speculation.drafter import Drafts, Followed, Start
 
@@ -35,20 +34,22 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
     fp8: bool = False,
-    slicing: Slicing = WHOLE,
+    group: Group = ALONE,
 ) -> "Eagle3Drafter":
-    """The draft model in `path` for the loaded `target`; CheckpointError if damaged or of another target."""
-    config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=slicing)
+    """The draft model in `path` for the loaded `target`, split as that is; CheckpointError if damaged or of another
+    target."""
+    config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=group.slicing)
     if fp8:
         to_fp8(own, weights)
-    return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers))
+    return Eagle3Drafter(config, own, config.aux_layers(target.num_hidden_layers), group)
 
 
 class Eagle3Drafter:
     """See drafter.Drafter."""
 
-    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...]):
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, aux_layers: tuple[int, ...], group: Group = ALONE):
         self.config = config
+        self._group = group
         self.aux_layers = aux_layers
         self.longest = MAX_CHAIN_TOKENS
         self._weights = weights
@@ -57,7 +58,7 @@ class Eagle3Drafter:
         self._scratch_blocks = self._first_scratch = 0
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        return block_size * self.config.kv_width * dtype.itemsize
+        return block_size * kv_width(self.config, self._group) * dtype.itemsize
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
         return _chains(max_num_seqs) * _blocks_per_chain(block_size) * self.block_bytes(block_size, dtype)
@@ -76,10 +77,12 @@ class Eagle3Drafter:
         chains = _chains(max_num_seqs)
         blocks = num_blocks + chains * self._scratch_blocks
         # Positions of steps that left the model out are read too, so no entry may be nan.
-        self._pages = torch.zeros(blocks, block_size, self.config.kv_width, dtype=dtype, device=device)
+        width = kv_width(self.config, self._group)
+        self._pages = torch.zeros(blocks, block_size, width, dtype=dtype, device=device)
         self._first_scratch = num_blocks
         self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
-        self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + MAX_CHAIN_TOKENS)
+        positions = max_model_len + MAX_CHAIN_TOKENS
+        self._model = Eagle3(self.config, self._weights, max_positions=positions, group=self._group)
 
     def follow(self, followed: Followed) -> Start | None:
         model = self._model
@@ -162,5 +165,5 @@ def _owned(followed: Followed) -> Tensor:
 
 def _best(model: Eagle3, states: Tensor) -> tuple[Tensor, Tensor]:
     """(the target's id [S] of the most likely token, its probability [S])."""
-    token, probability = argmax_probability(model.logits(states))
+    token, probability = model.vocabulary.argmax_probability(model.logits(states))
     return model.target_ids(token), probability

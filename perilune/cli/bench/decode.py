@@ -63,6 +63,7 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
+@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
 @click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
@@ -80,6 +81,7 @@ def command(
     tokens: int,
     device: str,
     dtype: str,
+    tp: int,
     threads: int | None,
     directory: Path | None,
 ) -> None:
@@ -95,6 +97,8 @@ def command(
         raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
     if draft and shape is not None and accepted is None:
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
+    if shape is not None and tp > 1:
+        raise click.BadParameter("runs checkpoints; --shape runs one GPU", param_hint="--tp")
     if shape is not None:
         bench = microscope.Bench(shape, layers)
         form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
@@ -117,6 +121,7 @@ def command(
                 "device": device,
                 "dtype": dtype,
                 "threads": threads,
+                "tp": tp,
                 "max_num_seqs": max(batches),
                 "max_model_len": length + tokens + 1,
                 "prefix_cache": False,  # every prompt must be computed

@@ -15,14 +15,8 @@ from perilune.core.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
 DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
-COMMON = (
-    "device",
-    "dtype",
-    "max_model_len",
-    "expert_scales",
-    "rest_dtype",
-    *DRAFT,
-)  # of verbs that run one model for one purpose
+# Of verbs that run one model for one purpose.
+COMMON = ("device", "tp", "ep", "gpus", "dtype", "max_model_len", "expert_scales", "rest_dtype", *DRAFT)
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
@@ -81,6 +75,12 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
             raise ConfigError(f"--set {key}: unknown key; known: {', '.join(sorted(hints))}, with ops.NAME for ops")
         values[key] = _value(key, text, hints[key])
     return values
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(engine values, others) of a command that takes both kinds of options."""
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    return {k: v for k, v in values.items() if k in names}, {k: v for k, v in values.items() if k not in names}
 
 
 def file_values(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:

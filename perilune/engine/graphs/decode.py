@@ -23,18 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.core.errors import EngineError
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
+from perilune.dist.group import largest
 from perilune.engine.declared import Declared
 from perilune.engine.graphs.draft import DraftGraphs
 from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Key
 from perilune.engine.graphs.recorder import Recorder, Replay
-from perilune.engine.sampler import on_device
+from perilune.engine.graphs.self_test import Probe, check
+from perilune.engine.sampler import narrow, on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.ops.drafts.accept_drafts import Report, accept_drafts
 from perilune.ops.drafts.advance_inputs import Columns, Requests, advance_inputs
 from perilune.ops.drafts.continuation import Continuation
-from perilune.ops.sampling.sample import sample
 from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
 log = logging.getLogger("perilune.engine")
@@ -143,8 +145,12 @@ class DecodeGraphs:
         last_tokens: Tensor,
         max_model_len: int,
         recorder: Recorder,
+        *,
+        self_test: bool = True,
         declared: Declared | None = None,
     ) -> None:
+        """`self_test`: every graph is replayed once and compared with the same step without a graph (self_test.py)."""
+        self._self_test = self_test
         self._model, self._pages, self._last_tokens = model, pages, last_tokens
         self._max_blocks = -(-max_model_len // pages.block_size)
         self.recorder = recorder
@@ -267,13 +273,17 @@ class DecodeGraphs:
     def _replay(self, plan: StepPlan, *, whole: bool) -> tuple[Key, Graph] | None:
         width = table_width(max([len(w.blocks) for w in plan.work]), self._max_blocks)
         requests = min(rounded_up(len(plan.work)), MAX_REQUESTS)
-        key = Key(requests, _each(plan), width, whole, self._drafts is not None and plan.chain != LEFT_OUT)
+        followed = self._drafts is not None and plan.chain != LEFT_OUT
+        few = whole and self._model.vocabulary.split and narrow(w.params for w in plan.work)
+        key = Key(requests, _each(plan), width, whole, followed, few)
         graph = self._graphs.get(key)
         if graph is None:
             try:
                 graph = self._capture(key, plan)
             except RuntimeError as e:
                 rows, why = key.requests * key.each, str(e).splitlines()[0]
+                if self.recorder.needed:
+                    raise EngineError(f"decode steps of {rows} rows cannot be captured: {why}") from e
                 log.warning("decode steps of %d rows run without CUDA graphs: %s", rows, why)
                 self._max_rows = rows * 3 // 4
                 self.broken = why if rows == 1 else None
@@ -311,7 +321,7 @@ class DecodeGraphs:
         return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
 
     def _capture(self, key: Key, plan: StepPlan) -> Graph:
-        if self.recorder.nbytes > MAX_BYTES:
+        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # as one: a capture runs on all ranks or none
             log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
             self.close()
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
@@ -326,22 +336,31 @@ class DecodeGraphs:
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()
+        vocabulary, probes = self._model.vocabulary, list[Probe]()
+        testing = self._self_test
 
         def work() -> None:
             hidden, graph.features = self._model.hidden_with_aux(graph.step, self._pages.data, layers)
             logits = self._model.logits(hidden)
+            if testing:
+                probes.append(Probe(hidden, logits))
             if key.whole:
-                fields = inputs.fields
-                by_row = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.u)
-                sampled, stop = sample(logits, *(x.flatten() for x in by_row)), fields.stop
+                f = inputs.fields
+                how = f.temperature.flatten(), f.top_k.flatten(), f.top_p.flatten(), f.min_p.flatten()
+                sampled, stop = vocabulary.sample(logits, how, f.u.flatten(), narrow=key.narrow), f.stop
                 if self._declared is not None:
                     step = graph.step
-                    sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, fields.front, stop)
+                    sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, f.front, stop)
                 self._accept(graph, sampled, stop)
             else:
-                graph.logits = logits
+                graph.logits = vocabulary.whole(logits)
 
         graph.replay = self.recorder.record(work, f"{key}")
+        if testing:
+            graph.replay()
+            check(probes[0], probes[-1], self._model.group, f"{key}")
+            testing = False
+            probes.clear()
         return graph
 
     def _capture_follow(self, graph: Graph, key: Key, plan: StepPlan, drafts: DraftGraphs) -> Replay:

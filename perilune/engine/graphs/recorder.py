@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from perilune.core.errors import EngineError
+
 log = logging.getLogger("perilune.engine")
 
 SPARE_BYTES = 512 << 20  # free for a capture; where there is less, torch first gives its cached memory back
@@ -21,10 +23,11 @@ class Recorder:
 
     captured, capture_seconds  since the start
     nbytes                     device memory that the graphs hold, as the device's free memory shows it
+    needed                     what cannot be captured is an error: other ranks would go on with the captured graph
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, needed: bool = False) -> None:
+        self._device, self.needed = device, needed
         self._pool: Any = None  # torch has no public type for it; None: the next graph makes one
         self._failed: list[torch.cuda.CUDAGraph] = []  # see `record`
         self._stream: torch.cuda.Stream | None = None
@@ -75,5 +78,7 @@ class Recorder:
         try:
             return self.record(work, name)
         except RuntimeError as e:
+            if self.needed:
+                raise EngineError(f"no CUDA graph of {name}: {str(e).splitlines()[0]}") from e
             log.warning("no CUDA graph of %s: %s", name, str(e).splitlines()[0])
             return work

@@ -79,14 +79,15 @@ def reference(
     ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, table: Tensor, norm: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> Rows:  # fmt: skip
-    h = table[_tokens(ids, rows, last)]
+    h = table[resolved(ids, rows, last)]
     return h, norm_reference(h, norm, eps), cos[positions], sin[positions]
 
 
 op = Op("embed_norm", CASES, TOL, inputs, cost, reference, decides=("ids", "table"))
 
 
-def _tokens(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
+def resolved(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
+    """The tokens, with those in place of PENDING ids."""
     return ids if rows is None or last is None else torch.where(ids == PENDING, last[rows], ids)
 
 
@@ -196,7 +197,7 @@ def composed(
     ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, table: Tensor, norm: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> Rows:  # fmt: skip
-    h = embed(_tokens(ids, rows, last), table)
+    h = embed(resolved(ids, rows, last), table)
     return h, rmsnorm(h, norm, eps), cos[positions], sin[positions]
 
 
