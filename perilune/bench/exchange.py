@@ -64,7 +64,7 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
                 p.kill()
         for r, (process, (_, errors)) in enumerate(zip(processes, outputs)):
             if process.returncode:
-                last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
+                last = next((line for line in reversed(errors.splitlines()) if "Error: " in line), "no message")
                 raise EngineError(f"rank {r} failed: {last}")
     rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in outputs[0][0].splitlines()]
     for row in rows:

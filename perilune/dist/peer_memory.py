@@ -83,9 +83,9 @@ def connect(
     """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
     on all ranks if two of them use one GPU."""
     own, address, why = _create(ranks, device)
-    given = swap(own or b"!" + why.encode())
-    refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text.startswith(b"!")]
-    names = [text[:DEVICE_BYTES] for text in given]
+    given = swap(b"\1" + own if own else b"\0" + why.encode())
+    refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
+    names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]
     if not refused:
         for r, name in enumerate(names):
             if (first := names.index(name)) < r:
@@ -97,10 +97,10 @@ def connect(
     addresses = [0] * ranks
     if not refused:
         with torch.cuda.device(device):
-            for r, text in enumerate(given):
+            for r, own in enumerate(handles):
                 pointer = ctypes.c_void_p(address)
                 if r != rank and not why:
-                    handle = ctypes.create_string_buffer(text[DEVICE_BYTES:], HANDLE_BYTES)
+                    handle = ctypes.create_string_buffer(own, HANDLE_BYTES)
                     failed = build.function(SOURCE, "exchange_open", "pp")(handle, ctypes.byref(pointer))
                     why = f"no peer access to rank {r}'s GPU (CUDA error {failed})" if failed else ""
                 addresses[r] = pointer.value or 0

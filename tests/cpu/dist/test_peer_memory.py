@@ -63,7 +63,7 @@ def test_without_peer_memory_all_ranks_say_the_same_reason() -> None:
 def test_one_rank_without_peer_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others must not wait for it, nor exchange without it."""
     freed = []
-    made = {"a": (b"GPU a", 1, ""), "b": (b"GPU b", 2, ""), "c": (b"", 0, "needs a Hopper GPU")}
+    made = {"a": (b"!GPU a", 1, ""), "b": (b"\0GPU b", 2, ""), "c": (b"", 0, "needs a Hopper GPU")}
     monkeypatch.setattr(peer_memory, "_create", lambda ranks, device: made[device])
     monkeypatch.setattr(peer_memory, "_free", lambda address, device: freed.append(address))
     found = on_ranks(3, lambda r, swap: peer_memory.connect(r, 3, "abc"[r], swap))  # type: ignore[arg-type]  # a name

@@ -220,9 +220,14 @@ __global__ __launch_bounds__(THREADS, WIDE ? 4 : 8) void exchange_kernel(
     squares = warp_sum(squares);
     uint64_t* barrier = barriers + turn % 2;
     float* received = sums[turn % 2];
-    if (threadIdx.x == 0) barrier_expect(barrier, ctas * WARPS * 4);
-    if (lane < ctas) send_in(received + cta * WARPS + warp, barrier, lane, squares);
-    barrier_wait(barrier, turn / 2 % 2);
+    if (ctas == 1) {  // asynchronous stores are illegal instructions outside of clusters
+      if (lane == 0) received[warp] = squares;
+      __syncthreads();
+    } else {
+      if (threadIdx.x == 0) barrier_expect(barrier, ctas * WARPS * 4);
+      if (lane < ctas) send_in(received + cta * WARPS + warp, barrier, lane, squares);
+      barrier_wait(barrier, turn / 2 % 2);
+    }
     const float scale = rsqrtf(warp_sum(lane < ctas * WARPS ? received[lane] : 0.f) / D + eps);
     if (data) {
       float factor[8] = {};
