@@ -2,8 +2,8 @@
 
 One process per GPU. A CUDA graph holds OPS exchanges, each on the output of the one before, as in a decode step; its
 replays are timed on the device's clock, and the slowest rank's median counts. Before a size is timed, its result is
-compared with the reference, and the ranks' bits with each other. NCCL's all-reduce followed by the same norm, and the
-norm alone, are timed in the same run.
+compared with the reference, and the ranks' bits with each other. NCCL's all-reduce followed by the same norm, the norm
+alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run.
 """
 
 import hashlib
@@ -40,6 +40,7 @@ OPS, REPLAYS = 48, 24  # exchanges in a graph of few tokens; replays of it that 
 GRAPH_TOKENS = 4096  # in all exchanges of a graph, so that one of many tokens is short
 TIMEOUT_SECONDS = 300
 EPS = 1e-5
+EXCHANGES = {"nccl": "nccl", "none": "none", "loopback": "local-copy"}  # of a form; all others are of peer memory
 
 Report = Callable[[str], None]
 
@@ -69,7 +70,7 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
     rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in outputs[0][0].splitlines()]
     for row in rows:
         report(
-            f"{row['tokens']:>6} tokens, {row['parts'] or 'no'} parts, {row['exchange']:>5}"
+            f"{row['tokens']:>6} tokens, {row['parts'] or 'no'} parts, {row['exchange']:>10}"
             f"{', two shots' if row['form'] == 'two-shot' else '':<11}: {row['us']:8.2f} us"
         )
     return rows
@@ -80,6 +81,7 @@ class Rank:
     rank: int
     ranks: int
     peers: Peers
+    own: Peers  # a loopback
     swap: peer_memory.Swap
 
     def rows(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ class Rank:
                             "tokens": T,
                             "us": round(us, 3),
                             "norm": True,
-                            "exchange": {"nccl": "nccl", "none": "none"}.get(form, "peer"),
+                            "exchange": EXCHANGES.get(form, "peer"),
                             "form": form,
                             "parts": parts,
                             "width": WIDTH,
@@ -118,6 +120,7 @@ class Rank:
         forms = {
             "one-shot": lambda residual, x, w: exchange.launch(residual, x, w, EPS, self.peers, False),
             "two-shot": lambda residual, x, w: exchange.launch(residual, x, w, EPS, self.peers, True),
+            "loopback": lambda residual, x, w: exchange.launch(residual, x, w, EPS, self.own, False),
             "nccl": nccl,
             "none": lambda residual, x, w: add_rmsnorm(residual, x, w, EPS),
         }
@@ -196,7 +199,7 @@ def run(scratch: Path, ranks: int, tokens: Sequence[int], rank: int) -> list[dic
     found, memory = peer_memory.peers(rank, ranks, device, swap, gather)
     if memory is None:
         raise EngineError("no peer memory between these GPUs: " + str(peer_memory.connect(rank, ranks, device, swap)))
-    rows = Rank(rank, ranks, found, swap).rows(tokens)
+    rows = Rank(rank, ranks, found, peer_memory.loopback(ranks, device), swap).rows(tokens)
     memory.check()
     memory.close(swap)
     distributed.destroy_process_group()

@@ -112,6 +112,19 @@ def connect(
     return PeerMemory(rank, addresses, device, wait_seconds)
 
 
+def loopback(ranks: int, device: torch.device) -> Peers:
+    """One of `ranks` ranks, with peers that send back what it sends: the exchange's kernel with as many bytes, written
+    to memory of this GPU. For measuring what one rank computes, without the others."""
+    mailbox = torch.zeros(_sizes(ranks)[0], dtype=torch.uint8, device=device)
+    # The rank's lines for peer s go to where the lines of peer s are expected.
+    addresses = [mailbox.data_ptr() + s * (mailbox.numel() // 2 // ranks) for s in range(ranks)]
+
+    def gather(own: Tensor) -> Tensor:
+        return own.expand(ranks, *own.shape)
+
+    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, WAIT_SECONDS, owner=mailbox))
+
+
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
     """The group as ops take it: over peer memory where every rank has it, else through `gather` (NCCL, gloo), with the
     reason in the log. The PeerMemory is to be checked after steps and closed at the end."""
@@ -127,15 +140,21 @@ def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
     usable = build.on_hopper(SOURCE, device, (ranks <= MAX_RANKS, f"at most {MAX_RANKS} ranks"))
     if usable is not True:
         return b"", 0, str(usable)
-    sizes, address = (ctypes.c_int64 * 3)(), ctypes.c_void_p()
+    address = ctypes.c_void_p()
     handle, name = (ctypes.create_string_buffer(n) for n in (HANDLE_BYTES, DEVICE_BYTES))
     with torch.cuda.device(device):
-        build.function(SOURCE, "exchange_sizes", "lp")(ranks, sizes)
         create = build.function(SOURCE, "exchange_create", "lppp")
-        if failed := create(sizes[0], ctypes.byref(address), handle, name):
+        if failed := create(_sizes(ranks)[0], ctypes.byref(address), handle, name):
             return b"", 0, f"no memory to share (CUDA error {failed})"
     assert address.value is not None
     return name.raw + handle.raw, address.value, ""
+
+
+def _sizes(ranks: int) -> list[int]:
+    """Bytes of a mailbox, of what Mailboxes.control is, of what a launch copies."""
+    sizes = (ctypes.c_int64 * 3)()
+    build.function(SOURCE, "exchange_sizes", "lp")(ranks, sizes)
+    return list(sizes)
 
 
 def _free(address: int, device: torch.device) -> None:

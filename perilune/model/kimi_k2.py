@@ -33,6 +33,8 @@ from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
+from perilune.ops.exchange.peers import Peers
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear.linear import linear
@@ -87,6 +89,7 @@ class KimiK2:
     def __init__(self, config: KimiConfig, weights: Weights, *, max_positions: int, qk_norm_eps: float | None = None):
         self.config = config
         self.weights = weights
+        self.peers: Peers | None = None  # the ranks that hold the rest of this model's heads and widths
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
@@ -120,24 +123,30 @@ class KimiK2:
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
-            if i > 0 and _absorbed(w, step):
+            if i > 0 and self.peers is None and _absorbed(w, step):
                 q_full = mla_pre_attention(h, x, layer.input_norm, w, rotary, latents, self.eps, self.qk_norm_eps)
             elif i > 0:
-                x = add_rmsnorm(h, x, layer.input_norm, self.eps)
+                x = self._add(h, x, layer.input_norm)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is None:
                 attended = self._attention(w, x, rotary, step, latents)
-                x = self._ffn(layer.ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+                x = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
             else:
                 x = self._after_queries(q_full, layer, h, step, pages)
-        x = add_rmsnorm(h, x, self.weights.norm, self.eps)
+        x = self._add(h, x, self.weights.norm)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
+
+    def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+        """h += x, the sum of all ranks' parts; gives the norm of that."""
+        if self.peers is None:
+            return add_rmsnorm(h, x, norm, self.eps)
+        return exchange_add_rmsnorm(h, x, norm, self.eps, self.peers)
 
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale)

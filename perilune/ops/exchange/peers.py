@@ -26,14 +26,24 @@ class _Table(ctypes.Structure):
 
 class Mailboxes:
     """The mailboxes [ranks] of a group as `rank` sees them: addresses in device memory of one GPU each. The owner of
-    that memory is dist/peer_memory.py. One launch at a time may use them: those of one stream.
+    that memory is dist/peer_memory.py, or `owner`, which lives as long. One launch at a time may use them: those of one
+    stream.
 
     `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, or 1 + the rank that
     did not answer in time; then every sum is NaN and no launch waits again.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, wait_seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[int],
+        device: torch.device,
+        wait_seconds: float,
+        *,
+        owner: object = None,
+    ) -> None:
         assert 0 <= rank < len(addresses) <= MAX_RANKS, f"{rank=} {len(addresses)=}"
+        self._owner = owner
         self.control = torch.zeros(1 + REGIONS * CLUSTER, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._table = _Table(

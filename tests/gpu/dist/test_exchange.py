@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import EngineError
+from perilune.dist import peer_memory
 from perilune.dist.peer_memory import PeerMemory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.exchange.peers import Mailboxes, Peers
@@ -111,6 +112,19 @@ def test_replayed_graphs_continue_to_count() -> None:
         for r in range(2):
             assert check.difference(held[r], want_h, EXACT) is None, (turn, r)
             assert check.difference(y[r], want, exchange.TOL["y"][BFLOAT16]) is None, (turn, r)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("T", [1, 16, 200])
+def test_a_loopback_gives_every_part_the_own_one(ranks: int, T: int) -> None:
+    peers = peer_memory.loopback(ranks, CUDA)
+    for turn in range(3):
+        residual, (x,), w = inputs(1, T, K2.hidden, 9 if T == 1 else 0, turn)
+        want_h = residual.clone()
+        exchange.reference(want_h, x, w, EPS, peers)
+        exchange.launch(residual, x, w, EPS, peers, False)
+        assert check.difference(residual, want_h, EXACT) is None
+        assert peers.mailboxes is not None and not int(peers.mailboxes.failed)
 
 
 @pytest.mark.parametrize("two_shots", [False, True])

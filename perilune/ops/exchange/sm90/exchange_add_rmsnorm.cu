@@ -30,8 +30,9 @@ constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // of a CT
 constexpr int CLUSTER = 8;                    // CTAs at most: a width of up to 7,168
 constexpr int MAX_RANKS = 8;
 constexpr int REGIONS = 128;                  // clusters at most, each with its place in every mailbox
-constexpr int WIDE_CLUSTERS = 64;             // of the kernel for partial sums, which takes twice the registers
 constexpr int64_t HALF = static_cast<int64_t>(REGIONS) * CLUSTER * THREADS;  // 16-byte words of a half, for one sender
+// Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
+constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
 constexpr int POLLS = 256;                    // between two looks at the clock
 
 }  // namespace
@@ -73,20 +74,34 @@ __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int c
       : "memory");
 }
 
+// Before the wait for the predecessor: makes the address there, because the compiler would else move its arithmetic to
+// behind the wait (50 instructions, 0.15 us), and readies its translation. Values are read after the wait only.
+__device__ __forceinline__ void ready(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 // By value: a choice between two variables would put both into local memory.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
-__device__ __forceinline__ void add(float (&sum)[8], const uint4& v) {
+__device__ __forceinline__ void widened(float (&to)[8], const uint4& v) {
   const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float2 f = widen(pairs[j]);
-    sum[2 * j] += f.x, sum[2 * j + 1] += f.y;
-  }
+  for (int j = 0; j < 4; j++) to[2 * j] = __uint_as_float(pairs[j] << 16), to[2 * j + 1] = __uint_as_float(pairs[j] & 0xffff0000u);
 }
 __device__ __forceinline__ uint4 rounded(const float (&v)[8]) {
   return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
+}
+
+// This rank's 8 values, rounded: the sum of `parts` partial sums `stride` float4 apart, or those of x.
+template <bool WIDE>
+__device__ __forceinline__ uint4 partial(const bf16* x, const float4* part, int parts, int stride) {
+  if (!WIDE) return *reinterpret_cast<const uint4*>(x);
+  float sum[8] = {};
+#pragma unroll 9
+  for (int p = 0; p < parts; p++) {
+    const float4 a = part[p * stride], b = part[p * stride + 1];
+    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+  }
+  return rounded(sum);
 }
 
 // Waits, as a warp, until the lines of this epoch have come from the senders of `from`. True if all came.
@@ -122,9 +137,9 @@ __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place,
 }
 
 template <int RANKS, bool WIDE, bool TWO_SHOTS>
-__global__ __launch_bounds__(THREADS, WIDE ? 4 : 8) void exchange_kernel(
+__global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_kernel(
     const __grid_constant__ Peers peers, bf16* residual, const void* x, int parts, const bf16* w, bf16* y, int T, int D,
-    float eps) {
+    float inverse, float eps) {
   const int ctas = cluster_size(), cta = cluster_rank(), cluster = blockIdx.x / ctas, clusters = gridDim.x / ctas;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = threadIdx.x % 8;
   const int line = cta * LINES + threadIdx.x / 8, piece = line * PIECES + slot;
@@ -142,82 +157,91 @@ __global__ __launch_bounds__(THREADS, WIDE ? 4 : 8) void exchange_kernel(
   const uint4 weight = data ? load16(w + piece * 8) : uint4{};
   let_successor_start();
   cluster_wait();  // the barriers of all CTAs are there
+
+  // All addresses are made here, while the predecessor runs.
+  uint32_t* const count = peers.control + 1 + cluster * CLUSTER + cta;
+  const int step = clusters * D;
+  const int64_t first = static_cast<int64_t>(cluster) * D + piece * 8;
+  bf16 *at_h = residual + first, *at_y = y + first;
+  const bf16* at_x = static_cast<const bf16*>(x) + first;
+  const float4* at_part = static_cast<const float4*>(x) + (static_cast<int64_t>(cluster) * parts * D + piece * 8) / 4;
+  const int64_t place = static_cast<int64_t>(cluster * CLUSTER + cta) * THREADS + threadIdx.x;
+  const uint4* const inbox = peers.mailbox[rank] + place;
+  uint4* outbox[RANKS];  // the s-th rank after this one's
+#pragma unroll
+  for (int s = 1; s < RANKS; s++) {
+    outbox[s] = peers.mailbox[(rank + s) % RANKS] + rank * HALF + place;
+  }
+  ready(count);
+  ready(inbox);
+  if (data) {
+    ready(at_h);
+    ready(at_y);
+    ready(WIDE ? static_cast<const void*>(at_part) : at_x);
+  }
   wait_for_predecessor();
 
-  uint32_t* count = peers.control + 1 + cluster * CLUSTER + cta;
-  const uint32_t before = *count;
+  // Before anything else: the loads that all else waits for.
+  uint4 old = data ? *reinterpret_cast<const uint4*>(at_h) : uint4{};
+  uint4 own = data ? partial<WIDE>(at_x, at_part, parts, D / 4) : uint4{};
+  uint32_t epoch = *count;
   bool patient = *peers.control == 0;  // after a failure, lines are looked at once
-  const int64_t place = static_cast<int64_t>(cluster * CLUSTER + cta) * THREADS + threadIdx.x;
   int turn = 0;
   for (int t = cluster; t < T; t += clusters, turn++) {
-    const int64_t at = static_cast<int64_t>(t) * D + piece * 8;
-    const uint32_t epoch = before + 1 + turn;
-    const int64_t half = (epoch & 1) * RANKS * HALF + place;
-    const int owner = TWO_SHOTS ? t % RANKS : 0;
+    const uint32_t owner = TWO_SHOTS ? t % RANKS : 0;
     const bool adds = !TWO_SHOTS || owner == rank;
-
-    const uint4 old = data && adds ? *reinterpret_cast<const uint4*>(residual + at) : uint4{};
-    uint4 own = {};
-    if (data) {
-      if (WIDE) {
-        const float4* from = static_cast<const float4*>(x) +
-                             (static_cast<int64_t>(t) * parts * D + piece * 8) / 4;
-        float sum[8] = {};
-#pragma unroll 9
-        for (int p = 0; p < parts; p++) {
-          const float4 a = from[static_cast<int64_t>(p) * (D / 4)], b = from[static_cast<int64_t>(p) * (D / 4) + 1];
-          sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
-          sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
-        }
-        own = rounded(sum);
-      } else {
-        own = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(x) + at);
-      }
-    }
+    epoch++;
+    const int64_t half = epoch & 1 ? RANKS * HALF : 0;
     const uint4 flag = make_uint4(epoch, epoch, epoch, epoch);
-    if (RANKS > 1 && used && !(TWO_SHOTS && adds)) {
+    if (used && !(TWO_SHOTS && adds)) {
       const uint4 out = either(slot == PIECES, flag, own);
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) {
-        if (TWO_SHOTS ? s == owner : s != rank) send(peers.mailbox[s] + half + rank * HALF, out);
+      for (int s = 1; s < RANKS; s++) {
+        if (!TWO_SHOTS || (rank + s) % RANKS == owner) send(outbox[s] + half, out);
       }
     }
 
+    float mine[8], before[8];
+    widened(mine, own);
+    widened(before, old);
     uint4 got[RANKS], fresh = {};
     const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
-    const uint32_t from = adds ? others : 1 << owner;
-    bool whole = true;
-    if (RANKS > 1) {
-      const bool any = __any_sync(~0u, used);
-      if (any) whole = receive<RANKS>(got, peers.mailbox[rank] + half, used ? from : 0, epoch, peers, patient);
-    }
+    const uint32_t from = !used ? 0 : adds ? others : 1 << owner;
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, from, epoch, peers, patient);
     if (adds) {
       float sum[8] = {};
+      if (RANKS == 2) {  // two are the same in either order
+        widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) add(sum, either(s == rank, own, got[s]));
-      add(sum, old);
+        for (int j = 0; j < 8; j++) sum[j] += mine[j];
+      } else {
+#pragma unroll
+        for (int s = 0; s < RANKS; s++) {
+          float term[8];
+          widened(term, got[s]);
+#pragma unroll
+          for (int j = 0; j < 8; j++) sum[j] += s == rank ? mine[j] : term[j];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] += before[j];
       fresh = rounded(sum);
     } else {
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) {
-        fresh = either(s == owner, got[s], fresh);
-      }
+      for (int s = 0; s < RANKS; s++) fresh = either(s == owner, got[s], fresh);
     }
     if (!whole) fresh = make_uint4(~0u, ~0u, ~0u, ~0u), patient = false;  // NaN
     if (TWO_SHOTS && adds && used) {
       const uint4 out = either(slot == PIECES, flag, fresh);
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) {
-        if (s != rank) send(peers.mailbox[s] + half + rank * HALF, out);
-      }
+      for (int s = 1; s < RANKS; s++) send(outbox[s] + half, out);
     }
-    if (data) *reinterpret_cast<uint4*>(residual + at) = fresh;
 
-    float value[8] = {}, squares = 0;
-    if (data) add(value, fresh);
+    float value[8], squares = 0;
+    widened(value, fresh);
 #pragma unroll
     for (int j = 0; j < 8; j++) squares += value[j] * value[j];
-    squares = warp_sum(squares);
+    squares = warp_sum(data ? squares : 0.f);
     uint64_t* barrier = barriers + turn % 2;
     float* received = sums[turn % 2];
     if (ctas == 1) {  // asynchronous stores are illegal instructions outside of clusters
@@ -226,19 +250,24 @@ __global__ __launch_bounds__(THREADS, WIDE ? 4 : 8) void exchange_kernel(
     } else {
       if (threadIdx.x == 0) barrier_expect(barrier, ctas * WARPS * 4);
       if (lane < ctas) send_in(received + cta * WARPS + warp, barrier, lane, squares);
-      barrier_wait(barrier, turn / 2 % 2);
     }
-    const float scale = rsqrtf(warp_sum(lane < ctas * WARPS ? received[lane] : 0.f) / D + eps);
+    float factor[8];
+    widened(factor, weight);
+    if (data) *reinterpret_cast<uint4*>(at_h) = fresh;
+    if (ctas > 1) barrier_wait(barrier, turn / 2 % 2);
+    const float scale = rsqrtf(warp_sum(lane < ctas * WARPS ? received[lane] : 0.f) * inverse + eps);
     if (data) {
-      float factor[8] = {};
-      add(factor, weight);
 #pragma unroll
       for (int j = 0; j < 8; j++) value[j] = value[j] * scale * factor[j];
-      *reinterpret_cast<uint4*>(y + at) = rounded(value);
+      *reinterpret_cast<uint4*>(at_y) = rounded(value);
+    }
+    at_h += step, at_y += step, at_x += step, at_part += step / 4 * parts;
+    if (t + clusters < T && data) {
+      old = *reinterpret_cast<const uint4*>(at_h);
+      own = partial<WIDE>(at_x, at_part, parts, D / 4);
     }
   }
-  __syncthreads();  // all threads have read the count
-  if (threadIdx.x == 0) *count = before + turn;
+  if (threadIdx.x == 0) *count = epoch;  // every warp has read it: its squares have come
 }
 
 template <bool WIDE, bool TWO_SHOTS>
@@ -257,10 +286,10 @@ API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, 
   auto kernel = wide ? (two_shots ? kernel_for<true, true>(peers->ranks) : kernel_for<true, false>(peers->ranks))
                      : (two_shots ? kernel_for<false, true>(peers->ranks) : kernel_for<false, false>(peers->ranks));
   const int lines = (D / 8 + PIECES - 1) / PIECES, cluster = (lines + LINES - 1) / LINES;
-  const int64_t clusters = min(T, static_cast<int64_t>(wide ? WIDE_CLUSTERS : REGIONS));
+  const int64_t clusters = min(T, static_cast<int64_t>(large(peers->ranks, wide) ? REGIONS / 2 : REGIONS));
   return launch(kernel, dim3(clusters * cluster), dim3(THREADS), 0, stream, cluster, *peers,
                 static_cast<bf16*>(residual), x, static_cast<int>(parts), static_cast<const bf16*>(w),
-                static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), eps);
+                static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
 }
 
 // ---- the memory ----
