@@ -74,9 +74,6 @@ __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int c
       : "memory");
 }
 
-// Before the wait for the predecessor: makes the address there, because the compiler would else move its arithmetic to
-// behind the wait (50 instructions, 0.15 us), and readies its translation. Values are read after the wait only.
-__device__ __forceinline__ void ready(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 // By value: a choice between two variables would put both into local memory.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
@@ -158,7 +155,6 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   let_successor_start();
   cluster_wait();  // the barriers of all CTAs are there
 
-  // All addresses are made here, while the predecessor runs.
   uint32_t* const count = peers.control + 1 + cluster * CLUSTER + cta;
   const int step = clusters * D;
   const int64_t first = static_cast<int64_t>(cluster) * D + piece * 8;
@@ -171,13 +167,6 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
 #pragma unroll
   for (int s = 1; s < RANKS; s++) {
     outbox[s] = peers.mailbox[(rank + s) % RANKS] + rank * HALF + place;
-  }
-  ready(count);
-  ready(inbox);
-  if (data) {
-    ready(at_h);
-    ready(at_y);
-    ready(WIDE ? static_cast<const void*>(at_part) : at_x);
   }
   wait_for_predecessor();
 
