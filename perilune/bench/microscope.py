@@ -22,7 +22,7 @@ from torch import Tensor
 from perilune.bench import ledger
 from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.dist import peer_memory
@@ -279,7 +279,7 @@ def _fill(pages: Tensor, latent: int) -> None:
 
 def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
     """`batch` requests in the middle of decoding at `context`: all but the end of their prompts is in the cache. They
-    have up to `tokens` to decode."""
+    have up to `tokens` to decode. EngineError if one fails."""
     rng = random.Random(7)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for rid in range(batch):
@@ -288,7 +288,10 @@ def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
         engine.submit(Submit(rid, prompt, params))
     waiting = set(range(batch))
     while waiting:
-        waiting -= {d.rid for d in engine.step() if d.tokens}
+        deltas = engine.step()
+        if errors := [d.error for d in deltas if d.error]:
+            raise EngineError(f"the measured requests fail: {errors[0]}")
+        waiting -= {d.rid for d in deltas if d.tokens}
 
 
 def step_ms(engine: Engine, *, scattered: bool = True) -> float:

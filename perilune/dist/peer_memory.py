@@ -122,7 +122,7 @@ def loopback(ranks: int, device: torch.device) -> Peers:
     def gather(own: Tensor) -> Tensor:
         return own.expand(ranks, *own.shape)
 
-    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, WAIT_SECONDS, owner=mailbox))
+    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, WAIT_SECONDS, owner=mailbox), True)
 
 
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:

@@ -113,7 +113,8 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 
 @op.impl("cuda", when=_fits, waits=(SOURCE,))
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
-    return launch(residual, x, w, eps, peers, peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS)
+    two_shots = peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS and not peers.loopback
+    return launch(residual, x, w, eps, peers, two_shots)
 
 
 def launch(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers, two_shots: bool) -> Tensor:

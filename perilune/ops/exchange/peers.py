@@ -63,12 +63,14 @@ class Peers:
 
     gather      [T, D] of this rank to [ranks, T, D] in the order of ranks; every rank calls it
     mailboxes   memory that all ranks' GPUs can write to, or None
+    loopback    there are no other ranks: what this one sends comes back as theirs, but none adds for another
     """
 
     rank: int
     ranks: int
     gather: Callable[[Tensor], Tensor]
     mailboxes: Mailboxes | None = None
+    loopback: bool = False
     kind: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -122,7 +122,7 @@ def test_a_loopback_gives_every_part_the_own_one(ranks: int, T: int) -> None:
         residual, (x,), w = inputs(1, T, K2.hidden, 9 if T == 1 else 0, turn)
         want_h = residual.clone()
         exchange.reference(want_h, x, w, EPS, peers)
-        exchange.launch(residual, x, w, EPS, peers, False)
+        exchange.exchange_add_rmsnorm(residual, x, w, EPS, peers)
         assert check.difference(residual, want_h, EXACT) is None
         assert peers.mailboxes is not None and not int(peers.mailboxes.failed)
 
