@@ -26,6 +26,7 @@ from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.dist import peer_memory
+from perilune.dist.slicing import Slicing
 from perilune.engine import exclusive_kernels
 from perilune.engine.engine import Engine
 from perilune.formats import int4_compact
@@ -49,6 +50,8 @@ STEPS = 24
 WARM_UP = 6
 LAYER = "the last MoE layer"
 TRACED = 12  # replays under the profiler
+
+SHARED_OUT = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
 Report = Callable[[str], None]
 
@@ -91,7 +94,7 @@ class Bench:
         self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
 
     def config(self, layers: int) -> KimiConfig:
-        return shape(self.name, layers, self.ranks)
+        return slice_of(shape(self.name, layers), self.ranks)
 
     def engine(self, layers: int, **config: Any) -> Engine:
         cut = dataclasses.replace(self.weights, layers=self.weights.layers[:layers])
@@ -257,6 +260,14 @@ class Bench:
             + ("" if row["balanced"] else "  NOT BALANCED: does not count")
         )
         return row
+
+
+def slice_of(whole: KimiConfig, ranks: int) -> KimiConfig:
+    """What one of `ranks` tensor-parallel ranks holds: a part of heads, widths and vocabulary, all else whole.
+    ConfigError if they cannot be shared out evenly."""
+    return dataclasses.replace(
+        whole, **{name: Slicing(0, ranks).part(getattr(whole, name)).stop for name in SHARED_OUT}
+    )
 
 
 def _compact(e: Int4Experts) -> Int4CompactExperts:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from perilune.core.errors import ConfigError
-from perilune.dist.slicing import Slicing
 from perilune.model.config import KimiConfig
 
 _K2: dict[str, Any] = {
@@ -51,17 +50,11 @@ _K2: dict[str, Any] = {
 SHAPES = {"kimi-k2.5": _K2}
 
 
-# What a tensor-parallel rank holds a part of: heads, widths of MLPs and experts, rows of the vocabulary.
-_SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
-
-
-def shape(name: str, layers: int, ranks: int = 1) -> KimiConfig:
-    """The configuration of a model cut to its first `layers` layers, and to what one of `ranks` tensor-parallel ranks
-    holds. ConfigError for an unknown name."""
+def shape(name: str, layers: int) -> KimiConfig:
+    """The configuration of a model cut to its first `layers` layers. ConfigError for an unknown name."""
     if name not in SHAPES:
         raise ConfigError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     config = SHAPES[name]
     if not 0 < layers <= config["num_hidden_layers"]:
         raise ConfigError(f"{name} has {config['num_hidden_layers']} layers: layers must be between 1 and that")
-    own = {key: Slicing(0, ranks).part(config[key]).stop for key in _SHARED_OUT}
-    return KimiConfig.from_dict({**config, **own, "num_hidden_layers": layers}, where=name)
+    return KimiConfig.from_dict({**config, "num_hidden_layers": layers}, where=name)

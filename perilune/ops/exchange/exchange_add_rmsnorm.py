@@ -111,7 +111,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     )
 
 
-@op.impl("cuda", when=_fits, waits=(SOURCE,))
+@op.impl("cuda", when=_fits, alone=True, waits=(SOURCE,))
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
     two_shots = peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS and not peers.loopback
     return launch(residual, x, w, eps, peers, two_shots)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from perilune.bench import microscope
-from perilune.core.errors import EngineError
+from perilune.bench.shapes import shape
+from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Delta
 
 
@@ -27,3 +28,15 @@ def test_a_request_that_fails_ends_the_measurement() -> None:
     )
     with pytest.raises(EngineError, match="the measured requests fail: the logits are not finite"):
         microscope.start(engine, 2, 8, 4)
+
+
+def test_a_slice_has_its_part_of_heads_widths_and_vocabulary_and_all_else() -> None:
+    whole = shape("kimi-k2.5", 9)
+    part = microscope.slice_of(whole, 4)
+    for name in microscope.SHARED_OUT:
+        assert getattr(part, name) * 4 == getattr(whole, name), name
+    for name in ("hidden_size", "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank"):
+        assert getattr(part, name) == getattr(whole, name), name
+    assert part.softmax_scale == whole.softmax_scale and microscope.slice_of(whole, 1) == whole
+    with pytest.raises(ConfigError, match="cannot be split evenly over 3 ranks"):
+        microscope.slice_of(whole, 3)
