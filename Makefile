@@ -21,7 +21,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(XDIST)
 
 fast: $(VENV)/.test
-	$(BIN)/python -m pytest $(XDIST) -p tests.no_torch $(FAST)
+	$(BIN)/python -m pytest $(XDIST) -p tests.no_torch -m "not slow" $(FAST)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

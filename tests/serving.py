@@ -232,7 +232,7 @@ class Client:
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),
-            "client": ("test", 1),
+            "client": ("192.0.2.7", 1),
         }
         await self.app(scope, receive, send)
         return reply
@@ -272,8 +272,12 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
             ServerConfig(**{"served_model_name": "m", **config}),
             setup.get("defaults", {}),
         )
+        made = [make(service) for make in setup.get("observers", ())]
+        service.observers += [one.record for one in made]
         app = build_app(service, max_body=setup.get("max_body", 32 << 20))
         await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
+        for one in made:
+            one.close()
         assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 
     asyncio.run(main())

@@ -6,13 +6,11 @@ import errno
 import gc
 import json
 import logging
-import os
 import shlex
 import signal
 import socket
-import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,17 @@ from perilune.cli.shared import options
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
-from perilune.engine.client import EngineClient
+from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import warm_up
+from perilune.server import audit, logs, reload
 from perilune.server.app import build_app
+from perilune.server.audit import AuditLog
+from perilune.server.keys import Keyring, readable_by_others
+from perilune.server.reload import Watched
 from perilune.server.service import Service, read_generation_config
+from perilune.server.tls import Certificate
+from perilune.server.tracing import Traces
 from perilune.text.chat import template_for
 from perilune.text.family import member_named
 from perilune.text.tokenizer import Tokenizer
@@ -40,6 +44,9 @@ GRACE_SECONDS = 1  # for answers in flight to say that the server stops
 # request on its way into a connection that the server is just closing would be lost.
 KEEP_ALIVE_SECONDS = 75
 QUESTION = "What is 347 + 589?"
+ACCESS = ("api_key_file", "tls_cert", "tls_key")
+OBSERVED = ("log_format", "log_level", "otlp_traces_endpoint", "audit_log", "audit_text", "audit_redact", "audit_mb")
+log = logging.getLogger("perilune.server")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,11 +62,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     "vendor_strict",
     "lenient_fields",
     "cors_origins",
-)
-@click.option(
-    "--api-key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File whose only line is the key that requests must carry as a bearer token.",
+    *ACCESS,
+    *OBSERVED,
 )
 @options.engine_options(*options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction")
 @click.option(
@@ -78,17 +82,18 @@ def command(
     vendor_strict: bool | None,
     lenient_fields: bool | None,
     cors_origins: tuple[str, ...],
-    api_key_file: Path | None,
     assignments: tuple[str, ...],
     config_file: Path | None,
-    **engine_options: Any,
+    **more: Any,
 ) -> None:
     """Serve MODEL over HTTP, compatible with the OpenAI API.
 
     Ctrl-C or SIGTERM ends the server and the engine within two seconds.
     """
+    observed = {name: more.pop(name) for name in (*ACCESS, *OBSERVED)}
+    observed["audit_redact"] = observed["audit_redact"] or None
     engine_base, server_base = options.file_values(config_file)
-    engine = build(EngineConfig, options.engine_values(engine_options, assignments, engine_base))
+    engine = build(EngineConfig, options.engine_values(more, assignments, engine_base))
     given = {
         "host": host,
         "port": port,
@@ -98,14 +103,15 @@ def command(
         "vendor_strict": vendor_strict,
         "lenient_fields": lenient_fields,
         "cors_origins": cors_origins or None,
-        "api_key": read_key(api_key_file) if api_key_file is not None else None,
+        **observed,
     }
     server = build(ServerConfig, {**server_base, **{k: v for k, v in given.items() if v is not None}})
     if server.chat_template is not None:
         member_named(server.chat_template)  # a wrong name must not cost a download
     console = Console(stderr=True, highlight=False)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logs.configure(server.log_format, server.log_level)
+    # Like the address, what the server needs besides the model is looked at before minutes of loading.
+    check_access(server)
     # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
     with listen(server.host, server.port) as sock:
         path = resolve_model(model, progress=sys.stderr.isatty())
@@ -114,7 +120,30 @@ def command(
         asyncio.run(run(path, engine, server, sock, console))
 
 
-async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: socket.socket, console: Console) -> None:
+def check_access(server: ServerConfig) -> None:
+    """ConfigError for keys, certificates or rules that cannot be used; a warning for keys that others can read."""
+    Keyring(server.api_key, server.api_key_file)
+    audit.compiled(server.audit_redact)
+    if server.audit_log is not None:
+        audit.prepare(Path(server.audit_log))
+    if server.otlp_traces_endpoint is not None:
+        Traces(server.otlp_traces_endpoint, "").close()
+    if server.tls_cert is not None and server.tls_key is not None:
+        Certificate(server.tls_cert, server.tls_key)
+    for file in (server.api_key_file, server.tls_key):
+        if file is not None and readable_by_others(Path(file)):
+            log.warning("%s is readable by others: chmod 600 %s", file, file)
+
+
+async def run(
+    path: Path,
+    engine: EngineConfig,
+    server: ServerConfig,
+    sock: socket.socket,
+    console: Console,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
@@ -122,7 +151,9 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
     template = template_for(path, server.chat_template)
     generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids))
+    starting = asyncio.create_task(
+        EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids, command=engine_command)
+    )
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
     # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
@@ -138,9 +169,13 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
         gc.collect()
         gc.freeze()
         service = Service(client, tokenizer, template, server, generation_config)
+        watched, certificate = reloadable(service)
+        observing = observers(service)
+        service.observers += [one.record for one in observing]
         http = Http(
             uvicorn.Config(
                 build_app(service),
+                ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -156,10 +191,49 @@ async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: sock
 
         for number in SIGNALS:
             loop.add_signal_handler(number, stop)
-        show_ready(console, client.info, service.model, sock, locked=server.api_key is not None)
+        loop.add_signal_handler(signal.SIGHUP, lambda: reload.again(watched))
+        watching = asyncio.create_task(reload.watch(watched))
+        url = address(sock, https=certificate is not None)
+        if server.log_format == "json":
+            chosen = {key: {"value": value, "reason": reason} for key, value, reason in client.info.choices}
+            log.info("ready", extra={"fields": {"url": url, "model": service.model, "choices": chosen}})
+        else:
+            show_ready(console, client.info, service.model, url, locked=service.keys.locked)
         await http.serve(sockets=[sock])
+        watching.cancel()
+        for one in observing:
+            await asyncio.to_thread(one.close)
     finally:
         await client.close()
+
+
+def observers(service: Service) -> list[AuditLog | Traces]:
+    """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    server, made = service.config, list[AuditLog | Traces]()
+    if server.audit_log is not None:
+        audit_log = AuditLog(
+            Path(server.audit_log),
+            service.model,
+            service.text.tokenizer.decode,
+            service.metrics.audit_lost.inc,
+            patterns=audit.compiled(server.audit_redact),
+            limit_bytes=server.audit_mb << 20,
+        )
+        made.append(audit_log)
+    if server.otlp_traces_endpoint is not None:
+        made.append(Traces(server.otlp_traces_endpoint, service.model))
+    return made
+
+
+def reloadable(service: Service) -> tuple[list[Watched], Certificate | None]:
+    """The files of a service that are read again when they change, and its certificate."""
+    keys, server = service.keys, service.config
+    watched = [] if keys.file is None else [Watched("API key file", [keys.file], keys.load)]
+    certificate = None
+    if server.tls_cert is not None and server.tls_key is not None:
+        certificate = Certificate(server.tls_cert, server.tls_key)
+        watched.append(Watched("TLS certificate", [certificate.cert, certificate.key], certificate.load))
+    return watched, certificate
 
 
 class Http(uvicorn.Server):
@@ -192,27 +266,18 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def read_key(path: Path) -> str:
-    try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            key = file.read().strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the API key file {path}: {e}") from e
-    if not key or any(c.isspace() for c in key):
-        raise ConfigError(f"the API key file {path} must hold one key without spaces")
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        click.echo(f"warning: the API key file {path} is readable by others: chmod 600 {path}", err=True)
-    return key
+def address(sock: socket.socket, *, https: bool) -> str:
+    """The URL that reaches the socket from this machine."""
+    scheme = "https" if https else "http"
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def show_ready(console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool) -> None:
+def show_ready(console: Console, info: EngineInfo, name: str, url: str, *, locked: bool) -> None:
     """Prints the automatic choices with their reasons, the address and a question to try, once."""
     for key, value, reason in info.choices:
         console.print(f"  {escape(key)} = [bold]{escape(value)}[/]  [dim]{escape(reason)}[/]", soft_wrap=True)
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
     key = ' -H "Authorization: Bearer $(cat KEY_FILE)"' if locked else ""
     console.print(f"\n[bold]{escape(name)}[/] is served at [bold]{url}/v1[/]", soft_wrap=True)

@@ -31,8 +31,11 @@ class EngineError(PeriluneError):
 class RequestError(PeriluneError):
     """One request is unacceptable; no other request is disturbed.
 
-    `status` is the HTTP status, `param` the offending request field, `code` a stable machine-readable word.
+    `status` is the HTTP status, `param` the offending request field, `code` a stable machine-readable word. With status
+    429 the same request may pass after `retry_seconds`.
     """
+
+    retry_seconds: int = 1
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)

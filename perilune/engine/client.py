@@ -14,11 +14,12 @@ import msgspec
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
+from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit, joined
 from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
 
 SHUTDOWN_SECONDS = 1.5
+ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the socket's number follows
 
 
 def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
@@ -42,6 +43,32 @@ def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int
     return rest if params.max_tokens is None else min(params.max_tokens, rest)
 
 
+class Inbox:
+    """A request's deltas that were not taken yet. One task takes them."""
+
+    __slots__ = ("_deltas", "_waiter")
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Delta]:
+        """All that have come, at least one."""
+        if not self._deltas:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        taken, self._deltas = self._deltas, []
+        return taken
+
+
 class EngineClient:
     """A running engine process. All methods belong to the event loop that started it."""
 
@@ -61,23 +88,29 @@ class EngineClient:
         self._writer = writer
         self._ids = itertools.count()
         # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
-        self._inboxes: dict[int, asyncio.Queue[Delta]] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._failure: str | None = None
         self._receiver = asyncio.create_task(self._receive())
 
     @classmethod
-    async def start(cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()) -> "EngineClient":
+    async def start(
+        cls,
+        model: Path,
+        config: EngineConfig,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> "EngineClient":
         """Spawns the engine on a checkpoint directory and waits until it is loaded.
 
-        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json.
+        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json. `command` starts
+        another process that speaks engine/wire.py.
         Raises EngineError with the engine's own message when it cannot start.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "perilune.engine.process",
+                *command,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which then ends this process
@@ -113,6 +146,8 @@ class EngineClient:
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
 
+        Deltas that came while the consumer was busy are joined to one, so that a server behind its engine catches up;
+        with stop strings they are not, as the consumer counts each delta's drafts up to where it stops.
         Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
@@ -124,17 +159,18 @@ class EngineClient:
         if self._failure is not None:
             raise EngineError(self._failure)
         rid = next(self._ids)
-        inbox: asyncio.Queue[Delta] = asyncio.Queue()
+        inbox = Inbox()
         self._inboxes[rid] = inbox
         finished = False
         try:
             self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint, cache_keys))
             while not finished:
-                delta = await inbox.get()
-                finished = delta.finish_reason is not None
-                if self._failure is not None and delta.finish_reason == "error":
-                    raise EngineError(self._failure)
-                yield delta
+                taken = await inbox.take()
+                for delta in taken if params.stop or len(taken) == 1 else joined(taken):
+                    finished = delta.finish_reason is not None
+                    if self._failure is not None and delta.finish_reason == "error":
+                        raise EngineError(self._failure)
+                    yield delta
         finally:
             del self._inboxes[rid]
             if not finished and self._failure is None:
@@ -166,7 +202,7 @@ class EngineClient:
                     if isinstance(message, Delta):
                         # Absent: cancelled before the delta arrived.
                         if (inbox := self._inboxes.get(message.rid)) is not None:
-                            inbox.put_nowait(message)
+                            inbox.put(message)
                     elif isinstance(message, EngineStats):
                         self.stats = message
                     elif isinstance(message, Failed):
@@ -180,7 +216,7 @@ class EngineClient:
         if self._failure is None:
             self._failure = why
             for rid, inbox in self._inboxes.items():
-                inbox.put_nowait(Delta(rid, finish_reason="error", error=why))
+                inbox.put(Delta(rid, finish_reason="error", error=why))
 
 
 async def _read(reader: asyncio.StreamReader) -> list[Any]:

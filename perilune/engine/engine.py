@@ -21,6 +21,7 @@ from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
 from perilune.engine.cost_table import measure_costs
 from perilune.engine.readout import Readout
+from perilune.kv.prefix import root_of
 from perilune.loading.load import load
 from perilune.speculation.protocol import Drafting, Observer
 from perilune.speculation.step_cost import Costs
@@ -148,8 +149,9 @@ class Engine:
 
     def _schedule(self, request: Submit, seed: int) -> None:
         self.scheduler.submit(request, seed)
+        root = root_of(request.cache_keys)
         for observer in self._observers:
-            observer.open(request.rid, request.prompt)
+            observer.open(request.rid, request.prompt, root)
 
     def _drop(self, rid: int) -> None:
         """The request is no longer in the scheduler."""

@@ -1,6 +1,7 @@
 """The HTTP application: every route and every wrapper in one expression, plus the endpoints too small for a file."""
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.routing import Route
 from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
+from perilune.server.call import current
 from perilune.server.middleware import ApiKey, BodyLimit, Observe
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
@@ -48,6 +50,7 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
+        Route("/v1/usage", usage, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
@@ -57,11 +60,11 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Observe, metrics=service.metrics, paths={r.endpoint: r.path for r in routes}),
+            Middleware(Observe, service=service, paths={r.endpoint: r.path for r in routes}),
             Middleware(messages.ErrorShape),
             # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
             *_cors(service.config.cors_origins),
-            Middleware(ApiKey, key=service.config.api_key),
+            Middleware(ApiKey, keys=service.keys),
             Middleware(BodyLimit, limit=max_body),
         ],
         exception_handlers={
@@ -81,7 +84,11 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     if not origins:
         return []
     methods = ("GET", "POST", "DELETE")
-    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))]
+    shown = ("x-request-id", "retry-after")
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=shown
+    )
+    return [cors]
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -100,12 +107,16 @@ def _describe(service: Service) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_describe(request.app.state.service)]})
+    service: Service = request.app.state.service
+    allowed = current().account.grant.models
+    data = [_describe(service)] if allowed is None or service.model in allowed else []
+    return json_response({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(request.path_params["model"])
+    current().account.check_model(service.model)
     return json_response(_describe(service))
 
 
@@ -116,8 +127,21 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+async def usage(request: Request) -> Response:
+    """What the key of this request has used since the server's start, an operator's: what every key has."""
+    service: Service = request.app.state.service
+    account = current().account
+    shown = service.keys.accounts if account.grant.operator else [account]
+    data = [{"key": a.name or None, **dataclasses.asdict(a.usage), "in_flight": a.in_flight} for a in shown]
+    return json_response({"object": "usage", "since": service.keys.since, "data": data})
+
+
 async def metrics_page(request: Request) -> Response:
     service: Service = request.app.state.service
+    if not current().account.grant.operator:
+        raise RequestError(
+            "metrics show what all keys do: use a key with operator = true", code="operator_only", status=403
+        )
     return Response(service.metrics.render(), headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -17,7 +17,9 @@ from perilune.core.files import read_regular
 from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
 from perilune.server.body import RequestBody, parse
+from perilune.server.call import Call, current
 from perilune.server.generation import Admission, Engine
+from perilune.server.keys import Keyring
 from perilune.server.metrics import Metrics
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate
@@ -66,8 +68,11 @@ class Service:
         self.text = ModelText(tokenizer, template, generation_config or {})
         self.config = config
         self.model = config.served_model_name or engine.info.model
-        self.metrics = Metrics(lambda: engine.stats, lambda: engine.alive)
+        self.keys = Keyring(config.api_key, config.api_key_file)
+        self.metrics = Metrics()
+        self.metrics.watch(engine.info, lambda: engine.stats, lambda: engine.alive, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
+        self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()
         self.started = int(time.time())
 
@@ -88,6 +93,7 @@ class Service:
         raw = await request.body()
         body = await self.offload(len(raw), lambda: parse(kind, raw, lenient=self.config.lenient_fields))
         self.check_model(body.model)
+        current().account.check_model(self.model)
         return body, len(raw)
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ from perilune.server.openai.protocol import ChatBody, Predictions, usage
 from perilune.server.service import ModelText, Service
 from perilune.text.beginning import Beginning
 from perilune.text.chat import PromptOptions, RenderedPrompt
-from perilune.text.stream import ChatStream, Content, Event, Reasoning
+from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Declared, Tool, parse_tools
 
@@ -52,6 +52,10 @@ class Turn:
                     # The stream counts the marker that ends a thought as part of it; clients do not count markers.
                     closed = any(delta.tokens[i] in self._ends for i in kept)
                     self.reasoning_tokens += thought - closed
+                    self.generation.add_reasoning(thought - closed)
+                for event in events:
+                    if isinstance(event, ToolStart):
+                        self.generation.run.add_tool(event.name)
                 if self.stream.stopped:
                     self.generation.finish_reason = "stop"
                 logprobs = [delta.logprobs[i] for i in kept] if delta.logprobs else []
@@ -174,8 +178,8 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
             budget=asked.budget,
         )
         generations = [
-            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys)
-            for params in _siblings(asked.params, 1 if body.n is None else body.n)
+            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys, first=not i)
+            for i, params in enumerate(_siblings(asked.params, 1 if body.n is None else body.n))
         ]
         return Turns([_turn(g, asked, body, text.tokenizer) for g in generations], held.pop_all().close)
 

@@ -416,10 +416,10 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> 
     except httpx.ReadTimeout:
         assert not stream
     deadline = time.monotonic() + 3
-    while server.metric("perilune_generations_in_flight") or server.metric("perilune_requests_running"):
+    while server.metric("perilune_generations_in_flight") or server.metric("perilune_num_requests_running"):
         assert time.monotonic() < deadline, "the engine still works for a client that left"
         time.sleep(0.05)
-    assert server.metric('perilune_generations_total{reason="cancelled"}') >= 1
+    assert server.metric('perilune_request_success_total{finished_reason="cancelled"}') >= 1
 
 
 def test_what_can_be_expected_to_fail_is_logged_in_one_line(server: Server) -> None:
@@ -454,10 +454,10 @@ def test_what_can_be_expected_to_fail_is_logged_in_one_line(server: Server) -> N
 
 
 def test_metrics_count_the_work(server: Server) -> None:
-    before = server.metric("perilune_generated_tokens_total")
+    before = server.metric("perilune_generation_tokens_total")
     server.openai.completions.create(model="kimi-nano", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})
     deadline = time.monotonic() + 3
-    while server.metric("perilune_generated_tokens_total") < before + 8:
+    while server.metric("perilune_generation_tokens_total") < before + 8:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.metric("perilune_engine_up") == 1

@@ -227,7 +227,7 @@ def mla_pre_attention(
     (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
     fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
     assert fits and x.shape[0] == T and x.shape[-1] == D and residual.is_contiguous(), f"{residual.shape=} {x.shape=}"
-    outputs = len(weights.q_a_norm) + len(weights.kv_a_norm) + r
+    outputs = weights.q_a_norm.shape[0] + weights.kv_a_norm.shape[0] + r
     assert a.weight.shape == (outputs, D), f"{a.weight.shape=} {outputs=} {D=}"
     assert norm.shape == (D,) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
     mla_project_query.check_matrix(a, residual.dtype)

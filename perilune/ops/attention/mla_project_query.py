@@ -79,7 +79,8 @@ def reference(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, late
         q = rmsnorm_linear.reference(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
         q = linear_fp8.reference(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps, False)
-    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    T, H = q_a.shape[0], w.w_uk.shape[0]
+    q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.reference(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
 
 
@@ -136,7 +137,8 @@ def composed(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, laten
         q = rmsnorm_linear.rmsnorm_linear(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
         q = linear_fp8.linear_fp8(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps)
-    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    T, H = q_a.shape[0], w.w_uk.shape[0]
+    q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.mla_absorb_query(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
 
 
@@ -164,5 +166,5 @@ def mla_project_query(
 ) -> Tensor:
     check_weights(weights, ckv.shape[1] - weights.w_uk.shape[2], q_a.dtype)
     assert q_a.shape[1:] == weights.q_a_norm.shape and q_a.dtype == ckv.dtype, f"{q_a.shape=} {q_a.dtype=} {ckv.dtype=}"
-    cache_rows.check(len(q_a), ckv, weights.kv_a_norm, rotary, latents)
+    cache_rows.check(q_a.shape[0], ckv, weights.kv_a_norm, rotary, latents)
     return op(q_a, ckv, weights, rotary, latents, eps)

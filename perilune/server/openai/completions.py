@@ -165,8 +165,10 @@ async def completions(request: Request) -> Response:
             constraint = None if answer is None else await enforced(text.tokenizer, prompt.params, answer=answer)
             siblings = [sibling(prompt.params, i) for i in range(count)]
             runs = [
-                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys)
-                for params in siblings
+                Generation(
+                    service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys, first=not i
+                )
+                for i, params in enumerate(siblings)
             ]
             groups.append([Choice(text.tokenizer, body, prompt.text, run) for run in runs])
         choices = [choice for group in groups for choice in group]

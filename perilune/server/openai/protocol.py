@@ -389,7 +389,7 @@ class Predictions:
     accepted: int = 0
 
     def add(self, delta: Delta) -> None:
-        self.steps += delta.drafted > 0
+        self.steps += delta.verified or delta.drafted > 0
         self.drafted += delta.drafted
         self.accepted += delta.accepted
 

@@ -890,6 +890,7 @@ def test_no_block_is_shared_across_keys():
     assert sum(n > 0 for n in hits) > 100
 
 
+@pytest.mark.slow
 def test_seeded_traces_reach_what_they_are_for():
     """The same with well-mixed numbers, and proof that the rare events do occur in such traces."""
     seen = {"preempted": 0, "preempted again": 0, "hit": 0, "pending": 0, "in vain": 0}

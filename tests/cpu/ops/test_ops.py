@@ -113,7 +113,7 @@ def doubling() -> Iterator[registry.Op[..., Any]]:
     del registry._ops["doubling"]
 
 
-def verdicts(op: registry.Op[..., Any]) -> dict[str, check.Verdict]:
+def outcomes(op: registry.Op[..., Any]) -> dict[str, check.Outcome]:
     return {v.impl: v for case in op.cases for v in check.check(op, case, FLOAT32, CPU)}
 
 
@@ -144,7 +144,7 @@ def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doub
     def elsewhere(x: Tensor) -> Tensor:
         raise AssertionError("must not run")
 
-    found = verdicts(doubling)
+    found = outcomes(doubling)
     assert found["right"].failed is None and found["right"].refused is None
     assert "instead of" in (found["wrong"].failed or "")
     assert found["scribbles"].failed == "the input x was written to"
