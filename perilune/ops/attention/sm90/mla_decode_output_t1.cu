@@ -31,8 +31,8 @@ constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the cons
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
-// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A stage
-// holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3.
+// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
+// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3.
 constexpr int FEW_HEADS = 16;
 template <typename W, bool FEW>
 struct Ring {
@@ -176,11 +176,11 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int later = s / loads;  // a ring may hold several tiles
+      const int later = FEW ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
 #pragma unroll 1
       for (int w = first; w < end; w++) {
         const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
-        if (tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
+        if (!FEW || tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
       }
     }
     return;
@@ -422,10 +422,10 @@ int start(const Args& a, int64_t sms, void* stream) {
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (16, 32 or 64), with as many CTAs (at most 160)
-// and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values. mailbox:
-// H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least H; D at
-// least 32 for each.
+// partials, weights: as `mla_decode` leaves them for one token of H heads (16, 32 or 64), with as many CTAs (at most
+// 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values.
+// mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
+// H; D at least 32 for each.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
                    void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,

@@ -1,10 +1,10 @@
 // Queries from the input of their projection, in one launch: q_b with its norm, W_UK, rope, and the step's cache rows.
 // Contract in mla_project_query.py.
 //
-// A cluster of C CTAs makes a head: two of 64 heads, more of fewer. Each streams its share of the head's rows of q_b past
-// the tokens (weight_stream.cuh), gives the others its share of q_nope, and multiplies all of it by its share of the
-// columns of W_UK, which come while the rows do: both are asked for before the wait. The CTAs after the heads' write the
-// cache, a warp per token.
+// A cluster of C CTAs makes a head: two of 64 heads, more of fewer. Each streams its share of the head's rows of q_b
+// past the tokens (weight_stream.cuh), gives the others its share of q_nope, and multiplies all of it by its share of
+// the columns of W_UK, which come while the rows do: both are asked for before the wait. The CTAs after the heads' write
+// the cache, a warp per token.
 #include "attention/sm90/cache_row.cuh"
 #include "cuda/weight_stream.cuh"
 
@@ -50,7 +50,8 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   using Stage = StageOf<W, C>;
   using S = Share<C>;
   constexpr int KS = S::KS, GROUPS = S::GROUPS, NOPE_ROWS = S::NOPE_ROWS, ROPE_ROWS = S::ROPE_ROWS, ROWS = S::ROWS;
-  constexpr int TILES = S::TILES, COLUMNS = S::COLUMNS, PITCH = S::PITCH;
+  constexpr int TILES = S::TILES, EACH = (TILES + GROUPS - 1) / GROUPS;  // of a group, at most
+  constexpr int COLUMNS = S::COLUMNS, PITCH = S::PITCH;
   let_successor_start();
   if (blockIdx.x >= C * a.H) return add_row(a.rows, (blockIdx.x - C * a.H) * WARPS + threadIdx.x / 32);
   extern __shared__ __align__(128) uint8_t memory[];
@@ -135,7 +136,8 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, pitch, a.in.T, n);
   const uint8_t* mine = memory + warp * a.stages * Stage::BYTES + Stage::place(g) + 16 * t;
   int stage_out = 0, phase = 0;
-  for (int tile = group; tile < TILES; tile += GROUPS) {
+  for (int n = 0; n < EACH; n++) {
+    if (TILES % GROUPS && group + n * GROUPS >= TILES) break;
     X acc;
 #pragma unroll 1
     for (int c = 0; c < chunks; c += Stage::CHUNKS) {
@@ -145,7 +147,7 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
       __syncwarp();  // everyone has read the stage that the next load overwrites
       load(next, warp);
     }
-    acc.store(sums[part][tile]);
+    acc.store(sums[part][group + n * GROUPS]);
   }
   cluster_wait();  // the others have started: their memory is there
   __syncthreads();

@@ -7,11 +7,11 @@
 // flag of its own behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
 // place, so nothing is ever cleared.
 //
-// Places. A cluster of CTAs works on a token, CTA by CTA on up to 16 lines, and each CTA on the next token of its cluster
-// after that. Every CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph continues to
-// count. Epoch e uses half e % 2 of the mailbox. That is enough: a rank that writes epoch e of a line has read epoch
-// e - 1 of its peer, which the peer wrote after it had read epoch e - 2, the half's last use. All ranks must run the
-// same launches with the same T in the same order.
+// Places. A cluster of CTAs works on a token, each CTA on up to 16 of its lines, then on the cluster's next token. Every
+// CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph continues to count. Epoch e uses
+// half e % 2 of the mailbox. That is enough: a rank that writes epoch e of a line has read epoch e - 1 of its peer,
+// which the peer wrote after it had read epoch e - 2, the half's last use. All ranks must run the same launches with the
+// same T in the same order.
 //
 //   one shot    every rank sends its line to every other one, and each adds all of them in the order of ranks
 //   two shots   rank t % ranks owns token t: it gets the others' lines, adds, and sends the new residual's line back.
@@ -81,7 +81,9 @@ __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
 __device__ __forceinline__ void widened(float (&to)[8], const uint4& v) {
   const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int j = 0; j < 4; j++) to[2 * j] = __uint_as_float(pairs[j] << 16), to[2 * j + 1] = __uint_as_float(pairs[j] & 0xffff0000u);
+  for (int j = 0; j < 4; j++) {
+    to[2 * j] = __uint_as_float(pairs[j] << 16), to[2 * j + 1] = __uint_as_float(pairs[j] & 0xffff0000u);
+  }
 }
 __device__ __forceinline__ uint4 rounded(const float (&v)[8]) {
   return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
