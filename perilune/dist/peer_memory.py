@@ -23,7 +23,7 @@ log = logging.getLogger("perilune.dist")
 Swap = Callable[[bytes], list[bytes]]  # this rank's bytes to those of all ranks, in order; every rank calls it
 Gather = Callable[[Tensor], Tensor]
 
-WAIT_SECONDS = 30.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling a kernel
+WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
 HANDLE_BYTES, DEVICE_BYTES = 64, 16
 
 
