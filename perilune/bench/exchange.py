@@ -6,6 +6,7 @@ compared with the reference, and the ranks' bits with each other. NCCL's all-red
 alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,28 +54,37 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
         raise ConfigError(f"bench exchange runs one rank per GPU: {ranks} are asked for, torch sees {found}")
     with tempfile.TemporaryDirectory(prefix="perilune-exchange-") as scratch:
         command = [sys.executable, "-m", "perilune.bench.exchange", scratch, str(ranks), ",".join(map(str, tokens))]
-        processes = [
-            subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for r in range(ranks)
-        ]
-        try:
-            outputs = [p.communicate(timeout=TIMEOUT_SECONDS) for p in processes]
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"the ranks did not end within {TIMEOUT_SECONDS} s") from None
-        finally:
-            for p in processes:
-                p.kill()
-        for r, (process, (_, errors)) in enumerate(zip(processes, outputs)):
-            if process.returncode:
-                last = next((line for line in reversed(errors.splitlines()) if "Error: " in line), "no message")
-                raise EngineError(f"rank {r} failed: {last}")
-    rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in outputs[0][0].splitlines()]
+        made = _outputs([[*command, str(r)] for r in range(ranks)], Path(scratch))
+    rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in made.splitlines()]
     for row in rows:
         report(
             f"{row['tokens']:>6} tokens, {row['parts'] or 'no'} parts, {row['exchange']:>10}"
             f"{', two shots' if row['form'] == 'two-shot' else '':<11}: {row['us']:8.2f} us"
         )
     return rows
+
+
+def _outputs(commands: Sequence[Sequence[str]], scratch: Path) -> str:
+    """What rank 0 prints, once all ranks have ended. EngineError as soon as one fails: the others would wait for it."""
+    with contextlib.ExitStack() as opened:
+        files = [[opened.enter_context((scratch / f"{k}{r}").open("w+")) for k in "oe"] for r in range(len(commands))]
+        processes = [subprocess.Popen(c, stdout=out, stderr=err) for c, (out, err) in zip(commands, files)]
+        try:
+            end = time.monotonic() + TIMEOUT_SECONDS
+            while (states := [p.poll() for p in processes]).count(0) < len(processes):
+                failed = [r for r, status in enumerate(states) if status]
+                if failed:
+                    errors = (scratch / f"e{failed[0]}").read_text().splitlines()
+                    last = next((line for line in reversed(errors) if "Error: " in line), "no message")
+                    raise EngineError(f"rank {failed[0]} failed: {last}")
+                if time.monotonic() > end:
+                    raise EngineError(f"the ranks did not end within {TIMEOUT_SECONDS} s")
+                time.sleep(0.05)
+        finally:
+            for p in processes:
+                p.kill()
+                p.wait()
+        return (scratch / "o0").read_text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,7 @@ class Rank:
         found = []
         for T in tokens:
             for parts in (0, PARTS) if T <= MAX_PARTS_TOKENS else (0,):
-                forms = self._forms(T, parts)
+                forms = self._forms(T)
                 for form in ("one-shot", "two-shot"):
                     if form in forms:
                         self._check(T, parts, form == "two-shot")
@@ -111,7 +122,7 @@ class Rank:
                     )
         return found
 
-    def _forms(self, T: int, parts: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def _forms(self, T: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         def nccl(residual: Tensor, x: Tensor, w: Tensor) -> Tensor:
             whole = x if x.dim() == 2 else x.sum(1).to(BFLOAT16)
             distributed.all_reduce(whole)

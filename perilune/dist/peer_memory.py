@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perilune.core.errors import ConfigError, EngineError
 from perilune.ops.harness import build
-from perilune.ops.exchange.peers import MAX_RANKS, Mailboxes, Peers
+from perilune.ops.exchange.peers import Mailboxes, Peers
 from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE
 
 log = logging.getLogger("perilune.dist")
@@ -25,6 +25,7 @@ Gather = Callable[[Tensor], Tensor]
 
 WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
 HANDLE_BYTES, DEVICE_BYTES = 64, 16
+RANKS = (2, 4, 8)  # that the kernels are compiled for
 
 
 class Store(Protocol):
@@ -70,11 +71,7 @@ class PeerMemory:
         """Frees the memory, after all ranks have called it. Not after a failure: then the process must end."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            for rank, address in enumerate(self._addresses):
-                if rank != self._rank:
-                    build.function(SOURCE, "exchange_close", "p")(address)
-            swap(b"closed")
-            build.function(SOURCE, "exchange_free", "p")(self._addresses[self._rank])
+        _release(self._rank, self._addresses, self._device, swap)
 
 
 def connect(
@@ -86,28 +83,29 @@ def connect(
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
     names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]
-    if not refused:
-        for r, name in enumerate(names):
-            if (first := names.index(name)) < r:
-                _free(address, device)
-                raise ConfigError(
-                    f"ranks {first} and {r} run on one GPU: their exchanges would wait for each other's turn on it; "
-                    "give every rank a GPU of its own (--gpus)"
-                )
-    addresses = [0] * ranks
-    if not refused:
-        with torch.cuda.device(device):
-            for r, own in enumerate(handles):
-                pointer = ctypes.c_void_p(address)
-                if r != rank and not why:
-                    handle = ctypes.create_string_buffer(own, HANDLE_BYTES)
-                    failed = build.function(SOURCE, "exchange_open", "pp")(handle, ctypes.byref(pointer))
-                    why = f"no peer access to rank {r}'s GPU (CUDA error {failed})" if failed else ""
-                addresses[r] = pointer.value or 0
-        given = swap(why.encode())
-        refused = [f"rank {r}: {text.decode()}" for r, text in enumerate(given) if text]
     if refused:
         _free(address, device)
+        return "; ".join(refused)
+    for r, name in enumerate(names):
+        if (first := names.index(name)) < r:
+            _free(address, device)
+            raise ConfigError(
+                f"ranks {first} and {r} run on one GPU: their exchanges would wait for each other's turn on it; "
+                "give every rank a GPU of its own (--gpus)"
+            )
+    addresses = [address if r == rank else 0 for r in range(ranks)]
+    with torch.cuda.device(device):
+        for r, text in enumerate(handles):
+            if r == rank or why:
+                continue
+            pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(text, HANDLE_BYTES)
+            failed = build.function(SOURCE, "exchange_open", "pp")(handle, ctypes.byref(pointer))
+            why = f"no peer access to rank {r}'s GPU (CUDA error {failed})" if failed else ""
+            addresses[r] = pointer.value or 0
+    given = swap(why.encode())
+    refused = [f"rank {r}: {text.decode()}" for r, text in enumerate(given) if text]
+    if refused:
+        _release(rank, addresses, device, swap)
         return "; ".join(refused)
     return PeerMemory(rank, addresses, device, wait_seconds)
 
@@ -137,7 +135,7 @@ def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gathe
 
 def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
     """(name of the GPU and handle, address, reason why there is none)."""
-    usable = build.on_hopper(SOURCE, device, (ranks <= MAX_RANKS, f"at most {MAX_RANKS} ranks"))
+    usable = build.on_hopper(SOURCE, device, (ranks in RANKS, "2, 4 or 8 ranks"))
     if usable is not True:
         return b"", 0, str(usable)
     address = ctypes.c_void_p()
@@ -145,6 +143,7 @@ def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
     with torch.cuda.device(device):
         create = build.function(SOURCE, "exchange_create", "lppp")
         if failed := create(_sizes(ranks)[0], ctypes.byref(address), handle, name):
+            _free(address.value or 0, device)
             return b"", 0, f"no memory to share (CUDA error {failed})"
     assert address.value is not None
     return name.raw + handle.raw, address.value, ""
@@ -155,6 +154,16 @@ def _sizes(ranks: int) -> list[int]:
     sizes = (ctypes.c_int64 * 3)()
     build.function(SOURCE, "exchange_sizes", "lp")(ranks, sizes)
     return list(sizes)
+
+
+def _release(rank: int, addresses: list[int], device: torch.device, swap: Swap) -> None:
+    """Closes what this rank has opened of the others'; once all ranks have, frees its own."""
+    with torch.cuda.device(device):
+        for r, address in enumerate(addresses):
+            if r != rank and address:
+                build.function(SOURCE, "exchange_close", "p")(address)
+    swap(b"")
+    _free(addresses[rank], device)
 
 
 def _free(address: int, device: torch.device) -> None:

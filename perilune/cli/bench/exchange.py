@@ -7,8 +7,7 @@ import click
 from perilune.bench import exchange
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
-
-RANKS = (2, 4, 8)
+from perilune.dist.peer_memory import RANKS
 
 
 @click.command()

@@ -1,5 +1,6 @@
 """How ranks agree on memory that kernels exchange through, without a GPU."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from perilune.core.errors import ConfigError, EngineError
 from perilune.dist import peer_memory
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.harness import build
 
 CPU = torch.device("cpu")
 
@@ -68,6 +70,67 @@ def test_one_rank_without_peer_memory_is_enough(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(peer_memory, "_free", lambda address, device: freed.append(address))
     found = on_ranks(3, lambda r, swap: peer_memory.connect(r, 3, "abc"[r], swap))  # type: ignore[arg-type]  # a name
     assert found == ["rank 2: needs a Hopper GPU"] * 3 and sorted(freed) == [0, 1, 2]
+
+
+class Driver:
+    """The functions of the .cu file, on numbers instead of memory. Rank r's memory has address 1000 + r."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, unreachable: int | None = None) -> None:
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.freed: list[int] = []
+        self.unreachable = unreachable
+        monkeypatch.setattr(build, "function", lambda source, name, kinds: getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def create(self, rank: int) -> tuple[bytes, int, str]:
+        return bytes([rank]) * (peer_memory.DEVICE_BYTES + peer_memory.HANDLE_BYTES), 1000 + rank, ""
+
+    def exchange_open(self, handle: Any, pointer: Any) -> int:
+        owner = handle.raw[0]
+        if owner == self.unreachable:
+            return 217
+        pointer._obj.value = 2000 + owner
+        self.opened.append(2000 + owner)
+        return 0
+
+    def exchange_close(self, address: int) -> int:
+        self.closed.append(address)
+        return 0
+
+    def exchange_free(self, address: int) -> int:
+        assert sorted(self.closed) == sorted(self.opened), "freed while another rank has it open"
+        self.freed.append(address)
+        return 0
+
+
+def connected(driver: Driver, monkeypatch: pytest.MonkeyPatch, close: bool) -> list[Any]:
+    own = threading.local()
+    monkeypatch.setattr(peer_memory, "_create", lambda ranks, device: driver.create(own.rank))
+
+    def rank(r: int, swap: peer_memory.Swap) -> Any:
+        own.rank = r
+        found = peer_memory.connect(r, 2, CPU, swap)
+        if close and isinstance(found, peer_memory.PeerMemory):
+            found.close(swap)
+        return found
+
+    return on_ranks(2, rank)
+
+
+def test_ranks_open_each_others_memory_and_free_it_when_all_have_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    first, second = connected(driver, monkeypatch, close=True)
+    assert first._addresses == [1000, 2001] and second._addresses == [2000, 1001]
+    assert sorted(driver.opened) == [2000, 2001] and sorted(driver.freed) == [1000, 1001]
+
+
+def test_gpus_without_peer_access_are_the_reason_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, unreachable=1)
+    want = "rank 0: no peer access to rank 1's GPU (CUDA error 217)"
+    assert connected(driver, monkeypatch, close=False) == [want, want]
+    assert driver.opened == [2000] and sorted(driver.freed) == [1000, 1001]
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
