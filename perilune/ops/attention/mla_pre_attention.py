@@ -143,7 +143,7 @@ def _processors(device: torch.device) -> int:
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (H, n, R) = a.residual.shape, a.weights.w_uk.shape
     kimi = D == K2.hidden and len(a.weights.q_a_norm) == K2.q_rank and n == K2.nope and R == K2.latent
-    least, most = mla_project_query.LEAST_HEADS, (PROCESSORS - 1) // 2
+    least, most = mla_project_query.PAIRED_HEADS, (PROCESSORS - 1) // 2
     return build.on_hopper(
         "mla_pre_attention_t1.cu" if T == 1 else "mla_pre_attention_mma.cu",
         device,

@@ -5,7 +5,7 @@
 q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] dense or FP8, kv_a_norm [R], w_uk
 [H, n, R]; ckv, rotary and latents as `mla_absorb_query` has them; q_full [T, H, R + r] as q_a.
 
-"cuda" (mla_project_query.cu) is one launch for up to 8 tokens where heads fill the GPU: it saves the start and the end
+"cuda" (mla_project_query.cu) is one launch for up to 8 tokens: it saves the start and the end
 of a kernel. A token's result does not depend on the batch. "composed" is the two ops.
 """
 
@@ -26,7 +26,8 @@ from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 from perilune.ops.linear import linear_fp8, rmsnorm_linear
 
 FEW_TOKENS = 8
-LEAST_HEADS = 48  # two processors to a head
+LEAST_HEADS = 8  # eight processors to a head
+PAIRED_HEADS = 48  # from so many on, two processors to a head
 WIDEST = 1536  # columns of q_a: a wider row does not fit shared memory together with the weights
 
 
@@ -46,6 +47,7 @@ CASES = [
     *(Case(t, K2.heads, K2.q_rank, fp8=fp8, big=True) for t in (1, 2, 3, 8, 16) for fp8 in (False, True)),
     Case(7, K2.heads, 512, fp8=True, padding=2, big=True),
     Case(5, 48, 512, padding=5, big=True),
+    *(Case(t, h, K2.q_rank, fp8=fp8, big=True) for h in (32, 16, 8) for t in (1, 4, 8) for fp8 in (False, True)),
     *(Case(t, fp8=fp8) for t in (1, 5) for fp8 in (False, True)),
     Case(3, 2, 40, 16, 24, 8, padding=1),
     Case(0),
@@ -99,6 +101,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (1 <= T <= FEW_TOKENS, f"1 to {FEW_TOKENS} tokens"),
         (H >= LEAST_HEADS, f"at least {LEAST_HEADS} heads"),
         (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
+        (H >= PAIRED_HEADS or i == WIDEST, f"an input width of {WIDEST} below {PAIRED_HEADS} heads"),
         (n == K2.nope and R == K2.latent, "Kimi's head widths"),
         *cache_rows.needs(a.latents.pages),
     )

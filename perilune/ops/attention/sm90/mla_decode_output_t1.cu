@@ -31,15 +31,15 @@ constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the cons
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
-// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there.
-template <typename W>
-struct Ring;
-template <>
-struct Ring<Bf16> {
+// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
+// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3.
+constexpr int FEW_HEADS = 16;
+template <typename W, bool FEW>
+struct Ring {
   static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
 };
 template <>
-struct Ring<E4m3> {
+struct Ring<E4m3, false> {
   static constexpr int ROW = 512, STAGES = 2, OPEN = 1;
 };
 
@@ -97,9 +97,9 @@ __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32
   to[2] = make_uint2(pairs[1], pairs[3]);
 }
 
-template <typename W>
+template <typename W, bool FEW>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
-  using R = Ring<W>;
+  using R = Ring<W, FEW>;
   using S = Stage<R::ROW>;
   using X = Sums<4>;
   using Value = typename W::Value;
@@ -176,11 +176,11 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int second = s >= loads;  // a ring holds two tiles at most
+      const int later = FEW ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
 #pragma unroll 1
       for (int w = first; w < end; w++) {
-        const int tile = blockIdx.x + w / KS * gridDim.x + second * step, ahead = s - second * loads;
-        ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
+        const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
+        if (!FEW || tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
       }
     }
     return;
@@ -409,22 +409,23 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   }
 }
 
-template <typename W>
+template <typename W, bool FEW>
 int start(const Args& a, int64_t sms, void* stream) {
+  using R = Ring<W, FEW>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
-  const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
+  const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
   // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
-  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncSetAttribute(output_kernel<W, FEW>, cudaFuncAttributePreferredSharedMemoryCarveout,
                        cudaSharedmemCarveoutMaxShared);
-  return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
+  return launch(output_kernel<W, FEW>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (32 or 64), with as many CTAs (at most 160)
-// and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values. mailbox:
-// H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least H; D at
-// least 32 for each.
+// partials, weights: as `mla_decode` leaves them for one token of H heads (16, 32 or 64), with as many CTAs (at most
+// 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values.
+// mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
+// H; D at least 32 for each.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
                    void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
@@ -446,5 +447,7 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(H),
                static_cast<int>(D),
                static_cast<int>(least)};
-  return scale == nullptr ? start<Bf16>(a, sms, stream) : start<E4m3>(a, sms, stream);
+  return scale == nullptr ? start<Bf16, false>(a, sms, stream)
+         : H <= FEW_HEADS ? start<E4m3, true>(a, sms, stream)
+                            : start<E4m3, false>(a, sms, stream);
 }
