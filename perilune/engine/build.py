@@ -11,7 +11,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
-from perilune.dist.group import Group, join
+from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Ranks, places
@@ -142,6 +142,7 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     def meet() -> Group:
         loaded()
         group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        least(group, 0)  # all have joined: another rank may still read the file where they meet before that
         if task.ranks is not None:
             task.ranks.joined(group)
         return group

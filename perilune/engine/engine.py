@@ -68,10 +68,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        if self._ranks is not None and self._ranks.failure is not None:
+            return False  # nothing will be computed any more
         return self._running is not None or self.scheduler.has_work or self._grammars.compiling
 
     def submit(self, request: Submit) -> None:
-        """RequestError if the request can never run. If its grammar turns out not to compile, a Delta says so."""
+        """RequestError if the request can never run, EngineError if another rank is lost. If its grammar turns out not
+        to compile, a Delta says so."""
+        if self._ranks is not None:
+            self._ranks.check()
         self._admission.submit(request)
 
     def cancel(self, rid: int) -> None:
