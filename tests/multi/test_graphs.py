@@ -30,7 +30,7 @@ def test_answers_through_graphs_are_those_of_one_rank(monkeypatch: pytest.Monkey
     with LLM("kimi-nano", **CONFIG, kv_blocks=64, draft=draft, draft_tokens=2, tp=2) as llm:
         assert llm._engine is not None
         graphs = graphed(llm._engine.runner, 320)
-        for some in (slice(0, 2), slice(2, 4), slice(0, 4)):
+        for some in (slice(0, 2), slice(1, 3), slice(0, 4)):
             found = llm.generate(PROMPTS[some], ways[some])
             expected = one.generate(PROMPTS[some], ways[some])
             assert [c.token_ids for c in found] == [c.token_ids for c in expected]
