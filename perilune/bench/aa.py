@@ -231,6 +231,7 @@ async def measure(
         "ignore_eos": ignore_eos,
         "thinking": thinking,
         **summary(samples),
+        **endpoint.marks,
         "method": "streamed, unique prompts, default temperature, medians; two short unmeasured requests first",
     }
 

@@ -34,10 +34,10 @@ from perilune.bench.microscope import (
 )
 from perilune.bench.shapes import SHAPES, shape
 from perilune.core.step import StepPlan
-from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
 from perilune.loading.eagle3 import to_fp8
 from perilune.loading.synthetic import random_draft
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafting import Speculator

@@ -47,14 +47,40 @@ _K2: dict[str, Any] = {
     "eos_token_id": 163586,
     "pad_token_id": 163839,
 }
-SHAPES = {"kimi-k2.5": _K2}
+# The smallest with every part of a real one: for trying things out on a CPU.
+_TINY = _K2 | {
+    "vocab_size": 4352,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 4096,
+    "eos_token_id": 4098,
+    "pad_token_id": 4351,
+}
+SHAPES = {"kimi-k2.5": _K2, "tiny": _TINY}
 
 
 def shape(name: str, layers: int) -> KimiConfig:
     """The configuration of a model cut to its first `layers` layers. ConfigError for an unknown name."""
+    return KimiConfig.from_dict(raw(name, layers), where=name)
+
+
+def raw(name: str, layers: int) -> dict[str, Any]:
+    """The same as config.json has it."""
     if name not in SHAPES:
         raise ConfigError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     config = SHAPES[name]
     if not 0 < layers <= config["num_hidden_layers"]:
         raise ConfigError(f"{name} has {config['num_hidden_layers']} layers: layers must be between 1 and that")
-    return KimiConfig.from_dict({**config, "num_hidden_layers": layers}, where=name)
+    return {**config, "num_hidden_layers": layers}

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from perilune.doctor import headers as shards_examine
 from perilune.doctor import tensors as weights_examine
 from perilune.doctor import vocabulary as text_examine
 from perilune.doctor.finding import Finding
+from perilune.engine.fit import model_of
 from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
 from perilune.formats import checksums as sums
 from perilune.formats import hub
@@ -224,7 +224,8 @@ def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
-    model, stored = _model(config, found)
+    model = model_of(config, found.vision_bytes // 2)
+    stored = float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name))
     formats = memory.footprints(model, stored)
     kv_bytes = model.kv_values * KV_BYTES
     report.rows = memory.table(formats, kv_bytes)
@@ -237,36 +238,6 @@ def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
         least = min(torch.cuda.mem_get_info(i)[0] for i in range(count))
         name = f"{count} x {torch.cuda.get_device_name()}, {least / GB:.1f} GB free"
         report.machine.append((name, [memory.fit(f, count, least, kv_bytes) for f in formats]))
-
-
-def _model(config: KimiConfig, found: Survey) -> tuple[memory.Model, float]:
-    """The numbers of weights by how GPUs share them, and the bytes of the routed experts as stored."""
-    routed_rows = linear = embedding = kv_b = whole_linear = whole = 0
-    for name, shape, entry, _ in names.tensors(config):
-        size = math.prod(shape)
-        if names.ROUTED in name:
-            routed_rows += shape[0]
-        elif entry.field == "embed":
-            embedding += size
-        elif entry.field == "kv_b":
-            kv_b += size
-        elif not entry.linear:
-            whole += size
-        elif entry.axis is None:
-            whole_linear += size
-        else:
-            linear += size
-    model = memory.Model(
-        routed=config.parameters().routed,
-        routed_rows=routed_rows,
-        linear=linear,
-        embedding=embedding,
-        kv_b=kv_b,
-        whole_linear=whole_linear,
-        whole=whole + found.vision_bytes // 2,
-        kv_values=config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim),
-    )
-    return model, float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name))
 
 
 def page(report: Report) -> list[str]:
@@ -289,7 +260,7 @@ def _grid(report: Report) -> Iterator[str]:
     rows = [(f"{fits[0].count} x {gpu.name}", fits) for gpu, fits in report.rows]
     fits = report.rows[0][1]
     width = max(len(name) for name, _ in [*rows, *report.machine])
-    yield "What holds it: GB of weights per GPU + GB left there = tokens of context (bfloat16 KV, split over the GPUs)"
+    yield "What holds it: GB of weights per GPU + GB left there = tokens of context (bfloat16 KV on each GPU)"
     yield " ".join([f"  {'':<{width}}", *(f"{f.footprint.name:>24}" for f in fits)])
     for name, cells in rows:
         yield " ".join([f"  {name:<{width}}", *(f"{_cell(c):>24}" for c in cells)])

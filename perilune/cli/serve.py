@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from perilune.cli.shared import options
+from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import EngineClient
-from perilune.formats.hub import resolve_model
+from perilune.formats.hub import BUNDLED, resolve_model
 from perilune.grammar.constrain import warm_up
 from perilune.server.app import build_app
 from perilune.server.service import Service, read_generation_config
@@ -44,7 +45,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
-@click.argument("model", default="kimi-nano")
+@click.argument("model", required=False)
 @options.field_options(
     ServerConfig,
     "host",
@@ -61,7 +62,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     type=click.Path(dir_okay=False, path_type=Path),
     help="File whose only line is the key that requests must carry as a bearer token.",
 )
-@options.engine_options(*options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction")
+@click.option(
+    "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
+@options.engine_options(*options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction")
 @click.option(
     "--config",
     "config_file",
@@ -69,7 +74,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     help="TOML file with the tables [engine] and [server]; options on the command line win over it.",
 )
 def command(
-    model: str,
+    model: str | None,
+    synthetic: str | None,
+    layers: int | None,
     host: str | None,
     port: int | None,
     served_model_name: str | None,
@@ -83,10 +90,14 @@ def command(
     config_file: Path | None,
     **engine_options: Any,
 ) -> None:
-    """Serve MODEL over HTTP, compatible with the OpenAI API.
+    """Serve MODEL (default: kimi-nano) over HTTP, compatible with the OpenAI API.
 
     Ctrl-C or SIGTERM ends the server and the engine within two seconds.
     """
+    if synthetic is not None and model is not None:
+        raise click.UsageError("give MODEL or --synthetic SHAPE, not both")
+    if layers is not None and synthetic is None:
+        raise click.UsageError("--layers belongs to --synthetic")
     engine_base, server_base = options.file_values(config_file)
     engine = build(EngineConfig, options.engine_values(engine_options, assignments, engine_base))
     given = {
@@ -107,10 +118,16 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
-    with listen(server.host, server.port) as sock:
-        path = resolve_model(model, progress=sys.stderr.isatty())
+    with listen(server.host, server.port) as sock, contextlib.ExitStack() as made:
+        if synthetic is not None:
+            path = made.enter_context(directory(synthetic, layers))
+            name = path.name
+        else:
+            model = model or BUNDLED
+            path = resolve_model(model, progress=sys.stderr.isatty())
+            name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
-            server = replace(server, served_model_name=path.name if Path(model).is_dir() else model)
+            server = replace(server, served_model_name=name)
         asyncio.run(run(path, engine, server, sock, console))
 
 

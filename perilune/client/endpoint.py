@@ -69,7 +69,8 @@ class Endpoint:
     """A server at `url`; an address without a path gets /v1. An async context manager; entering it asks what is served.
 
     After entering, `model` is the model's name there, `max_model_len` its context if the server says so (else None),
-    and `owner` what the server calls itself in its list of models ("" if nothing).
+    `owner` what the server calls itself in its list of models ("" if nothing), and `marks` what a row about it must
+    say: random weights, declared acceptance.
     All methods raise EndpointError; nothing is retried.
     """
 
@@ -81,6 +82,7 @@ class Endpoint:
         self.model = model or ""
         self.max_model_len: int | None = None
         self.owner = ""
+        self.marks: dict[str, Any] = {}
         self._timeout = timeout
         self._tokenizes = True
         # A stream that a proxy or the transport compresses arrives in lumps, and its times mean nothing.
@@ -202,6 +204,10 @@ class Endpoint:
         length, owner = entry.get("max_model_len"), entry.get("owned_by")
         self.max_model_len = length if isinstance(length, int) and length > 0 else None
         self.owner = owner if isinstance(owner, str) else ""
+        if isinstance(made := entry.get("synthetic"), str):
+            self.marks["synthetic"] = made[:MAX_MESSAGE]
+        if isinstance(declared := entry.get("declared_acceptance"), int | float):
+            self.marks |= {"acceptance": "declared", "acceptance_length": declared}
 
     async def _call(self, method: str, url: str, body: Any = None) -> bytes:
         with self._transport():

@@ -36,6 +36,11 @@ class EngineConfig:
     rest_dtype: Literal["dtype", "fp8"] = _doc(
         "weights besides the routed experts: as dtype says, or fp8 (e4m3 with a scale per row, made at load)", "dtype"
     )
+    expert_scales: Literal["auto", "checkpoint", "compact"] = _doc(
+        "scales of INT4 experts: as stored, or made a byte each while they are read, which saves a sixteenth of the "
+        "model; auto: as stored if that leaves room for 32,768 tokens",
+        "auto",
+    )
     qk_norm_eps: float | None = _doc(
         "epsilon of the q and kv norms inside MLA; default: the checkpoint's rms_norm_eps", None
     )
@@ -68,6 +73,10 @@ class EngineConfig:
     draft_tokens: int | None = _doc("drafts per request and step, 1 to 8; default: as many as pay", None)
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
+    )
+    declared_acceptance: float | None = _doc(
+        "tokens that each step with drafts brings on average, whatever would be accepted: only with random weights",
+        None,
     )
     draft_dtype: Literal["auto", "dtype", "fp8"] = _doc(
         "weights of the draft model: as dtype says, or fp8; auto: fp8 on Hopper GPUs and where rest_dtype is fp8. "
@@ -111,6 +120,10 @@ class EngineConfig:
             raise ConfigError(f"log_rejected_share must be in (0, 1], not {self.log_rejected_share}")
         if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
+        if (declared := self.declared_acceptance) is not None:
+            most = 1 + (self.draft_tokens or MAX_DRAFTS)
+            if not 1.0 <= declared <= most:
+                raise ConfigError(f"declared_acceptance must be 1 to {most}, one more than drafts, not {declared}")
         if self.ep > 1 and self.tp not in (1, self.ep):
             raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):

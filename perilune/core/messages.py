@@ -101,6 +101,23 @@ class EngineInfo:
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
     tp: int = 1  # ranks that run
     ep: int = 1  # of these, how many share out whole experts
+    synthetic: str = ""  # what random weights the engine runs on; empty for a real model
+    declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+
+    @property
+    def marks(self) -> dict[str, str | float | None]:
+        """What /health and the list of models say of random weights; nothing of a real model."""
+        if not self.synthetic:
+            return {}
+        return {"synthetic": self.synthetic, "declared_acceptance": self.declared_acceptance}
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers say of the model that made them; empty for a real one."""
+        if not self.synthetic:
+            return ""
+        declared = self.declared_acceptance
+        return f"synthetic: {self.synthetic}" + (f"; declared acceptance {declared:g}" if declared else "")
 
 
 @dataclass(frozen=True, slots=True)

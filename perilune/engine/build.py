@@ -13,16 +13,26 @@ from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
+from perilune.engine.fit import fitted
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Ranks, places
-from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
+from perilune.engine.resolve import (
+    Choices,
+    resolve_declared,
+    resolve_device,
+    resolve_draft,
+    resolve_dtypes,
+    resolve_sizes,
+)
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
+from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
+from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
@@ -55,6 +65,7 @@ class Parts:
     runner: Runner
     rejected: RejectedLog | None
     ranks: Ranks | None
+    synthetic: str  # as in EngineInfo
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -68,6 +79,8 @@ class Parts:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             choices=tuple(self.choices.made),
+            synthetic=self.synthetic,
+            declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
         )
@@ -88,16 +101,28 @@ def build(
     ConfigError and CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
+    mark = synthetic.read(model_dir)
+    if mark is not None:
+        choices.note("weights", "random", str(mark))
+    elif config.declared_acceptance is not None:
+        raise ConfigError("declared_acceptance is for random weights, real ones have their own: leave it out")
     device = resolve_device(config, choices)
     ranks = None
     if place is None:
+        if source is load:
+            config = fitted(model_dir, config, device, choices, show=progress)
         place, ranks = _start_ranks(model_dir, config, device, owns_process)
     if place.gpu is not None:
         torch.cuda.set_device(place.gpu)
     if ranks is not None:
         loaded = ranks.wait_loaded
     try:
-        return _build(_Task(model_dir, config, choices, device, place, ranks), progress, source, loaded)
+        return _build(
+            _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
+            progress,
+            source,
+            loaded,
+        )
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -112,6 +137,7 @@ class _Task:
     device: torch.device
     place: Place
     ranks: Ranks | None
+    synthetic: str  # as in EngineInfo
 
 
 def _start_ranks(
@@ -134,10 +160,14 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
+    if config.declared_acceptance is not None:
+        config = resolve_declared(config, drafter_dir, choices)
     rejected = _rejected_log(config, choices) if task.place.rank == 0 else None
     worker = compute_thread(config.threads, task.place)
     slicing = task.place.slicing
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing)
+    rounding = Rounding() if config.expert_scales == "compact" else None
+    compact = {} if rounding is None else {"rounding": rounding}
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **compact)
 
     def meet() -> Group:
         loaded()
@@ -154,6 +184,8 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     except BaseException:
         worker.shutdown(cancel_futures=True)
         raise
+    if rounding is not None and rounding.matrices:
+        choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
@@ -165,7 +197,7 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     )
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
-    return Parts(config, choices, scheduler, runner, rejected, task.ranks)
+    return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic)
 
 
 def speculator(

@@ -1,6 +1,7 @@
 """Turns "auto" and None of an EngineConfig into values, once, each with its reason."""
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,24 @@ def resolve_draft(
                 choices.note("draft_dtype", draft_dtype, "half of what drafting reads; no answer depends on it")
         return dataclasses.replace(config, draft=draft, draft_dtype=draft_dtype), path
     return dataclasses.replace(config, draft=draft), None
+
+
+def resolve_declared(config: EngineConfig, drafter_dir: Path | None, choices: Choices) -> EngineConfig:
+    """The config for declared acceptance: the draft model alone drafts, a fixed number of tokens. ConfigError if there
+    is none."""
+    declared = config.declared_acceptance
+    assert declared is not None
+    if drafter_dir is None:
+        raise ConfigError(
+            "declared_acceptance needs the draft model of --synthetic with 4 layers or more, and draft other than off "
+            "or suffix"
+        )
+    tokens = config.draft_tokens
+    if tokens is None:
+        tokens = max(math.ceil(declared) - 1, 1)
+        choices.note("draft_tokens", tokens, f"the fewest that bring {declared:g} tokens a step")
+    choices.note("declared_acceptance", f"{declared:g}", "declared, not measured: for speed alone")
+    return dataclasses.replace(config, draft="eagle3", draft_tokens=tokens)
 
 
 def resolve_sizes(

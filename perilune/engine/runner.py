@@ -18,6 +18,7 @@ from perilune.core.step import LEFT_OUT, StepPlan, Work, samples
 from perilune.dist.vocabulary import ONE_RANK, Vocabulary
 from perilune.engine import exclusive_kernels, sampler
 from perilune.engine.batch import build, followed
+from perilune.engine.declared import Declared
 from perilune.engine.graphs.decode import MAX_REQUESTS, DecodeGraphs
 from perilune.engine.graphs.recorder import Recorder
 from perilune.engine.masks import Grammars
@@ -69,10 +70,19 @@ class Runner:
         self.adjuster = Adjuster(config.max_num_seqs)
         self.drafter: Drafter | None = None
         self.graphs: DecodeGraphs | None = None
+        self._declared = None
+        if config.declared_acceptance is not None:
+            self._declared = Declared(config.declared_acceptance, config.max_model_len, device)
         if device.type == "cuda" and not place.shared:
             recorder = Recorder(device, needed=self.group.ranks > 1)
             self.graphs = DecodeGraphs(
-                model, pages, self.last_tokens, config.max_model_len, recorder, self_test=config.self_test
+                model,
+                pages,
+                self.last_tokens,
+                config.max_model_len,
+                recorder,
+                self_test=config.self_test,
+                declared=self._declared,
             )
         self.busy_seconds = 0.0
         self.follow(drafter)
@@ -280,6 +290,8 @@ class Runner:
         if adjusted is not logits:  # a mask may hide logits that are not finite
             chosen = torch.where(sampler.finite(logits), chosen, FAILED)
         tokens = self.grammars.settle(chosen.clamp_min(0), work)
+        if self._declared is not None:
+            tokens, cut = self._declared.rows(tokens, work, cut)
         refused = self.grammars.refusals(work)
         checked = torch.where(chosen < 0, FAILED, tokens)
         return Sampled(work, tokens, checked, cut, sampler.token_logprobs(logits, tokens, wanted), refused)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError, shown
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.formats import synthetic
 from perilune.formats.checkpoint import Checkpoint, few
 from perilune.formats.dense import FLOATS
 from perilune.loading.fp8_dense import quantize, round_values
 from perilune.loading.survey import Stretch, spell
+from perilune.loading.synthetic import random_draft
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights, HeadAttention
@@ -42,6 +44,8 @@ def load_draft(
     """
     config = Eagle3Config.from_directory(path)
     _check_target(path, config, target)
+    if (mark := synthetic.read(path)) is not None:
+        return config, random_draft(config, shared.embed, seed=mark.seed, slicing=slicing)
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         stored = _names(checkpoint)
         _check_tensors(checkpoint, stored, config)

@@ -24,7 +24,7 @@ import torch
 
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
-from perilune.formats import int4_compact, scheme
+from perilune.formats import int4_compact, scheme, synthetic
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.fp8_block import BLOCK as FP8_BLOCK
 from perilune.formats.safetensors_file import TensorInfo
@@ -33,6 +33,7 @@ from perilune.formats.stored import Part
 from perilune.loading.progress import Advance, Report, counted
 from perilune.loading.rounding import Rounding
 from perilune.loading.survey import Stretch, Survey, read_linear, spell, survey
+from perilune.loading.synthetic import random_weights
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.weights import (
@@ -66,7 +67,7 @@ def load(
     slicing: Slicing = WHOLE,
     rounding: Rounding | None = None,
 ) -> tuple[KimiConfig, Weights]:
-    """The configuration and weights of the checkpoint in `path`.
+    """The configuration and weights of the checkpoint in `path`, random ones if it is marked so (formats/synthetic.py).
 
     dtype     of every floating-point weight but the router (float32) and quantisation scales (as stored)
     threads   reading at once; default: one per CPU, at most 8
@@ -79,6 +80,11 @@ def load(
     An interrupt ends it when the pieces that are being read are complete, with no thread left.
     """
     config = KimiConfig.from_directory(path)
+    if (mark := synthetic.read(path)) is not None:
+        made = random_weights(
+            config, dtype=dtype, device=device, seed=mark.seed, slicing=slicing, rounding=rounding
+        )  # fmt: skip
+        return config, made
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from perilune.core.errors import ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.formats import int4_compact
+from perilune.loading.rounding import Rounding
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3 import Eagle3Weights
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.weights import Attention, Experts, Int4Experts, Layer, Matrix, Mlp, Moe, Weights
+from perilune.model.weights import Attention, Experts, Int4CompactExperts, Int4Experts, Layer, Matrix, Mlp, Moe, Weights
 
 GROUP = 32
+DRAFT_GAIN = 4.0
 _LOWEST_BITS = 0x11111111  # of each nibble
 
 _Cut = Callable[[Tensor], Tensor]
@@ -32,9 +35,10 @@ def random_weights(
     device: torch.device | str,
     seed: int = 0,
     slicing: Slicing = WHOLE,
+    rounding: Rounding | None = None,
 ) -> Weights:
     """Weights as `load` would give for a checkpoint with INT4 experts and everything else in `dtype`."""
-    return _Random(config, _Values(dtype, torch.device(device), seed, slicing)).weights()
+    return _Random(config, _Values(dtype, torch.device(device), seed, slicing), rounding).weights()
 
 
 class _Values:
@@ -103,8 +107,8 @@ class _Values:
 
 
 class _Random:
-    def __init__(self, config: KimiConfig, values: _Values) -> None:
-        self._config, self._values = config, values
+    def __init__(self, config: KimiConfig, values: _Values, rounding: Rounding | None) -> None:
+        self._config, self._values, self._rounding = config, values, rounding
 
     def weights(self) -> Weights:
         c, r = self._config, self._values
@@ -146,21 +150,22 @@ class _Random:
         else:
             own, halves, columns = slice(0, c.n_routed_experts), r.halves, r.columns
         ids = range(own.start, own.stop)
-        return Int4Experts(
+        record = Int4Experts if self._rounding is None else Int4CompactExperts
+        return record(
             *self._int4([f"{at}.{e}.gate_up" for e in ids], 2 * i, d, halves),
             *self._int4([f"{at}.{e}.down" for e in ids], d, i, columns),
         )
 
-    def _int4(self, experts: list[str], rows: int, inputs: int, cut: _Cut | None) -> tuple[Tensor, Tensor]:
-        stacks: tuple[Tensor, Tensor] | None = None
+    def _int4(self, experts: list[str], rows: int, inputs: int, cut: _Cut | None) -> list[Tensor]:
+        stacks: list[Tensor] = []
         for k, name in enumerate(experts):
             made = [self._values.keep(name, t, cut) for t in self._one_int4(name, rows, inputs)]
-            if stacks is None:
-                packed, scale = (t.new_empty(len(experts), *t.shape) for t in made)
-                stacks = packed, scale
+            if self._rounding is not None:
+                *made, lost = int4_compact.compacted(*made)
+                self._rounding.add(name, lost)
+            stacks = stacks or [t.new_empty(len(experts), *t.shape) for t in made]
             for stack, t in zip(stacks, made):
                 stack[k] = t
-        assert stacks is not None
         return stacks
 
     def _one_int4(self, name: str, rows: int, inputs: int) -> tuple[Tensor, Tensor]:
@@ -184,6 +189,9 @@ def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0, slicing:
     c, d = config, config.hidden_size
     sizes = names.letters(c, 2 * d, c.intermediate_size)
     r = _Values(embed.dtype, embed.device, seed, slicing)
+    attention, mlp = r.attention("draft.attention", sizes), r.mlp("draft.mlp", sizes)
+    for matrix in (attention.o, mlp.down):  # else the state hardly changes, and a chain repeats one token
+        matrix.weight.mul_(DRAFT_GAIN)
     fc_norms = [r.norm(f"draft.fc_norms.{k}", c.target_hidden_size) for k in range(c.num_aux)] if c.fc_norm else None
     return Eagle3Weights(
         embed=embed,
@@ -192,9 +200,9 @@ def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0, slicing:
         joint_norm=r.norm("draft.joint_norm", c.num_aux * c.target_hidden_size) if c.norm_before_fc else None,
         input_norm=r.norm("draft.input_norm", d),
         hidden_norm=r.norm("draft.hidden_norm", d),
-        attention=r.attention("draft.attention", sizes),
+        attention=attention,
         post_norm=r.norm("draft.post_norm", d),
-        mlp=r.mlp("draft.mlp", sizes),
+        mlp=mlp,
         norm=r.norm("draft.norm", d),
         lm_head=r.linear("draft.lm_head", (c.draft_vocab_size, d), r.rows),
         target_ids=None,

@@ -1,10 +1,11 @@
 """What fits where: bytes of weights per GPU, what they leave for the KV cache, and how many tokens that holds.
 
 Weights are split evenly over the GPUs of a group, except what each of them needs whole: the low-rank input projections
-of attention, the router, norms, and the vision tower. The KV cache is split along the sequence. GB are 10^9 bytes.
+of attention, the router and norms. Each of them holds the whole KV cache, as the latents belong to all heads. GB are
+10^9 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FP8_BLOCK = 128 * 128
@@ -60,7 +61,7 @@ class Fit:
     count: int
     weights: float  # bytes per GPU
     left: float  # bytes per GPU for the KV cache; below 0: so many are short
-    tokens: int  # whose KV cache fits, all GPUs together; 0 if the weights do not
+    tokens: int  # of context that the KV cache holds; 0 if the weights do not fit
 
     @property
     def fits(self) -> bool:
@@ -89,7 +90,7 @@ def fit(footprint: Footprint, count: int, usable: float, kv_bytes: int, workspac
     """`count` devices of `usable` bytes each; `kv_bytes` of cache per token."""
     weights = footprint.per_gpu(count)
     left = usable - workspace - weights
-    return Fit(footprint, count, weights, left, max(int(count * left // kv_bytes), 0))
+    return Fit(footprint, count, weights, left, max(int(left // kv_bytes), 0))
 
 
 def table(
@@ -97,3 +98,72 @@ def table(
 ) -> list[tuple[Gpu, list[Fit]]]:
     """A row for every number of GPUs of each kind, with an entry for each format."""
     return [(gpu, [fit(f, n, gpu.usable_bytes, kv_bytes) for f in formats]) for gpu in gpus for n in counts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What an engine wants of the memory of each of its devices, in bytes; a token's KV is `kv_bytes` on each."""
+
+    weights: tuple[Footprint, ...]  # the first that leaves room for `enough` tokens is taken
+    drafter: Footprint
+    graphs: float
+    workspace: float
+    mailboxes: float  # of several ranks: what they exchange goes through these
+    kv_bytes: int
+    enough: int  # tokens of context that are wanted
+    least: int  # tokens below which there is no engine
+    fraction: float  # of what weights leave free, for everything else
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One of `ranks` devices with `free` bytes: what takes how many, by name, and the tokens that the rest holds."""
+
+    demand: Demand
+    footprint: Footprint
+    ranks: int
+    free: float
+    takes: Mapping[str, float]
+    left: float  # for the KV cache; below 0: so many are short
+
+    @property
+    def tokens(self) -> int:
+        return max(int(self.left // self.demand.kv_bytes), 0)
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens >= self.demand.least
+
+    def lines(self) -> list[str]:
+        """The table, for people."""
+        rows = [(name, f"{size / 1e9:9.2f} GB") for name, size in self.takes.items()]
+        rows.append(("KV cache", f"{max(self.left, 0) / 1e9:9.2f} GB = {self.tokens:,} tokens"))
+        of = f"on each of {self.ranks} ranks" if self.ranks > 1 else "on the one device"
+        return [f"memory {of}, {self.free / 1e9:.2f} GB free:", *(f"  {name:<12}{size}" for name, size in rows)]
+
+
+def plan(demand: Demand, ranks: int, free: float) -> Plan:
+    """How `ranks` devices with `free` bytes on each would be filled: by the first footprint with enough room, else by
+    the one that leaves most."""
+    found = [_filled(demand, footprint, ranks, free) for footprint in demand.weights]
+    return next((p for p in found if p.tokens >= demand.enough), max(found, key=lambda p: p.left))
+
+
+def fewest(demand: Demand, free: Sequence[float], counts: Sequence[int] = COUNTS) -> int | None:
+    """The fewest of the devices, which have so many free bytes, taken in order, that hold the model with enough room
+    for its KV cache, else at all; None if all of them do not.
+
+    counts  numbers of ranks that can share the model
+    """
+    plans = [plan(demand, n, min(free[:n])) for n in counts if n <= len(free)]
+    roomy = [p.ranks for p in plans if p.tokens >= demand.enough]
+    return min(roomy or [p.ranks for p in plans if p.fits], default=None)
+
+
+def _filled(demand: Demand, footprint: Footprint, ranks: int, free: float) -> Plan:
+    takes = {"weights": footprint.per_gpu(ranks), "drafter": demand.drafter.per_gpu(ranks)}
+    if ranks > 1:
+        takes["mailboxes"] = demand.mailboxes
+    rest = (free - sum(takes.values())) * (1 - demand.fraction)
+    takes |= {"kept free": max(rest, 0.0), "graphs": demand.graphs, "workspace": demand.workspace}
+    return Plan(demand, footprint, ranks, free, takes, free - sum(takes.values()))

@@ -96,6 +96,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "perilune",
         "max_model_len": service.engine.info.max_model_len,
+        **service.engine.info.marks,
     }
 
 
@@ -113,7 +114,7 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     if not service.engine.alive:
         return errors.response(EngineError("the engine has stopped: see the server's log, then restart it"))
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", **service.engine.info.marks})
 
 
 async def metrics_page(request: Request) -> Response:

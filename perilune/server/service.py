@@ -71,6 +71,12 @@ class Service:
         self.stopping = asyncio.Event()
         self.started = int(time.time())
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The field of answers that marks random weights; none for a real model."""
+        found = self.engine.info.fingerprint
+        return {"system_fingerprint": found} if found else {}
+
     def stop(self) -> None:
         self.stopping.set()
 

@@ -18,11 +18,11 @@ from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
 from perilune.draft.corpus import Corpus
-from perilune.draft.export import config_for
 from perilune.draft.states import Shard, States, about, capture, load_ends, token_bytes
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
 from perilune.formats.hub import resolve_model
 from perilune.loading.load import load
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 

@@ -13,13 +13,14 @@ from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import read_object
 from perilune.draft import ranks
 from perilune.draft.corpus import Corpus
-from perilune.draft.export import config_for, export
+from perilune.draft.export import export
 from perilune.draft.losses import LOSSES
 from perilune.draft.states import States, load_ends
 from perilune.draft.train import Options, options_of, train
 from perilune.formats.hub import resolve_model
 from perilune.loading.eagle3 import read_tensors
 from perilune.loading.load import load
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 

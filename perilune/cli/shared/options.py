@@ -15,7 +15,8 @@ from perilune.core.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
 DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
-COMMON = ("device", "tp", "ep", "gpus", "dtype", "max_model_len", *DRAFT)  # of verbs that run one model for one purpose
+# Of verbs that run one model for one purpose.
+COMMON = ("device", "tp", "ep", "gpus", "dtype", "max_model_len", "expert_scales", "rest_dtype", *DRAFT)
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:

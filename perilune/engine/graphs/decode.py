@@ -26,6 +26,7 @@ from torch import Tensor
 from perilune.core.errors import EngineError
 from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan
 from perilune.dist.group import largest
+from perilune.engine.declared import Declared
 from perilune.engine.graphs.draft import DraftGraphs
 from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Key
 from perilune.engine.graphs.recorder import Recorder, Replay
@@ -146,12 +147,14 @@ class DecodeGraphs:
         recorder: Recorder,
         *,
         self_test: bool = True,
+        declared: Declared | None = None,
     ) -> None:
         """`self_test`: every graph is replayed once and compared with the same step without a graph (self_test.py)."""
         self._self_test = self_test
         self._model, self._pages, self._last_tokens = model, pages, last_tokens
         self._max_blocks = -(-max_model_len // pages.block_size)
         self.recorder = recorder
+        self._declared = declared
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         device = last_tokens.device
         self.shifts = torch.zeros_like(last_tokens)
@@ -344,7 +347,11 @@ class DecodeGraphs:
             if key.whole:
                 f = inputs.fields
                 how = f.temperature.flatten(), f.top_k.flatten(), f.top_p.flatten(), f.min_p.flatten()
-                self._accept(graph, vocabulary.sample(logits, how, f.u.flatten(), narrow=key.narrow), f.stop)
+                sampled, stop = vocabulary.sample(logits, how, f.u.flatten(), narrow=key.narrow), f.stop
+                if self._declared is not None:
+                    step = graph.step
+                    sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, f.front, stop)
+                self._accept(graph, sampled, stop)
             else:
                 graph.logits = logits
 

@@ -27,6 +27,7 @@ async def chat_completions(request: Request) -> Response:
         turns = await begin(service, size, body)
         held.callback(turns.release)
         head = {"id": body.response_id("chatcmpl"), "created": int(time.time()), "model": service.model}
+        head |= service.fingerprint
         if body.stream:
             chunks, release = _chunks(tokenizer, turns, head, body), held.pop_all().close
             return EventStream(chunks, service.stopping, release, failure=error_event, encode=bytes, end=DONE)

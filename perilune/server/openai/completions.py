@@ -175,6 +175,7 @@ async def completions(request: Request) -> Response:
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model,
+            **service.fingerprint,
         }
         if body.stream:
             chunks, release = _chunks(groups, head, body), held.pop_all().close

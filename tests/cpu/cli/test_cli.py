@@ -15,7 +15,7 @@ from perilune.cli.draft import group as draft
 from perilune.cli.shared import options
 from perilune.cli.shared.verbs import Verbs
 from perilune.core.config import EngineConfig, build
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, RequestError
 
 
 def test_options_win_over_assignments_over_nothing_and_the_file(tmp_path: Path) -> None:
@@ -158,3 +158,12 @@ def test_a_list_of_verbs_costs_no_import_of_torch() -> None:
     for words in (["--help"], ["bench", "--help"], ["draft", "--help"]):
         done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
         assert done.returncode == 0 and "Commands:" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_every_engine_option_goes_to_the_engine(verb: str) -> None:
+    """Options that the verb did not know by name became sampling parameters, which was a TypeError."""
+    asked = ["-p", "hi"] if verb == "generate" else []
+    given = ["--draft-dtype", "fp8", "--expert-scales", "compact", "--max-tokens", "0"]
+    result = CliRunner().invoke(main.cli, [verb, "kimi-nano", *asked, *given], standalone_mode=False)
+    assert isinstance(result.exception, RequestError) and "max_tokens" in str(result.exception), result.exception

@@ -21,7 +21,7 @@ from perilune.draft.capture import Capture
 from perilune.draft.collect import Decoded, Forced, Plan, about, collect
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.evaluate import Tally, lookup, summed, walk, walk_lookup
-from perilune.draft.export import config_for, export
+from perilune.draft.export import export
 from perilune.draft.prompts import Chats, Problems, Prompt, Topics
 from perilune.draft.shards import SHARDS
 from perilune.draft.topics import DOMAINS, ask
@@ -30,6 +30,7 @@ from perilune.formats.hub import resolve_model
 from perilune.loading.load import load
 from perilune.loading.synthetic import random_weights
 from perilune.model.config import KimiConfig
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights

@@ -21,7 +21,7 @@ from perilune.draft import trainee as trainee_module
 from perilune.draft.batch import LONGEST_UNROLL, Batch
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import Corpus, Row
-from perilune.draft.export import config_for, export
+from perilune.draft.export import export
 from perilune.draft.losses import LOSSES, overlap
 from perilune.draft.optimizer import Muon, Optimizer
 from perilune.draft.states import States, about, capture, token_bytes
@@ -31,6 +31,7 @@ from perilune.draft.vocabulary import mapping, most_frequent
 from perilune.loading.eagle3 import load_draft, read_tensors
 from perilune.loading.synthetic import random_weights
 from perilune.model.config import KimiConfig
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3 import Eagle3
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2, Span, Step

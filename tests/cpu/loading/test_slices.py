@@ -11,7 +11,6 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
-from perilune.draft.export import config_for
 from perilune.formats import int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.safetensors_file import SafetensorsFile
@@ -25,6 +24,7 @@ from perilune.loading.survey import survey
 from perilune.loading.synthetic import random_draft, random_weights
 from perilune.model import names
 from perilune.model.config import KimiConfig
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.weights import Attention, Int4CompactExperts, Int4Experts, Moe, Weights
 from tests.cpu.loading.slices import columns, narrow, rows, same

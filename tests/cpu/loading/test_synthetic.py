@@ -13,13 +13,13 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
-from perilune.draft.export import config_for
 from perilune.engine.engine import Engine
 from perilune.engine.graphs.decode import MIN_TABLE_BLOCKS, rounded_up, table_width
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.synthetic import random_draft, random_weights
 from perilune.model.config import KimiConfig
+from perilune.model.draft_config import config_for
 from perilune.model.eagle3 import Eagle3
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2, Span, Step

@@ -1,0 +1,60 @@
+"""Declared acceptance: on random weights nothing is ever accepted, so how many drafts are right is said instead.
+
+A step verifies its drafts as always; then the tokens sampled for the first of them become the drafts themselves. How
+many depends on the position at which the step begins, so that steps end at floor(j X) for whole numbers j: they bring X
+tokens on average, the same on every rank, in every mode of steps and again after preemption.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from perilune.core.step import Work
+from perilune.engine.sampler import on_device
+
+
+class Declared:
+    """Accepts so many drafts that steps with drafts bring `mean` tokens each, as far as they have drafts.
+
+    `positions`: that requests can have, at most.
+    """
+
+    def __init__(self, mean: float, positions: int, device: torch.device) -> None:
+        exact = Fraction(mean).limit_denominator(1000)
+        # The step that begins at position p ends at the first floor(j X) above p.
+        ends = [math.floor(math.ceil((p + 1) / exact) * exact) for p in range(positions)]
+        self._drafts = [end - p - 1 for p, end in enumerate(ends)]
+        self._table = torch.tensor(self._drafts, device=device)
+
+    def grid(
+        self, sampled: Tensor, ids: Tensor, positions: Tensor, front: Tensor, stop: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(sampled, stop) of ops/drafts/accept_drafts.py for these, and the positions [B m] of all columns: on the
+        device, for a graph."""
+        B = len(front)
+        own, tokens, at = sampled.view(B, -1), ids.view(B, -1), positions.view(B, -1)
+        first = at.gather(1, front.long().unsqueeze(1)).squeeze(1).clamp(0, len(self._table) - 1)
+        stop = torch.minimum(stop, front + self._table[first].to(front.dtype))
+        column = torch.arange(own.shape[1], device=own.device)
+        right = (column >= front.unsqueeze(1)) & (column < stop.unsqueeze(1)) & (own >= 0)
+        return torch.where(right, tokens.roll(-1, 1), own).flatten(), stop
+
+    def rows(self, tokens: Tensor, work: tuple[Work, ...], cut: Mapping[int, int]) -> tuple[Tensor, dict[int, int]]:
+        """The same for tokens [R] of `work` one below the other: (tokens, how many drafts of each may be accepted)."""
+        rows: list[int] = []
+        ids: list[int] = []
+        allowed, first = dict(cut), 0
+        for i, w in enumerate(work):
+            if w.drafts:
+                start = min(w.start + w.count - w.drafts - 1, len(self._drafts) - 1)
+                allowed[i] = n = min(self._drafts[start], cut.get(i, w.drafts))
+                rows += range(first, first + n)
+                ids += w.tokens[len(w.tokens) - w.drafts :][:n]
+            first += w.drafts + 1
+        if rows:
+            at, drafts = on_device(torch.tensor([rows, ids]).numpy(), tokens.device)
+            tokens = tokens.index_copy(0, at, drafts)
+        return tokens, allowed

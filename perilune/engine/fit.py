@@ -1,0 +1,223 @@
+"""Memory planned before anything is loaded: what goes where, which scales the experts get, what is refused and why."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
+from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
+from perilune.engine.resolve import WORKSPACE_BYTES, Choices, free_bytes, resolve_draft, resolve_dtypes
+from perilune.formats import scheme, synthetic
+from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.served import require_served
+from perilune.loading.survey import survey
+from perilune.model import names
+from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import Eagle3Config
+from perilune.ops.layouts import latent_cache
+from perilune.plan import memory
+
+ENOUGH_TOKENS = 32_768  # of context: less than that, and narrower weights or more GPUs are taken where possible
+INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # of a weight, with its share of a bfloat16 scale
+COMPACT = "int4-compact"
+BOTH = "expert_scales=compact with rest_dtype=fp8"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """A demand, and what of its options could be other: by the words for a message, the demand with that change."""
+
+    demand: memory.Demand
+    others: dict[str, memory.Demand]
+    int4: bool  # experts are INT4 with bfloat16 scales
+
+
+def fitted(
+    model_dir: Path, config: EngineConfig, device: torch.device, choices: Choices, *, show: bool = False
+) -> EngineConfig:
+    """The config with `expert_scales` resolved, if all of it fits the memory that is free now.
+
+    show  the table on stderr
+
+    ConfigError, before weights are read, with what would make it fit.
+    """
+    wanted = demand(model_dir, config, device)
+    ranks = config.ranks
+    free = _free(config, device)
+    plan = memory.plan(wanted.demand, ranks, free)
+    if not plan.fits:
+        raise ConfigError(_refusal(plan, wanted, ranks, free))
+    if show:
+        sys.stderr.write("\n".join(plan.lines()) + "\n")
+    sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in plan.takes.items() if size)
+    choices.note("memory", f"{free / 1e9:.2f} GB free", f"{sizes} GB; the rest holds {plan.tokens:,} tokens of KV")
+    if config.expert_scales != "auto":
+        return config
+    if compact := wanted.int4 and plan.footprint.name == COMPACT:
+        choices.note("expert_scales", "compact", "the checkpoint's own leave too little room")
+    return dataclasses.replace(config, expert_scales="compact" if compact else "checkpoint")
+
+
+def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wanted:
+    """What the engine would take; reads headers alone. Raises as `load`."""
+    nothing = Choices([])
+    config, dtype, kv_dtype = resolve_dtypes(config, device, nothing)
+    config, drafter_dir = resolve_draft(config, model_dir, device, nothing)
+    model = KimiConfig.from_directory(model_dir)
+    stored, form = _experts(model_dir, model, dtype)
+    int4 = form == scheme.INT4
+    if config.expert_scales == "compact" and form not in (scheme.INT4, scheme.INT4_COMPACT):
+        raise ConfigError(f"expert_scales=compact is for INT4 experts, and those of {model_dir.name} are {form}")
+    values = latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype)
+    kv_bytes = model.num_hidden_layers * values * kv_dtype.itemsize
+    drafter = memory.Footprint("drafter", 0.0, 0.0)
+    if drafter_dir is not None:
+        drafter, own_kv = _drafter(drafter_dir, config, dtype)
+        kv_bytes += own_kv
+    longest = min(config.max_model_len or ENOUGH_TOKENS, model.max_position_embeddings)
+    block = config.block_size or (64 if device.type == "cuda" else 16)
+    least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
+    step = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
+    graphs = GRAPH_BYTES if device.type == "cuda" else 0
+    sizes = model_of(model)
+
+    def asking(scales: str, rest: str, tokens: int) -> memory.Demand:
+        plain, compact, narrow, _ = memory.footprints(sizes, stored, dtype.itemsize)
+        if rest == "fp8":
+            saved = compact.split - narrow.split
+            plain = memory.Footprint(plain.name, plain.split - saved, narrow.whole)
+            compact = dataclasses.replace(narrow, name=COMPACT)
+        weights = (compact,) if scales == "compact" else (plain, compact) if scales == "auto" else (plain,)
+        return memory.Demand(
+            weights=weights if int4 else (plain,),
+            drafter=drafter,
+            graphs=graphs,
+            workspace=WORKSPACE_BYTES[device.type] - graphs,
+            mailboxes=2.0 * step * model.hidden_size * dtype.itemsize,
+            kv_bytes=kv_bytes,
+            enough=max(longest, tokens),
+            least=tokens,
+            fraction=config.memory_fraction,
+        )
+
+    scales, rest = config.expert_scales, config.rest_dtype
+    others = {}
+    if int4 and scales == "checkpoint":
+        others["expert_scales=compact"] = asking("compact", rest, least)
+    if rest != "fp8":
+        others["rest_dtype=fp8"] = asking(scales, "fp8", least)
+        if int4 and scales == "checkpoint":
+            others[BOTH] = asking("compact", "fp8", least)
+    return Wanted(asking(scales, rest, least), others, int4)
+
+
+def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, free: list[float]) -> int:
+    """For `tp=auto`: the fewest of GPUs with so many free bytes, in order, that hold the model. ConfigError if all of
+    them together do not."""
+    wanted = demand(model_dir, config, device)
+    heads = KimiConfig.from_directory(model_dir).num_attention_heads
+    counts = [n for n in memory.COUNTS if heads % n == 0]
+    count = memory.fewest(wanted.demand, free, counts)
+    if count is None:
+        most = max(n for n in counts if n <= len(free))
+        raise ConfigError(_refusal(memory.plan(wanted.demand, most, min(free[:most])), wanted, most, min(free[:most])))
+    return count
+
+
+def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
+    need = plan.demand.least * plan.demand.kv_bytes
+    short = (need - plan.left) / 1e9
+    remedies = [words for words, other in wanted.others.items() if memory.plan(other, ranks, free).fits]
+    if len(remedies) > 1:  # both together are not needed where one is enough
+        remedies = [words for words in remedies if words != BOTH]
+    more = (n for n in memory.COUNTS if n > ranks and memory.plan(wanted.demand, n, free).fits)
+    if (count := next(more, None)) is not None:
+        remedies.append(f"tp={count} on GPUs like these")
+    if plan.left > 2 * plan.demand.kv_bytes * 64:
+        remedies.append(f"max_model_len or kv_blocks for at most {plan.tokens:,} tokens")
+    sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in plan.takes.items() if size)
+    where = f"each of {ranks} ranks" if ranks > 1 else "the device"
+    return (
+        f"the model does not fit: {where} has {free / 1e9:.2f} GB free, {short:.2f} GB too few for {sizes} GB and a KV "
+        f"cache of {plan.demand.least:,} tokens; "
+        + ("what would fit: " + ", or ".join(remedies) if remedies else "take more or larger GPUs")
+    )
+
+
+def _free(config: EngineConfig, device: torch.device) -> float:
+    """Bytes free for each rank: ranks on CPUs share the machine's, of GPUs the fullest counts."""
+    if device.type == "cpu":
+        return free_bytes(device) / config.ranks
+    if config.ranks == 1 and config.gpus is None:
+        return free_bytes(device)
+    listed = range(config.ranks) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
+    there = [n for n in listed if n < torch.cuda.device_count()]
+    return min((free_bytes(torch.device("cuda", n)) for n in there), default=free_bytes(device))
+
+
+def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:
+    """Bytes of the routed experts in memory, and their format: that of most."""
+    routed = model.parameters().routed
+    if synthetic.read(model_dir) is not None:
+        return INT4_BYTES * routed, scheme.INT4
+    require_served(model.quantization, str(model_dir))
+    with Checkpoint.open(model_dir) as checkpoint:
+        found = survey(checkpoint, model)
+    forms = [form for name, form in found.formats.items() if names.ROUTED in name]
+    form = max(set(forms), key=forms.count, default=scheme.DENSE)
+    if form == scheme.DENSE:
+        return float(routed * dtype.itemsize), form
+    return float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name)), form
+
+
+def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, int]:
+    """The draft model's weights, and the bytes of its cache for a token."""
+    draft = Eagle3Config.from_directory(path)
+    here = {names.DRAFT_HEAD}
+    if synthetic.read(path) is None:
+        with Checkpoint.open(path) as checkpoint:
+            here = {names.draft_name(name) for name in checkpoint.tensors}
+    split = whole = 0
+    for tensor in names.draft_tensors(draft):
+        if tensor.name in names.DRAFT_OPTIONAL and tensor.name not in here:
+            continue
+        narrow = config.draft_dtype == "fp8" and tensor.entry.linear
+        size = math.prod(tensor.shape) * (1 if narrow else dtype.itemsize)
+        if tensor.entry.axis is None:
+            whole += size
+        else:
+            split += size
+    return memory.Footprint("drafter", split, whole), draft.kv_width * dtype.itemsize
+
+
+def model_of(config: KimiConfig, vision: int = 0) -> memory.Model:
+    """The numbers of weights by how GPUs share them; `vision` more on each, if the tower is to be loaded too."""
+    routed_rows = linear = embedding = kv_b = whole_linear = whole = 0
+    for name, shape, entry, _ in names.tensors(config):
+        size = math.prod(shape)
+        if names.ROUTED in name:
+            routed_rows += shape[0]
+        elif entry.field == "embed":
+            embedding += size
+        elif entry.field == "kv_b":
+            kv_b += size
+        elif not entry.linear:
+            whole += size
+        elif entry.axis is None:
+            whole_linear += size
+        else:
+            linear += size
+    return memory.Model(
+        routed=config.parameters().routed,
+        routed_rows=routed_rows,
+        linear=linear,
+        embedding=embedding,
+        kv_b=kv_b,
+        whole_linear=whole_linear,
+        whole=whole + vision,
+        kv_values=config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim),
+    )
