@@ -5,14 +5,19 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from perilune.core.config import EngineConfig
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, StepPlan, Work
+from perilune.engine.graphs.decode import rounded_up
 from perilune.engine.runner import Runner
 from perilune.speculation import step_cost
 
 log = logging.getLogger("perilune.engine")
+
+GREEDY = SamplingParams(temperature=0.0)
+FIRST_REQUESTS = 8  # More: longer starts. Fewer: the first requests of a size wait for a capture, 0.3 s and more.
 
 
 def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
@@ -33,12 +38,27 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     return table
 
 
+def capture_first(runner: Runner, config: EngineConfig) -> None:
+    """Captures, and so tests, the graphs of steps in which up to FIRST_REQUESTS requests decode, and the draft model's
+    that follow them, so that the first requests do not wait for that. Overwrites the cache, which must be empty."""
+    if runner.graphs is None:
+        return
+    assert config.kv_blocks
+    chain = 0 if runner.drafter is None else min(config.draft_tokens or 1, runner.drafter.longest)
+    most = min(FIRST_REQUESTS, config.max_num_seqs, config.kv_blocks)
+    # With several ranks there are two kinds of graphs: those that gather logits, and those that need not.
+    for temperature in (0.0, 1.0) if runner.group.ranks > 1 else (0.0,):
+        timer = _Timer(runner, config, replace(GREEDY, temperature=temperature))
+        for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
+            timer((1,) * requests, 1, chain)
+
+
 class _Timer:
     """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
 
-    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig, params: SamplingParams = GREEDY) -> None:
         assert config.block_size and config.kv_blocks
-        self._runner = runner
+        self._runner, self._params = runner, params
         self._block_size = config.block_size
         self._num_blocks = config.kv_blocks
         self._random = random.Random(0)
@@ -60,7 +80,7 @@ class _Timer:
                 blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
                 sample=True,
                 output_index=0,
-                params=SamplingParams(temperature=0.0),
+                params=self._params,
                 seed=0,
                 left=count,
                 drafts=count - 1,

@@ -21,7 +21,7 @@ from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
-from perilune.engine.cost_table import measure_costs
+from perilune.engine.cost_table import capture_first, measure_costs
 from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.loading.load import load
@@ -59,6 +59,7 @@ class Engine:
         self.speculator: Drafting | None = None
         with self._explained():
             self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
+            capture_first(self.runner, self.config)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
         self.info = parts.info(model_dir.name)

@@ -11,6 +11,7 @@ from perilune import LLM, SamplingParams
 from perilune.core.errors import EngineError
 from perilune.dist.group import ALONE
 from perilune.engine import ranks
+from perilune.engine.cost_table import capture_first
 from perilune.engine.graphs.self_test import Probe, check
 from tests.cpu.speculation.test_speculation import PROMPTS
 from tests.multi.conftest import CONFIG
@@ -30,6 +31,8 @@ def test_answers_through_graphs_are_those_of_one_rank(monkeypatch: pytest.Monkey
     with LLM("kimi-nano", **CONFIG, kv_blocks=64, draft=draft, draft_tokens=2, tp=2) as llm:
         assert llm._engine is not None
         graphs = graphed(llm._engine.runner, 320)
+        capture_first(llm._engine.runner, llm._engine.config)
+        assert {(key.requests, key.narrow) for key in graphs.keys} == {(n, b) for n in (1, 2, 3, 4, 6) for b in (0, 1)}
         for some in (slice(0, 2), slice(1, 3), slice(0, 4)):
             found = llm.generate(PROMPTS[some], ways[some])
             expected = one.generate(PROMPTS[some], ways[some])

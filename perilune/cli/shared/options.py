@@ -95,17 +95,37 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _type(hint: Any) -> Any:
-    (member,) = (m for m in _members(hint) if m is not type(None))
+    member, *words = (m for m in _members(hint) if m is not type(None))
+    if words:  # a number or one of some words
+        return NumberOr(typing.get_args(words[0]))
     if typing.get_origin(member) is Literal:
         return click.Choice(typing.get_args(member))
     return member
+
+
+class NumberOr(click.ParamType[Any]):
+    """A whole number or a word."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self._words = words
+        self.name = f"integer or {' or '.join(words)}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._words or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number nor {' or '.join(self._words)}", param, ctx)
 
 
 def _value(key: str, text: str, hint: Any) -> Any:
     members = _members(hint)
     if type(None) in members and text.lower() in ("none", "auto"):
         return None
-    (member,) = (m for m in members if m is not type(None))
+    member, *words = (m for m in members if m is not type(None))
+    if words and text in typing.get_args(words[0]):
+        return text
     if member is bool:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"--set {key}: must be true or false, not {text!r}")
