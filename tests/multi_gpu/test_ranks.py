@@ -57,10 +57,10 @@ def test_greedy_answers_and_scores_are_those_of_one_gpu(one: LLM, two: LLM, draf
 
 def test_every_kind_of_request_is_answered_through_graphs(two: LLM) -> None:
     ways = [
-        SamplingParams(temperature=0.0, logprobs=2),
-        SamplingParams(temperature=1.0, top_k=20, seed=1),
-        SamplingParams(temperature=0.9, top_p=0.9, seed=2),
-        SamplingParams(temperature=1.0, seed=3, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, logprobs=2, max_tokens=48),
+        SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=48),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=2, max_tokens=48),
+        SamplingParams(temperature=1.0, seed=3, presence_penalty=0.5, max_tokens=48),
     ]
     first, again = two.generate(PROMPTS, ways), two.generate(PROMPTS, ways)
     assert all(c.finish_reason in ("stop", "length") for c in (*first, *again))

@@ -1,6 +1,7 @@
 """Command-line options whose names, types, defaults and help come from the fields of the configuration."""
 
 import dataclasses
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def engine_options(*names: str) -> Callable[[F], F]:
 
 def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:
     """Values for core.config.build: `base` (the config file), then options that were given, then --set."""
-    values = {**base, **{k: v for k, v in given.items() if v is not None}}
+    values = {**_started_by_torchrun(), **base, **{k: v for k, v in given.items() if v is not None}}
     hints = typing.get_type_hints(EngineConfig)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -75,6 +76,19 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
             raise ConfigError(f"--set {key}: unknown key; known: {', '.join(sorted(hints))}, with ops.NAME for ops")
         values[key] = _value(key, text, hints[key])
     return values
+
+
+def _started_by_torchrun() -> dict[str, Any]:
+    """`tp` as torchrun was asked for processes. Rank 0 starts the processes that it needs, as without torchrun, because
+    it has to lead and to watch them; torchrun's others end here."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    rank, ranks, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here != ranks:
+        raise ConfigError(f"torchrun started {ranks} processes on several hosts: the ranks of an engine share one host")
+    if rank:
+        raise SystemExit(0)
+    return {"tp": ranks}
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
