@@ -67,7 +67,9 @@ class EngineConfig:
     )
     threads: int | None = _doc("CPU threads of the engine; default: torch's choice", None)
     seed: int | None = _doc("seed of requests that bring none; default: the system's random numbers", None)
-    tp: int = _doc("ranks, one process and GPU each, that share attention, MLPs and vocabulary", 1)
+    tp: int | Literal["auto"] = _doc(
+        "ranks, one process and GPU each, that share the model; auto: the fewest GPUs that hold it (1 on a CPU)", 1
+    )
     ep: int = _doc("1, or the number of ranks: routed experts lie whole on ranks instead of a part on each", 1)
     gpus: str | None = _doc("GPUs of the ranks, numbers separated by commas; default: the first ones", None)
     draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
@@ -104,7 +106,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, low in (
-            ("tp", 1),
             ("ep", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
@@ -129,6 +130,8 @@ class EngineConfig:
             most = 1 + (self.draft_tokens or MAX_DRAFTS)
             if not 1.0 <= declared <= most:
                 raise ConfigError(f"declared_acceptance must be 1 to {most}, one more than drafts, not {declared}")
+        if isinstance(self.tp, int) and self.tp < 1:
+            raise ConfigError(f"tp must be at least 1, not {self.tp}")
         if self.ep > 1 and self.tp not in (1, self.ep):
             raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
@@ -138,8 +141,8 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Processes that compute together."""
-        return max(self.tp, self.ep)
+        """Processes that compute together, once tp is a number."""
+        return self.ep if self.tp == "auto" else max(self.tp, self.ep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -11,13 +12,14 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
-from perilune.dist.group import Group, join
+from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
-from perilune.engine.fit import fitted
+from perilune.engine.fit import fewest_gpus, fitted
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Ranks, places
 from perilune.engine.resolve import (
     Choices,
+    free_bytes,
     resolve_declared,
     resolve_device,
     resolve_draft,
@@ -45,6 +47,8 @@ from perilune.speculation.eagle3 import load_drafter
 from perilune.speculation.rejection_log import RejectedLog
 from perilune.speculation.step_cost import Costs
 from perilune.text.tokenizer import Tokenizer
+
+log = logging.getLogger("perilune.engine")
 
 
 class Source(Protocol):
@@ -109,6 +113,8 @@ def build(
     device = resolve_device(config, choices)
     ranks = None
     if place is None:
+        if config.tp == "auto":
+            config = _fewest(model_dir, config, device, choices)
         if source is load:
             config = fitted(model_dir, config, device, choices, show=progress)
         place, ranks = _start_ranks(model_dir, config, device, owns_process)
@@ -140,19 +146,44 @@ class _Task:
     synthetic: str  # as in EngineInfo
 
 
+def _fewest(model_dir: Path, config: EngineConfig, device: torch.device, choices: Choices) -> EngineConfig:
+    """The config with `tp` as few ranks as hold the model."""
+    count, why = config.ep, "one process computes a CPU's work fastest"
+    if device.type == "cuda":
+        free = [float(free_bytes(torch.device("cuda", n))) for n in _gpus(config)]
+        count, why = fewest_gpus(model_dir, config, device, free), f"the fewest of {len(free)} GPUs that hold the model"
+    choices.note("tp", count, why)
+    return replace(config, tp=count)
+
+
+def _gpus(config: EngineConfig) -> list[int]:
+    """The numbers of the GPUs that ranks may have."""
+    count = torch.cuda.device_count()
+    gpus = list(range(count)) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
+    if beyond := [n for n in gpus if n >= count]:
+        raise ConfigError(f"gpus names GPU {beyond[0]}, but this machine shows {count}, numbered from 0")
+    return gpus
+
+
 def _start_ranks(
     model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool
 ) -> tuple[Place, Ranks | None]:
     gpus = None
     if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
-        count = torch.cuda.device_count()
-        gpus = list(range(count)) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
-        if beyond := [n for n in gpus if n >= count]:
-            raise ConfigError(f"gpus names GPU {beyond[0]}, but this machine shows {count}, numbered from 0")
+        gpus = _gpus(config)
+        _warn_without_peers(gpus[: config.ranks], device)
     found = places(config, gpus)
     if config.ranks == 1:
         return found[0], None
     return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
+
+
+def _warn_without_peers(gpus: list[int], device: torch.device) -> None:
+    """One line if GPUs cannot read each other's memory: NCCL then goes through the host's."""
+    pairs = [(a, b) for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    if pairs:
+        a, b = pairs[0]
+        log.warning("GPU %d cannot read GPU %d's memory: ranks exchange through NCCL and host memory, slowly", a, b)
 
 
 def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
@@ -172,6 +203,7 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     def meet() -> Group:
         loaded()
         group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        least(group, 0)  # all have joined: another rank may still read the file where they meet before that
         if task.ranks is not None:
             task.ranks.joined(group)
         return group

@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.files import read_regular
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, StepPlan, Work
+from perilune.engine.graphs.decode import rounded_up
 from perilune.engine.runner import Runner
 from perilune.ops.harness import build
 from perilune.speculation import step_cost
@@ -26,6 +28,9 @@ KEPT_SECONDS = 7 * 86_400  # The machine may have been busy when a table was mea
 KEPT_TABLES = 32  # of other models and configurations; the oldest go first
 
 log = logging.getLogger("perilune.engine")
+
+GREEDY = SamplingParams(temperature=0.0)
+FIRST_REQUESTS = 8  # More: longer starts. Fewer: the first requests of a size wait for a capture, 0.3 s and more.
 
 
 def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
@@ -59,7 +64,7 @@ def _digest(runner: Runner, config: EngineConfig) -> str:
     """Of what the time of a step depends on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    config = dataclasses.replace(config, kv_blocks=None, seed=None)  # depend on the moment, not on the machine
+    config = replace(config, kv_blocks=None, seed=None)  # depend on the moment, not on the machine
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
     kinds = [_kind(leaf) for leaf in _leaves(runner.model.weights)]
@@ -101,12 +106,27 @@ def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     return table
 
 
+def capture_first(runner: Runner, config: EngineConfig) -> None:
+    """Captures, and so tests, the graphs of steps in which up to FIRST_REQUESTS requests decode, and the draft model's
+    that follow them, so that the first requests do not wait for that. Overwrites the cache, which must be empty."""
+    if runner.graphs is None:
+        return
+    assert config.kv_blocks
+    chain = 0 if runner.drafter is None else min(config.draft_tokens or 1, runner.drafter.longest)
+    most = min(FIRST_REQUESTS, config.max_num_seqs, config.kv_blocks)
+    # With several ranks there are two kinds of graphs: those that gather logits, and those that need not.
+    for temperature in (0.0, 1.0) if runner.group.ranks > 1 else (0.0,):
+        timer = _Timer(runner, config, replace(GREEDY, temperature=temperature))
+        for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
+            timer((1,) * requests, 1, chain)
+
+
 class _Timer:
     """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
 
-    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig, params: SamplingParams = GREEDY) -> None:
         assert config.block_size and config.kv_blocks
-        self._runner = runner
+        self._runner, self._params = runner, params
         self._block_size = config.block_size
         self._num_blocks = config.kv_blocks
         self._random = random.Random(0)
@@ -128,7 +148,7 @@ class _Timer:
                 blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
                 sample=True,
                 output_index=0,
-                params=SamplingParams(temperature=0.0),
+                params=self._params,
                 seed=0,
                 left=count,
                 drafts=count - 1,

@@ -21,7 +21,7 @@ from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
-from perilune.engine.cost_table import measure_costs
+from perilune.engine.cost_table import capture_first, measure_costs
 from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.kv.prefix import root_of
@@ -61,6 +61,7 @@ class Engine:
         self.speculator: Drafting | None = None
         with self._explained():
             self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
+            capture_first(self.runner, self.config)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
         elif self.speculator is None and self.config.draft != "off":
@@ -72,10 +73,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        if self._ranks is not None and self._ranks.failure is not None:
+            return False  # nothing will be computed any more
         return self._running is not None or self.scheduler.has_work or self._grammars.compiling
 
     def submit(self, request: Submit) -> None:
-        """RequestError if the request can never run. If its grammar turns out not to compile, a Delta says so."""
+        """RequestError if the request can never run, EngineError if another rank is lost. If its grammar turns out not
+        to compile, a Delta says so."""
+        if self._ranks is not None:
+            self._ranks.check()
         self._admission.submit(request)
 
     def cancel(self, rid: int) -> None:

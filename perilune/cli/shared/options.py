@@ -1,6 +1,7 @@
 """Command-line options whose names, types, defaults and help come from the fields of the configuration."""
 
 import dataclasses
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def engine_options(*names: str) -> Callable[[F], F]:
 
 def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:
     """Values for core.config.build: `base` (the config file), then options that were given, then --set."""
-    values = {**base, **{k: v for k, v in given.items() if v is not None}}
+    values = {**_started_by_torchrun(), **base, **{k: v for k, v in given.items() if v is not None}}
     hints = typing.get_type_hints(EngineConfig)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -75,6 +76,19 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
             raise ConfigError(f"--set {key}: unknown key; known: {', '.join(sorted(hints))}, with ops.NAME for ops")
         values[key] = _value(key, text, hints[key])
     return values
+
+
+def _started_by_torchrun() -> dict[str, Any]:
+    """`tp` as torchrun was asked for processes. Rank 0 starts the processes that it needs, as without torchrun, because
+    it has to lead and to watch them; torchrun's others end here."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    rank, ranks, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here != ranks:
+        raise ConfigError(f"torchrun started {ranks} processes on several hosts: the ranks of an engine share one host")
+    if rank:
+        raise SystemExit(0)
+    return {"tp": ranks}
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,17 +109,37 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _type(hint: Any) -> Any:
-    (member,) = (m for m in _members(hint) if m is not type(None))
+    member, *words = (m for m in _members(hint) if m is not type(None))
+    if words:  # a number or one of some words
+        return NumberOr(typing.get_args(words[0]))
     if typing.get_origin(member) is Literal:
         return click.Choice(typing.get_args(member))
     return member
+
+
+class NumberOr(click.ParamType[Any]):
+    """A whole number or a word."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self._words = words
+        self.name = f"integer or {' or '.join(words)}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._words or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number nor {' or '.join(self._words)}", param, ctx)
 
 
 def _value(key: str, text: str, hint: Any) -> Any:
     members = _members(hint)
     if type(None) in members and text.lower() in ("none", "auto"):
         return None
-    (member,) = (m for m in members if m is not type(None))
+    member, *words = (m for m in members if m is not type(None))
+    if words and text in typing.get_args(words[0]):
+        return text
     if member is bool:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"--set {key}: must be true or false, not {text!r}")

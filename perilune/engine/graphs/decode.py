@@ -82,7 +82,7 @@ class Graph:
     out        [B, COLUMNS] float64: results of ops/drafts/accept_drafts, then chains
     following  [T] int64: the token after each row
     last       [B] int64: the row of each request's last accepted position
-    logits     [T, V] float32, unless the graph samples
+    logits     [T, V] float32, the rank's columns, unless the graph samples
     features   [T, A D], for a draft model
     follow     the draft model's graph that runs after this one
     """
@@ -102,7 +102,7 @@ class Graph:
 class Run:
     """A step that a graph has run as far as its logits.
 
-    logits  [R, V] float32 in the order of the plan's samples; valid until this graph's next step
+    logits  [R, V] float32, the rank's columns, in the order of the plan's samples; valid until this graph's next step
     rows    [R] int64: the graph's rows that are sampled; None: the first R
     """
 
@@ -353,7 +353,7 @@ class DecodeGraphs:
                     sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, f.front, stop)
                 self._accept(graph, sampled, stop)
             else:
-                graph.logits = vocabulary.whole(logits)
+                graph.logits = logits
 
         graph.replay = self.recorder.record(work, f"{key}")
         if testing:

@@ -1,0 +1,48 @@
+"""A server of two ranks: a question, then a rank that is killed under load."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.server import QUESTION, Server, needs_nano
+
+pytestmark = needs_nano
+
+
+def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error() -> None:
+    server = Server("--tp", "2", "--draft", "suffix", "--draft-tokens", "2", "--max-model-len", "1024")
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(model="kimi-nano", messages=QUESTION, max_tokens=60, temperature=0)
+        assert answer.choices[0].message.content or answer.choices[0].message.model_extra
+        engine = server.engine_pid()
+        (rank,) = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
+        errors: list[str] = []
+
+        def ask() -> None:
+            with pytest.raises(openai.APIStatusError) as found:
+                client.completions.create(
+                    model="kimi-nano", prompt="A", max_tokens=900, extra_body={"ignore_eos": True}
+                )
+            errors.append(str(found.value))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        begin = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        for thread in threads:
+            thread.join(15)
+        assert time.monotonic() - begin < 10
+        assert len(errors) == 3 and all(f"rank 1 of 2 (process {rank}) ended by SIGKILL" in e for e in errors)
+        assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (rank, engine))
+        assert httpx.get(f"{server.url}/health").status_code == 503
+    finally:
+        server.stop(signal.SIGTERM)

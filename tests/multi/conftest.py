@@ -1,0 +1,20 @@
+"""Engines of several ranks on this CPU. Shared by a module, because each start costs seconds of imports per rank."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from perilune import LLM
+from tests.cpu.conftest import steps_have_a_price as steps_have_a_price
+
+CONFIG: dict[str, Any] = dict(
+    dtype="float32", device="cpu", max_model_len=320, max_num_seqs=6, max_step_tokens=48, threads=1, seed=1
+)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LLM]:
+    """kimi-nano on one rank: the judge."""
+    with LLM("kimi-nano", **CONFIG, draft="off") as llm:
+        yield llm

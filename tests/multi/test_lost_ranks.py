@@ -1,0 +1,97 @@
+"""A rank that is killed, stopped or wrong ends all: one clear error, within 10 s, and no process is left."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from perilune import LLM, SamplingParams
+from perilune.core.errors import ConfigError, EngineError
+from perilune.engine import ranks
+from tests.multi.conftest import CONFIG
+
+LONG = SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)
+
+
+def start(**more: int) -> LLM:
+    return LLM("kimi-nano", **CONFIG, kv_blocks=64, draft="off", **more)
+
+
+def processes(llm: LLM) -> list[int]:
+    assert llm._engine is not None and llm._engine._ranks is not None
+    return [rank.process.pid for rank in llm._engine._ranks._ranks]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def fails(llm: LLM, harm: Callable[[], None]) -> tuple[str, float]:
+    """The error of requests in flight, and the seconds after `harm` at which it came."""
+    at: list[float] = []
+
+    def later() -> None:
+        time.sleep(1.0)
+        at.append(time.monotonic())
+        harm()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    with pytest.raises(EngineError) as found:
+        llm.generate(["a", "b", "c"] * 40, LONG)
+    seconds = time.monotonic() - at[0] if at else 0.0
+    thread.join()
+    return str(found.value), seconds
+
+
+@pytest.mark.parametrize("number, rank", [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)], ids=["killed", "stopped"])
+def test_a_lost_rank_is_one_error_in_time(number: signal.Signals, rank: int) -> None:
+    llm = start(tp=4 if rank else 2)
+    pids = processes(llm)
+    error, seconds = fails(llm, lambda: os.kill(pids[rank], number))
+    why = "ended by SIGKILL" if number == signal.SIGKILL else "has not answered for 5 s"
+    assert re.fullmatch(rf"the engine stopped: rank {rank + 1} of \d \(process {pids[rank]}\) {why}; .*", error)
+    assert "\n" not in error and seconds < 10
+    with pytest.raises(EngineError, match=why):
+        llm.generate("a", LONG)
+    llm.close()
+    assert gone(pids)
+
+
+def test_a_rank_that_chooses_another_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.wrong_rank")
+    llm = start(tp=2)
+    pids = processes(llm)
+    error, _ = fails(llm, lambda: None)
+    assert error.startswith(f"the engine stopped: rank 1 of 2 (process {pids[0]}) chose other tokens than rank 0")
+    llm.close()
+    assert gone(pids)
+
+
+def test_closing_leaves_no_process_and_no_file() -> None:
+    llm = start(tp=2)
+    assert llm._engine is not None and llm._engine._ranks is not None
+    pids, meeting = processes(llm), Path(llm._engine._ranks.place.meeting)
+    assert llm.info.tp == 2 and not gone(pids) and not meeting.parent.exists()
+    llm.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (dict(tp=3), "for 3 ranks, which is not even"),
+        (dict(ep=8), "8 ranks"),
+        (dict(tp=4, ep=2), "ep=2 with tp=4"),
+        (dict(tp=0), "tp must be at least 1"),
+    ],
+)
+def test_what_cannot_be_split_is_one_line(config: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as found:
+        start(**config)
+    assert "\n" not in str(found.value)
