@@ -100,7 +100,8 @@ def main() -> None:
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
-            if config.tp in (1, "auto") and not config.ops and config.device != "cuda" and not torch.cuda.is_available():
+            on_cpu = config.device != "cuda" and not torch.cuda.is_available()
+            if on_cpu and config.tp in (1, "auto") and not config.ops:
                 build.compile_aside(registry.forget)
             engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
             engine.on_lost_rank(partial(_end, channel))
