@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds llama.cpp for this machine and converts the bundled model for it, so that
-#     perilune bench rivals --llama-cpp DIR
+#     perilune bench peers --cpu --llama-cpp DIR
 # can time it beside the engine. Takes about 15 minutes on two cores; needs the project's own environment (make install),
 # a C++ compiler and 1 GB in DIR.
 set -euo pipefail

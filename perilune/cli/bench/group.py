@@ -12,7 +12,7 @@ VERBS = {
     "serve": "tokens/s per user against all, and goodput, by concurrency",
     "drafts": "what speculation gains on a mixed trace",
     "loading": "load a large checkpoint, with the page cache cold and warm",
-    "rivals": "CPU decode speed beside transformers and llama.cpp",
+    "peers": "experts on a GPU beside others' kernels; --cpu: decoding beside transformers and llama.cpp",
     "schemas": "validity of tool calls and structured answers",
     "convert": "error and time of the search for NVFP4 scales",
 }

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from perilune.bench import rivals
-from perilune.cli.bench import rivals as bench_rivals
+from perilune.cli.bench import peers as bench_peers
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.engine import Engine
@@ -54,7 +54,7 @@ def test_a_whole_comparison(checkpoint: oracle.Checkpoint, tmp_path: Path) -> No
     args = [str(checkpoint.path), "--threads", "1", "--prompt-tokens", "8", "--output-tokens", "12", "--batch", "2"]
     try:
         result = CliRunner().invoke(
-            bench_rivals.command, [*args, "--rounds", "1", "--ledger", str(tmp_path)], catch_exceptions=False
+            bench_peers.command, ["--cpu", *args, "--rounds", "1", "--ledger", str(tmp_path)], catch_exceptions=False
         )
     finally:
         torch.set_num_threads(before)
@@ -76,5 +76,5 @@ def test_it_says_what_is_missing(
     with pytest.raises(ConfigError, match="models a CPU can hold"):
         rivals.export(checkpoint.path, tmp_path / "x")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(bench_rivals.command, [])
+    result = CliRunner().invoke(bench_peers.command, ["--cpu"])
     assert isinstance(result.exception, ConfigError) and "pip install 'transformers" in str(result.exception)

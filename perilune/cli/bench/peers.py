@@ -1,4 +1,4 @@
-"""`perilune bench rivals`: the engine beside transformers on the same weights and threads."""
+"""`perilune bench peers`: this project beside others, on the same weights: experts on a GPU, or decoding on a CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import click
 import torch
 
-from perilune.bench import rivals
-from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.bench import peers, rivals
+from perilune.bench.shapes import shape
+from perilune.cli.shared.rows import finish, ledger_option, numbers, say
+from perilune.core.errors import ConfigError
 from perilune.formats.hub import resolve_model
 
 MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
@@ -15,6 +17,14 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
 
 @click.command()
 @click.argument("model", default="kimi-nano")
+@click.option("--cpu", is_flag=True, help="Decode MODEL on the CPU, beside transformers and llama.cpp.")
+@click.option(
+    "--tokens",
+    default="1,4,16,64,128,256,512,1000,2000,4000,10000",
+    show_default=True,
+    help="Tokens whose experts are computed, for each a row. Without --cpu.",
+)
+@click.option("--width", type=click.IntRange(min=1), help="Of an expert: a slice of it.  [default: the whole]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everyone.  [default: torch's choice]")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Prompt length.")
 @click.option("--output-tokens", type=click.IntRange(min=8), default=256, show_default=True, help="Tokens to decode.")
@@ -29,9 +39,21 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
     type=click.Path(path_type=Path, file_okay=False),
     help="Time llama.cpp too: the directory that runs/llama-cpp.sh made.",
 )
-@ledger_option("rivals")
-def command(model: str, threads: int | None, directory: Path | None, **sizes: Any) -> None:
-    """CPU decode speed of MODEL: the engine alone and with several users, and transformers' best of two types."""
+@ledger_option("experts")
+def command(
+    model: str, cpu: bool, tokens: str, width: int | None, threads: int | None, directory: Path | None, **sizes: Any
+) -> None:
+    """Routed experts of one Kimi K2 layer on a GPU, beside an installed peer's kernels (humming-kernels). With --cpu:
+    decode speed of MODEL, the engine alone and with several users, and transformers' best of two types."""
+    if not cpu:
+        config = shape(peers.SHAPE, 1)
+        width = width or config.moe_intermediate_size
+        if config.moe_intermediate_size % width:
+            raise ConfigError(f"--width {width} is no even slice of an expert: {config.moe_intermediate_size} wide")
+        counts = numbers(tokens, "--tokens")
+        rows = peers.measure(counts, width=width, experts=config.n_routed_experts, rounds=sizes["rounds"], report=say)
+        finish(rows, directory)
+        return
     rivals.require_transformers()
     row = rivals.measure(
         resolve_model(model),
