@@ -61,7 +61,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     type=click.Path(dir_okay=False, path_type=Path),
     help="File whose only line is the key that requests must carry as a bearer token.",
 )
-@options.engine_options(*options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction")
+@options.engine_options(
+    *options.COMMON, "log_rejected", "max_num_seqs", "memory_fraction", "kv_host_gb", "kv_disk", "kv_disk_gb",
+    "kv_ttl_hours",
+)  # fmt: skip
 @click.option(
     "--config",
     "config_file",

@@ -10,12 +10,14 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.messages import EngineInfo
+from perilune.engine.kv_tiers import open_tiers
 from perilune.engine.masks import Grammars
 from perilune.engine.resolve import Choices, resolve_device, resolve_draft, resolve_dtypes, resolve_sizes
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
+from perilune.kv.transfer import Transfer
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
@@ -50,6 +52,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     rejected: RejectedLog | None
+    transfer: Transfer | None
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -85,6 +88,13 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         worker.shutdown(cancel_futures=True)
         raise
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
+    tiers = transfer = None
+    if config.kv_host_gb is not None or config.kv_disk is not None:
+        try:
+            tiers, transfer = worker.submit(open_tiers, config, choices, model.weights, pages, drafter).result()
+        except BaseException:
+            worker.shutdown(cancel_futures=True)
+            raise
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,
@@ -92,9 +102,10 @@ def build(model_dir: Path, config: EngineConfig, *, progress: bool, source: Sour
         max_step_tokens=config.max_step_tokens,
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
+        tiers=tiers,
     )
     runner = Runner(model, pages, config, Grammars(partial(_vocabulary, model_dir)), worker, drafter)
-    return Parts(config, choices, scheduler, runner, rejected)
+    return Parts(config, choices, scheduler, runner, rejected, transfer)
 
 
 def speculator(

@@ -48,6 +48,7 @@ class _Node:
     digest: bytes
     block: int
     parent: "_Node | None"
+    first: bytes  # the digest of the first block of its chain
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
@@ -70,6 +71,11 @@ class PrefixTree:
         return len(self._idle)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that are neither referenced nor cached."""
+        return self._pool.num_free
+
+    @property
     def available(self) -> int:
         """Blocks that `allocate` could hand out now."""
         return self._pool.num_free + len(self._idle)
@@ -82,6 +88,17 @@ class PrefixTree:
             assert not node.children, f"block {node.block} would leave a hole in its chain"
             self._remove(node)
         return self._pool.allocate()
+
+    def take_oldest(self) -> tuple[bytes, bytes, int] | None:
+        """Unregisters the block that `allocate` would evict next: (its digest, that of the first block of its chain,
+        the block, to which the caller has a reference now). None: nothing is cached."""
+        node = next(iter(self._idle.values()), None)
+        if node is None:
+            return None
+        assert not node.children, f"block {node.block} would leave a hole in its chain"
+        self.acquire((node.block,))
+        self._remove(node)
+        return node.digest, node.first, node.block
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known beginning of this chain; no reference is taken."""
@@ -129,7 +146,7 @@ class PrefixTree:
             self.acquire((node.block,))
             self.release((block,))
             return node.block
-        node = _Node(digest, block, above)
+        node = _Node(digest, block, above, digest if above is None else above.first)
         self._by_digest[digest] = self._by_block[block] = node
         if above is not None:
             above.children[digest] = node

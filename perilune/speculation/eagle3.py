@@ -73,6 +73,9 @@ class Eagle3Drafter:
         self._starts = torch.arange(chains + 1, dtype=torch.int32, device=device)
         self._model = Eagle3(self.config, self._weights, max_positions=max_model_len + MAX_CHAIN_TOKENS)
 
+    def cache(self) -> Tensor:
+        return self._pages
+
     def follow(self, followed: Followed) -> Start | None:
         model = self._model
         assert model is not None, "allocate() comes first"
