@@ -44,7 +44,8 @@ def checksum(row: Bytes, digest: bytes) -> int:
     4,096 bytes that are missing, twice or at another place, change it."""
     lanes = row.view(np.uint64).reshape(-1, _LANE).sum(axis=1, dtype=np.uint64)
     factors = np.arange(1, 2 * len(lanes), 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return int((lanes * factors).sum(dtype=np.uint64)) ^ int.from_bytes(digest[:8], "little")
+    named = int.from_bytes(digest[:8], "little") + 3 * int.from_bytes(digest[8:], "little")
+    return int((lanes * factors).sum(dtype=np.uint64)) ^ named % 2**64
 
 
 class Transfer:
