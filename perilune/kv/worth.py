@@ -1,24 +1,28 @@
 """Whether restoring KV is quicker than computing it, from what both have taken so far."""
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perilune.kv.tiers import DISK, HOST
 
-SMOOTHING_SHARE = 0.2  # Larger: an estimate follows the last measurement more closely.
+MEASUREMENTS = 9  # of which the median counts. More: one slow disk access matters less, a change is seen later.
+TRUSTED_MEASUREMENTS = 5  # Fewer say nothing: the first restores and the first prompts warm caches up.
 RETRY_AFTER_RESTORES = 64  # After so many refusals of a tier one restore is made after all, to measure it again.
 
 
 @dataclass(slots=True)
 class _Speed:
-    """Seconds per block of one kind, None before the first measurement."""
+    """The latest measurements in seconds per block; `seconds`: their median, None while they are too few."""
 
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS))
     seconds: float | None = None
 
     def learn(self, seconds: float) -> None:
-        self.seconds = seconds if self.seconds is None else (
-            self.seconds + SMOOTHING_SHARE * (seconds - self.seconds)
-        )  # fmt: skip
+        self.latest.append(seconds)
+        if len(self.latest) >= TRUSTED_MEASUREMENTS:
+            self.seconds = statistics.median(self.latest)
 
 
 @dataclass(slots=True)
@@ -41,7 +45,8 @@ class Worth:
         """A restore is complete. One of both tiers teaches about the disk, by far the slower."""
         expected = host * (self.tiers[HOST].seconds or 0.0) if disk else 0.0
         self.tiers[DISK if disk else HOST].learn(max(seconds - expected, 0.0) / (disk or host))
-        self.saved_seconds += (host + disk) * (self.compute.seconds or 0.0) - seconds
+        if self.compute.latest:
+            self.saved_seconds += (host + disk) * statistics.median(self.compute.latest) - seconds
 
     def pays(self, tier: str) -> bool:
         """Whether a block of the tier is restored sooner than computed."""

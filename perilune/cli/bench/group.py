@@ -8,6 +8,7 @@ VERBS = {
     "decode": "decode speed of the real engine, or per layer on large shapes",
     "prefill": "time per layer of a prompt, on large shapes (needs a GPU)",
     "aa": "TTFT, output speed and more, as Artificial Analysis takes them",
+    "replay": "replay a trace of agents' sessions: cache hits, TTFT, interactivity",
     "drafts": "what speculation gains on a mixed trace",
     "loading": "load a large checkpoint, with the page cache cold and warm",
     "rivals": "CPU decode speed beside transformers and llama.cpp",
