@@ -45,6 +45,7 @@ class Request:
     scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
     finished: bool = False
+    turn: int = 0  # of its conversation, as far as the cache knows: see kv/retention.py
     restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
     restores: int = 0  # times that began
     restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk

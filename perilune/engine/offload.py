@@ -194,7 +194,7 @@ class Offload:
         """Offers the restored blocks to the prefix tree, after those that the request found there."""
         above = restoring.hits[-1] if restoring.hits else None
         for index, digest in enumerate(restoring.digests):
-            block = self._tree.insert(above, digest, restoring.blocks[index])
+            block = self._tree.insert(above, digest, restoring.blocks[index], self._tiers.turn(digest))
             if block is None:
                 return
             restoring.blocks[index] = above = block
@@ -205,8 +205,8 @@ class Offload:
             oldest = self._tree.take_oldest()
             if oldest is None:
                 break
-            digest, first, block = oldest
-            if not self._tiers.evict(Name(digest, first), block):
+            digest, first, turn, block = oldest
+            if not self._tiers.evict(Name(digest, first), block, turn):
                 self._tree.release((block,))
         self._tiers.flush()
 

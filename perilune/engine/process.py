@@ -4,6 +4,7 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
+import logging
 import os
 import select
 import socket
@@ -80,6 +81,8 @@ def serve(engine: Engine, channel: Channel) -> None:
 
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("perilune.kv").setLevel(logging.INFO)  # what the tiers did, once at the end
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])

@@ -400,6 +400,8 @@ class Scheduler:
 
     def _admit(self, request: Request, hits: list[int]) -> None:
         """Starts a waiting request that fits."""
+        if request.life == 0 and hits:
+            request.turn = self._tree.turn(hits[-1]) + 1
         self._tree.acquire(hits)
         request.start(heapq.heappop(self._slots), hits, self._block_size)
         if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
@@ -526,7 +528,7 @@ class Scheduler:
         for index in range(request.registered, full):
             parent = request.blocks[index - 1] if index else None
             own = request.blocks[index]
-            block = self._tree.insert(parent, request.digests[index], own)
+            block = self._tree.insert(parent, request.digests[index], own, request.turn)
             if block is None:
                 return
             if block != own:

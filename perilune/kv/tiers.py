@@ -15,7 +15,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
+
+from perilune.kv.retention import KINDS, Retention
 
 log = logging.getLogger("perilune.kv")
 
@@ -109,6 +112,7 @@ class _Row:
     name: Name
     row: int
     used: float
+    turn: int
     complete: bool = False
     users: int = 1
     forgotten: bool = False
@@ -147,6 +151,7 @@ class Tiers:
     file_limit  files, at most
     ttl_seconds after which an unused block is dropped
     clock       seconds
+    retention   what decides which row is dropped; None: a new one
     """
 
     def __init__(
@@ -158,10 +163,14 @@ class Tiers:
         file_limit: int = 0,
         ttl_seconds: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
+        retention: Retention | None = None,
     ) -> None:
         self._mover, self._rows, self._ttl, self._clock = mover, rows, ttl_seconds, clock
         now = clock()
-        self._host: OrderedDict[bytes, _Row] = OrderedDict()  # least recently used first
+        self._host: dict[bytes, _Row] = {}
+        # The same by kind, least recently used first: what is dropped next is the first of one of them.
+        self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
+        self._retention = retention or Retention()
         self._disk: OrderedDict[bytes, _File] = OrderedDict(
             (name.digest, _File(name, now - age)) for name, age in files or ()
         )
@@ -218,8 +227,14 @@ class Tiers:
                 break
         return found
 
-    def evict(self, name: Name, block: int) -> bool:
-        """The tree has dropped this block. True: its pages are kept until `poll` returns it; False: they are free."""
+    def turn(self, digest: bytes) -> int:
+        """The turn that a block was evicted with; 0 where that is not known."""
+        held = self._host.get(digest)
+        return 0 if held is None else held.turn
+
+    def evict(self, name: Name, block: int, turn: int = 0) -> bool:
+        """The tree has dropped this block, which it had with this turn (kv/retention.py). True: its pages are kept
+        until `poll` returns it; False: they are free."""
         held = self._host.get(name.digest)
         if held is not None:
             self._touch(held)
@@ -228,8 +243,9 @@ class Tiers:
         if row is None:
             self.dropped += name.digest not in self._disk
             return False
-        held = _Row(name, row, self._clock())
-        self._host[name.digest] = self._filling[row] = held
+        held = _Row(name, row, self._clock(), min(turn, KINDS - 1))
+        self._host[name.digest] = self._filling[row] = self._kinds[held.turn][name.digest] = held
+        self._retention.stored(name.digest)
         self._leaving.add(block)
         self._stores.append((name, block, row))
         return True
@@ -247,9 +263,11 @@ class Tiers:
                 file.users += 1
                 restore.files.append(file)
                 restore.pieces.append(Piece(file.name, None, block))
+        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # a session that came back
         for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
             if (held := self._host.get(digest)) is not None:
-                self._touch(held)
+                self._retention.returned(held.turn)
+                self._touch(held, turn)
             if (known := self._disk.get(digest)) is not None:
                 known.used = self._clock()
                 self._disk.move_to_end(digest)
@@ -304,6 +322,7 @@ class Tiers:
         """Asserts that every row is in exactly one place. Slow: for tests."""
         held = [h.row for h in self._host.values()] + list(self._limbo)
         assert sorted(held + self._free) == list(range(self._known_rows)), "lost rows"
+        assert self._host == {digest: h for queue in self._kinds for digest, h in queue.items()}, "lost kinds"
         assert all(not h.complete and h.users for h in self._filling.values())
         assert all(h.complete or h.row in self._filling for h in self._host.values())
         assert len(self._disk) + len(self._writing) <= self._file_limit or not self._file_limit, "too many files"
@@ -314,32 +333,37 @@ class Tiers:
 
     # ---- host memory
 
-    def _touch(self, held: _Row) -> None:
+    def _touch(self, held: _Row, turn: int = 0) -> None:
         held.used = self._clock()
-        self._host.move_to_end(held.name.digest)
+        del self._kinds[held.turn][held.name.digest]
+        held.turn = max(held.turn, turn)
+        self._kinds[held.turn][held.name.digest] = held
 
     def _take_row(self) -> int | None:
         """A free row, or that of the least recently used block that may be dropped; None: all are in use."""
         if self._free:
             return self._free.pop()
-        unwritten: _Row | None = None
-        for seen, held in enumerate(self._host.values()):
-            if held.users or not held.complete:
-                continue
-            if not self._file_limit or held.name.digest in self._disk:
-                unwritten = held
-                break
-            unwritten = unwritten or held
-            if seen > WRITE_AHEAD_ROWS:
-                break
-        if unwritten is None:
+        now, best, best_score, written = self._clock(), None, -1.0, False
+        for kind, queue in enumerate(self._kinds):
+            for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
+                if held.users or not held.complete:
+                    continue
+                # What has its file costs nothing to drop.
+                clean = not self._file_limit or held.name.digest in self._disk
+                score = (now - held.used) / self._retention.chance(kind)
+                if (clean, score) > (written, best_score):
+                    best, best_score, written = held, score, clean
+                if clean:
+                    break
+        if best is None:
             return None
-        self.dropped += unwritten.name.digest not in self._disk
-        self._drop_row(unwritten)
+        self.dropped += best.name.digest not in self._disk
+        self._retention.dropped(best.name.digest, best.turn)
+        self._drop_row(best)
         return self._free.pop()
 
     def _drop_row(self, held: _Row) -> None:
-        del self._host[held.name.digest]
+        del self._host[held.name.digest], self._kinds[held.turn][held.name.digest]
         if held.users:
             held.forgotten = True
             self._limbo[held.row] = held
@@ -391,7 +415,7 @@ class Tiers:
             return
         if self._known_rows < self._rows:
             return
-        for _, held in zip(range(ahead), self._host.values()):
+        for held in (held for queue in self._kinds for held in islice(queue.values(), -(-ahead // KINDS))):
             if len(self._writing) >= WRITES_AT_ONCE:
                 return
             known = held.name.digest in self._disk or held.name.digest in self._writing

@@ -137,6 +137,22 @@ def test_a_restore_that_fails_is_computed() -> None:
     assert rig.scheduler.stats().blocks_damaged > 0
 
 
+def test_a_disk_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieredRig(num_blocks=16, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    rig.mover.restores = False
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    while not rig.scheduler.offload.restoring:
+        rig.tick()
+    monkeypatch.setattr("perilune.engine.offload.LIMIT_SECONDS", 0.0)
+    for _ in range(30):
+        rig.tick()
+    rig.expect(10)
+    rig.mover.restores = True  # it answers after all: nothing is lost, nothing is used twice
+    rig.finish()
+
+
 def test_a_request_cancelled_while_it_is_restored_leaves_nothing() -> None:
     rig = TieredRig(num_blocks=12, rows=40, disk=False)
     for rid, prompt in enumerate(PROMPTS):
