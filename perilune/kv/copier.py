@@ -123,6 +123,9 @@ class CudaCopier:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
             self._done = torch.cuda.Event(blocking=True)
+            self._done.record(self._stream)  # from here on the device's context belongs to this thread
+            self._context = ctypes.c_void_p()
+            self._check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)))
 
     def out(self, pairs: Sequence[Pair]) -> None:
         self._queue(pairs, out=True)
@@ -131,11 +134,12 @@ class CudaCopier:
         self._queue(pairs, out=False)
 
     def wait(self) -> None:
+        self._check(self._driver.cuCtxSetCurrent(self._context))
         self._done.record(self._stream)
         self._done.synchronize()
 
     def _queue(self, pairs: Sequence[Pair], *, out: bool) -> None:
-        torch.cuda.set_device(self._device)  # the driver's calls go to the thread's own context
+        self._check(self._driver.cuCtxSetCurrent(self._context))  # a thread begins without one
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         copy = _Copy2D(srcMemoryType=_UNIFIED, dstMemoryType=_UNIFIED)
         for block, row in pairs:
@@ -151,7 +155,10 @@ class CudaCopier:
                         (pitch, pages.block_bytes) if out else (pages.block_bytes, pitch)
                     )  # fmt: skip
                     copy.WidthInBytes, copy.Height = pages.block_bytes, height
-                    status = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream)
-                    if status:
-                        raise EngineError(f"the driver cannot copy KV blocks (error {status})")
+                    self._check(self._driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
                 host += pages.layers * pages.block_bytes
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise EngineError(f"the driver cannot copy KV blocks (error {status})")

@@ -6,6 +6,7 @@ about 10 GB/s and PCIe 5 brings 50. Of blocks that come from files, one half of 
 other half is copied to the pages.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from perilune.core.errors import EngineError
-from perilune.kv.copier import block_bytes, copier
+from perilune.kv.copier import Copier, block_bytes, copier
 from perilune.kv.disk import DamagedFile, Directory
 from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
@@ -31,7 +32,7 @@ _LANE = ALIGNED_BYTES // 8
 
 _T = TypeVar("_T")
 
-_STORE_FAILED = (EngineError, RuntimeError, OSError)
+_COPY_FAILED = (EngineError, RuntimeError, OSError, ValueError)
 
 
 def row_bytes(caches: Sequence[Tensor]) -> int:
@@ -122,8 +123,9 @@ class Transfer:
         try:
             self._outward.out([(block, self._row(row)) for _, block, row in stores])
             self._outward.wait()
-        except _STORE_FAILED as e:
+        except _COPY_FAILED as e:
             error = _line(e)
+            self._settle(self._outward)
         self._say([Copied(block) for _, block, _ in stores])
         if error is not None:
             self._say([Stored(row, error) for _, _, row in stores])
@@ -135,6 +137,12 @@ class Transfer:
         for name, _, row in stores:
             self._sums[row] = checksum(self._row(row), name.digest)
         self._say([Stored(row) for _, _, row in stores])
+
+    @staticmethod
+    def _settle(queue: Copier) -> None:
+        """After a failure: what was queued before it must not be written once the blocks or rows have other owners."""
+        with contextlib.suppress(*_COPY_FAILED):
+            queue.wait()
 
     # ---- back to the pages
 
@@ -151,11 +159,9 @@ class Transfer:
             if not bad:
                 bad = self._restore_files([p for p in pieces if p.row is None])
             error = next(iter(bad.values()), None)
-        except (*_STORE_FAILED, EOFError) as e:
+        except _COPY_FAILED as e:
             error = _line(e)
-        except BaseException as e:
-            self._say([Restored(ticket, 0.0, error=_line(e))])
-            raise
+            self._settle(self._inward)
         self._say([Restored(ticket, time.perf_counter() - begin, tuple(bad), error)])
 
     def _damaged(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
