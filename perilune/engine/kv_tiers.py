@@ -34,6 +34,9 @@ def open_tiers(
 ) -> tuple[Tiers, Transfer]:
     """Raises ConfigError. The draft model's cache is stored with the target's: it could only be computed again from the
     target's hidden states, and a hit without it would be drafted for from other text's entries."""
+    if (config.tp, config.ep) != (1, 1):
+        # Blocks restored on one rank and not on the others would be read as if they were whole.
+        raise ConfigError("kv_host_gb and kv_disk are for one rank so far: leave them out, or run tp=1 and ep=1")
     caches = [pages.data, *([] if drafter is None else [drafter.cache()])]
     size = row_bytes(caches)
     rows = _host_rows(config, size, pages.data, choices)
