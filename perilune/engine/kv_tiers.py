@@ -16,7 +16,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
 from perilune.engine.resolve import GB, Choices
-from perilune.kv.disk import FINGERPRINT_BYTES, HEADER_BYTES, Directory
+from perilune.kv.disk import FINGERPRINT_BYTES, Directory
 from perilune.kv.pages import Pages
 from perilune.kv.tiers import Tiers
 from perilune.kv.transfer import Transfer, row_bytes
@@ -45,8 +45,8 @@ def open_tiers(
     if config.kv_disk is not None:
         fingerprint = _fingerprint(config, weights, caches)
         directory = Directory(Path(config.kv_disk).expanduser(), fingerprint, size)
-        file_limit = _file_limit(config, directory, size, choices)
         files = [(found.name, found.age_seconds) for found in directory.found()]
+        file_limit = _file_limit(config, directory, len(files), choices)
         choices.note("kv_disk", directory.root, f"{len(files)} blocks of this model in it")
     ttl = config.kv_ttl_hours * 3600
     transfer = Transfer(caches, rows, directory)
@@ -69,14 +69,15 @@ def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices)
     return rows
 
 
-def _file_limit(config: EngineConfig, directory: Directory, size: int, choices: Choices) -> int:
-    """Files of this engine's blocks: `kv_disk_gb` is for all models that use the directory."""
-    free = shutil.disk_usage(directory.root).free
-    own = sum(1 for _ in directory.found()) * directory.file_bytes
-    limit = config.kv_disk_gb * GB if config.kv_disk_gb is not None else (free + own) * DISK_SHARE
+def _file_limit(config: EngineConfig, directory: Directory, own: int, choices: Choices) -> int:
+    """Files of this engine's blocks, of which there are `own`; `kv_disk_gb` is for all models in the directory."""
+    size = directory.file_bytes
+    free = shutil.disk_usage(directory.root).free + own * size
+    limit = config.kv_disk_gb * GB if config.kv_disk_gb is not None else free * DISK_SHARE
     others = directory.shrink_others(int(limit / 2))
-    files = int((limit - others) // (HEADER_BYTES + size))
+    files = int((limit - others) // size)
     if files < 1:
+        directory.close()
         raise ConfigError(f"kv_disk_gb={limit / GB:.4f} holds no block of {size / GB:.4f} GB: raise it")
     assert config.block_size
     choices.note("kv_disk_gb", f"{limit / GB:.2f}", f"{files * config.block_size} tokens of KV")

@@ -80,7 +80,7 @@ class Offload:
 
     def has_room(self, blocks: int) -> bool:
         """Whether so many blocks are free, or all that can be; else copies that make them free are under way."""
-        if not self._off:
+        if not self._off and blocks <= self._tree.available:
             self._make_room(blocks)
         return self._tree.num_free >= blocks or not self._tiers.leaving
 
