@@ -2,10 +2,16 @@
 and a mover that copies its KV at random times."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from perilune.kv.tiers import Copied, Restored, Stored, Tiers, Written
+from perilune.core.request import Request
+from perilune.core.sampling import SamplingParams
+from perilune.engine.offload import Offload
+from perilune.kv.blocks import BlockPool
+from perilune.kv.prefix import PrefixTree, extend_digests
+from perilune.kv.tiers import Copied, Name, Restored, Stored, Tiers, Written
 from tests.cpu.engine.test_scheduler import Rig
 
 
@@ -127,6 +133,39 @@ def test_others_go_on_while_a_request_is_being_restored() -> None:
     rig.mover.restores = True
     rig.finish()
     rig.expect(10, cached=16)
+
+
+def test_a_copy_into_blocks_waits_for_the_steps_that_may_still_write_them() -> None:
+    """A request that ended in step N is computed once more in N + 1, which was planned before: its blocks are free."""
+    mover = Mover(8, random.Random(0), 0.0)
+    mover.runner = SimpleNamespace(kv={}, block_size=4)
+    tiers = Tiers(mover, rows=8)
+    tree = PrefixTree(BlockPool(8))
+    offload = Offload(tiers, tree, block_size=4, blocks=8, spare_blocks=0)
+    tiers.poll()
+    assert tiers.evict(Name(b"d" * 16, b"d" * 16), 5)
+    while tiers.leaving:
+        tiers.poll()
+    request = Request(1, 0, [1] * 5, 5, SamplingParams(), 0, 9)
+    assert offload.begin(request, [], [b"d" * 16], planned_steps=7)
+    for committed in (5, 6):
+        assert offload.poll(committed, 0) == [] and not mover.queue, "step 7 is in flight"
+    assert [offload.poll(7, 0) for _ in range(20)].count([request]) == 1
+    tree.check([])
+
+
+def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False, errors={10: 1})
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    digests: list[bytes] = []
+    extend_digests(digests, PROMPTS[0], 4, 4)
+    assert all(rig.tiers.match([digest]) for digest in digests)
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    rig.finish()
+    assert rig.answers[10].error and rig.answers[10].cached == 16
+    assert not any(rig.tiers.match([digest]) for digest in digests)
+    assert rig.scheduler._tree.match(digests) == []
 
 
 def test_a_restore_that_fails_is_computed() -> None:

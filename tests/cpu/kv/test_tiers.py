@@ -178,6 +178,7 @@ class TestTiers:
     def test_forgetting_reaches_every_tier_and_restores_under_way(self) -> None:
         tiers, mover = tiers_of(rows=2, files=[(name(7, 1), 1.0), (name(8, 2), 1.0)], file_limit=9)
         put(tiers, mover, 1, first=1)
+        mover.files[name(7).digest] = name(7).digest
         tiers.restore(0, [(name(1).digest, 3), (name(7).digest, 4)])
         tiers.poll()
         tiers.forget(name(1).digest)
