@@ -167,7 +167,9 @@ class LocalConversation:
             self._ids += self._target.ids(piece)
         room = self._target.engine.info.max_model_len - len(self._ids)
         if room < 1:
-            call.error = f"the context of {self._target.engine.info.max_model_len} tokens is full"
+            call.error = (
+                f"the context of {self._target.engine.info.max_model_len} tokens is full: try a smaller --scale"
+            )
             return
         call.prompt_tokens = len(self._ids)
         self._ids += await self._target.generate(self._ids, min(output_tokens, room), call)

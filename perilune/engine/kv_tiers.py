@@ -49,7 +49,12 @@ def open_tiers(
         file_limit = _file_limit(config, directory, len(files), choices)
         choices.note("kv_disk", directory.root, f"{len(files)} blocks of this model in it")
     ttl = config.kv_ttl_hours * 3600
-    transfer = Transfer(caches, rows, directory)
+    try:
+        transfer = Transfer(caches, rows, directory)
+    except (RuntimeError, MemoryError, OSError) as e:
+        if directory is not None:
+            directory.close()
+        raise ConfigError(f"host memory for KV cannot be taken: {e}; lower kv_host_gb, or raise `ulimit -l`") from e
     return Tiers(transfer, rows=rows, files=files, file_limit=file_limit, ttl_seconds=ttl), transfer
 
 
