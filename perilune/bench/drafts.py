@@ -5,7 +5,7 @@ The trace is the same for all, its seed fixed before there was a policy: problem
 behind in a long prompt), first by one user, then by several at once. All settings run in one process on the same
 weights, round after round in changing order, with nothing cached, and what they learn is forgotten before the trace is
 played again, be it by more users: its answers shall not be found among what was said.
-Every answer is compared with the one without drafts. The same by table, and what hindsight would gain: replay.py.
+Every answer is compared with the one without drafts. The same by table, and what hindsight gains: drafts_replay.py.
 """
 
 import math
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.bench import ledger, replay
+from perilune.bench import drafts_replay, ledger
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.messages import Submit
@@ -248,9 +248,9 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
     """As measured, but by the table of costs; and for one user, over the best fixed one, what hindsight gains."""
     engine.use_drafts(*adaptive, shared=True)
     costs = engine.costs
-    told = replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
+    told = drafts_replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
     modelled = adaptive[0] != "suffix"
-    clock = replay.Clock(costs)  # as an oracle needs it: chains are as long as they are asked to be
+    clock = drafts_replay.Clock(costs)  # as an oracle needs it: chains are as long as they are asked to be
 
     def seconds(most: int, source: str, count: int | None) -> float:
         speculator = Speculator(
@@ -261,17 +261,19 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
             shared=True,
         )
         floor = 0.0 if engine.runner.graphs is not None else speculator.min_confidence
-        clock = replay.Clock(costs if speculator.longest else costs.without_drafter(), floor=floor)
-        return replay.play(told, most, clock, speculator).seconds
+        clock = drafts_replay.Clock(costs if speculator.longest else costs.without_drafter(), floor=floor)
+        return drafts_replay.play(told, most, clock, speculator).seconds
 
     best = {n: min(seconds(n, s, k) for s in FIXED if s == "suffix" or modelled for k in FIXED[s]) for n in users}
     chosen = {n: seconds(n, *adaptive) for n in users}
     found = {
-        "policy_over_off": {str(n): round(replay.play(told, n, clock, None).seconds / chosen[n], 3) for n in users},
+        "policy_over_off": {
+            str(n): round(drafts_replay.play(told, n, clock, None).seconds / chosen[n], 3) for n in users
+        },
         "policy_over_best_fixed": {str(n): round(best[n] / chosen[n], 3) for n in users},
     }
     if 1 in users:
-        found["oracle_over_best_fixed"] = {"1": round(best[1] / replay.oracle(told, clock), 3)}
+        found["oracle_over_best_fixed"] = {"1": round(best[1] / drafts_replay.oracle(told, clock), 3)}
     return found
 
 

@@ -1,338 +1,401 @@
-"""The trace of `bench drafts` by table: what each setting, the policy and hindsight would take, free of noise.
+"""Replays a trace of requests and says what its users saw, and how much of their prompts a cache answered.
 
-The engine plays the trace once, without drafts, while a listener notes what the draft model drafts behind every token.
-From then on no model is needed: the speculator that serves is played through the same texts in the engine's order of
-planning (behind drafts in flight, where the table has such steps), landing and learning, against a clock that adds up
-what steps cost. So a policy can be compared with any other to the last digit, and with an oracle that knows every
-answer.
-
-The clock may say otherwise than the speculator's table does, to see what it makes of that. Prompts are free on it: only
-decoding is compared.
+Hit share is the share of prompt tokens that were not computed; the ideal is that of a cache that never forgets: when a
+request brings its first token, it knows every prompt computed before and every answer that had ended. Times count from
+sending a request.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Protocol
 
-from perilune.core.messages import Delta, Submit
+from perilune.bench.traces import Piece, Session
+from perilune.client.endpoint import Endpoint
+from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.speculation.drafting import Speculator
-from perilune.speculation.step_cost import Costs, StepKind
-from perilune.speculation.suffix import Store, SuffixMatcher
 
-Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A request and what came of it; chains[i] is what the draft model drafts behind answer[: i + 1]."""
-
-    kind: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    most: int  # tokens that the answer might have had
-    chains: tuple[Chain, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """What steps take: `costs`; `wait` seconds more where planning waited for the step before, `follow` more where a
-    draft model follows, unless `costs` has that. Chains end where less than `floor` is left of their confidence."""
-
-    costs: Costs
-    wait: float = 0.0
-    follow: float = 0.0
-    floor: float = 0.0
-
-    def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, how: StepKind) -> float:
-        curve = (
-            self.costs.base
-            if how in (StepKind.WAITED, StepKind.NO_DRAFTER)
-            else self.costs.overlapped or self.costs.base
-        )
-        if how == StepKind.CHAINED:
-            curve = self.costs.chained or self.costs.base
-        seconds = curve(sum(counts)) + sum(self.costs.attention(n) * c for n, c in zip(counts, contexts))
-        seconds += (how in (StepKind.WAITED, StepKind.NO_DRAFTER)) * self.wait - (
-            how == StepKind.NO_DRAFTER
-        ) * self.costs.drafter(sum(counts))
-        if chain == LEFT_OUT:
-            return seconds
-        seconds += (how == StepKind.OVERLAPPED) * self.costs.drafter(sum(counts))
-        return seconds + (how != StepKind.CHAINED) * self.follow + chain * self.costs.draft_token(len(counts))
-
-    def drafted(self, chains: Sequence[Chain]) -> int:
-        """How far a step's chains would be drafted: they go on together, while there is hope for one of them."""
-        most = max(map(len, chains), default=0)
-        hopes = [1.0] * len(chains)
-        for length in range(most):
-            hopes = [h * chain[length][1] if length < len(chain) else 0.0 for h, chain in zip(hopes, chains)]
-            if max(hopes) < self.floor:
-                return length + 1
-        return most
+WORDS = ["stone", "river", "glass", "light", "north", "paper", "green", "seven", "table", "under", "house", "water"]
+Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Tally:
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+class Call:
+    """One request: its times (time.perf_counter), when pieces of the answer came, and token counts."""
+
+    session: int
+    turn: int
+    begin: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens)
+    prompt_tokens: int = 0
+    cached: int = 0
+    prompt: list[tuple[int, int]] = field(default_factory=list)  # (hash of all text up to its end, tokens) by piece
+    answer: int = 0  # hash of prompt and answer
+    ideal: float = 0.0  # of the prompt, the share that a cache without bound would have had
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0][0] - self.begin
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def seconds(self) -> float:
+        return self.arrivals[-1][0] - self.begin
+
+    @property
+    def inter_token(self) -> float | None:
+        """Seconds per token after the first; None if there is none."""
+        more = self.tokens - self.arrivals[0][1]
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / more if more else None
 
 
-class Listener(Speculator):
-    """Has the draft model draft behind every token, and lets nothing be verified."""
-
-    def __init__(self, longest: int) -> None:
-        super().__init__(suffix=not longest, longest=longest, fixed=MAX_DRAFTS, shared=False)
-        self.chains: dict[int, list[Chain]] = {}
-
-    def propose(self, plan: StepPlan) -> dict[int, Sequence[int]]:
-        return {}
-
-    def chained(self, running: StepPlan) -> int | None:
-        return None
-
-    def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            if output.tokens:
-                self.chains.setdefault(output.rid, []).append(output.chain)
-        super().observe(deltas, outputs)
+class Conversation(Protocol):
+    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
+        """Adds to the conversation, and fills in the call as the answer comes."""
+        ...
 
 
-def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingParams]]) -> list[Told]:
-    """The trace (kind, prompt, parameters), played once by an engine that has nothing in flight."""
-    longest = engine.speculator.longest if engine.speculator is not None else 0
-    before, engine.speculator = engine.speculator, (listener := Listener(longest))
-    try:
-        for rid, (_, prompt, params) in enumerate(asked):
-            engine.submit(Submit(rid, prompt, params))
-        answers: list[list[int]] = [[] for _ in asked]
-        while engine.busy:
-            for delta in engine.step():
-                answers[delta.rid] += delta.tokens
-    finally:
-        engine.speculator = before
-    return [
-        Told(kind, prompt, tuple(answers[rid]), params.max_tokens or 0, tuple(listener.chains.get(rid, ())))
-        for rid, (kind, prompt, params) in enumerate(asked)
+class Target(Protocol):
+    def conversation(self, seed: int) -> Conversation: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """concurrency   sessions at once, None: as the trace has them
+    speed            of the trace's clock; 0: no waiting between turns
+    ttft_limit, inter_token_limit   seconds within which a request counts as good
+    """
+
+    concurrency: int | None = None
+    speed: float = 1.0
+    ttft_limit: float = 5.0
+    inter_token_limit: float = 0.1
+
+
+# ---- the two kinds of target
+
+
+class Local:
+    """An engine of this process. An asynchronous context manager, which does not close the engine."""
+
+    def __init__(self, engine: Engine, encode: Callable[[str], list[int]] | None = None) -> None:
+        self.engine = engine
+        self._encode = encode or (lambda text: _made(text, max(len(text) // 4, 1), engine.info.vocab_size))
+        self._pool = ThreadPoolExecutor(1, "perilune-replay")
+        self._incoming: list[Submit] = []
+        self._inboxes: dict[int, asyncio.Queue[tuple[float, Delta]]] = {}
+        self._wake = asyncio.Event()
+        self._rids = 0
+
+    async def __aenter__(self) -> "Local":
+        self._task = asyncio.create_task(self._loop())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        self._pool.shutdown()
+
+    def conversation(self, seed: int) -> "LocalConversation":
+        return LocalConversation(self)
+
+    def ids(self, piece: Piece) -> list[int]:
+        return self._encode(piece.text) if piece.text is not None else _made(
+            piece.name, piece.tokens, self.engine.info.vocab_size
+        )  # fmt: skip
+
+    async def generate(self, prompt: list[int], output_tokens: int, call: Call) -> list[int]:
+        rid, self._rids = self._rids, self._rids + 1
+        inbox = self._inboxes[rid] = asyncio.Queue()
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        self._incoming.append(Submit(rid, tuple(prompt), params))
+        self._wake.set()
+        out: list[int] = []
+        while True:
+            at, delta = await inbox.get()
+            out += delta.tokens
+            call.cached += delta.cached_tokens
+            if delta.tokens:
+                call.arrivals.append((at, len(delta.tokens)))
+            if delta.finish_reason is not None:
+                del self._inboxes[rid]
+                call.error = delta.error
+                return out
+
+    async def _loop(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._incoming or self.engine.busy:
+                try:
+                    at, deltas = await asyncio.get_running_loop().run_in_executor(self._pool, self._step)
+                except (EngineError, RuntimeError, MemoryError) as e:  # of which every request is to hear
+                    at, line = time.perf_counter(), str(e).splitlines()[0]
+                    deltas = [Delta(rid, finish_reason="error", error=line) for rid in self._inboxes]
+                for delta in deltas:
+                    self._inboxes[delta.rid].put_nowait((at, delta))
+
+    def _step(self) -> tuple[float, list[Delta]]:
+        incoming, self._incoming = self._incoming, []
+        refused = []
+        for submit in incoming:
+            try:
+                self.engine.submit(submit)
+            except RequestError as e:
+                refused.append(Delta(submit.rid, finish_reason="error", error=str(e)))
+        deltas = self.engine.step()
+        return time.perf_counter(), refused + deltas
+
+
+class LocalConversation:
+    def __init__(self, target: Local) -> None:
+        self._target = target
+        self._ids: list[int] = []
+
+    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
+        for piece in new:
+            self._ids += self._target.ids(piece)
+        room = self._target.engine.info.max_model_len - len(self._ids)
+        if room < 1:
+            call.error = (
+                f"the context of {self._target.engine.info.max_model_len} tokens is full: try a smaller --scale"
+            )
+            return
+        call.prompt_tokens = len(self._ids)
+        self._ids += await self._target.generate(self._ids, min(output_tokens, room), call)
+
+
+class Remote:
+    """Any OpenAI-compatible endpoint, by chat completions; what is made from a name becomes about as many words."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+    def conversation(self, seed: int) -> "RemoteConversation":
+        return RemoteConversation(self.endpoint)
+
+
+class RemoteConversation:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._messages: list[dict[str, str]] = []
+
+    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
+        said = " ".join(p.text if p.text is not None else " ".join(_words(p)) for p in new)
+        self._messages.append({"role": "user", "content": said})
+        body = {"messages": self._messages, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+        if self._endpoint.owner not in ("perilune", "vllm", "sglang"):
+            del body["ignore_eos"]
+        answer: list[str] = []
+        usage = None
+        async for chunk in self._endpoint.stream(body):
+            said = "".join(getattr(event, "text", "") for event in chunk.events)
+            usage = chunk.usage or usage
+            if chunk.events:
+                answer.append(said)
+                call.arrivals.append((chunk.at, 1))
+        if usage is not None:
+            call.prompt_tokens, call.cached = usage.prompt, usage.cached or 0
+            _spread(call, usage.completion)
+        self._messages.append({"role": "assistant", "content": "".join(answer)})
+
+
+def _made(name: str, tokens: int, vocab: int) -> list[int]:
+    rng = random.Random(name)
+    return [rng.randrange(vocab // 16, vocab * 15 // 16) for _ in range(tokens)]  # control tokens are at the ends
+
+
+def _words(piece: Piece) -> list[str]:
+    rng = random.Random(piece.name)
+    return [rng.choice(WORDS) for _ in range(piece.tokens)]
+
+
+def _spread(call: Call, tokens: int) -> None:
+    """The server's count of tokens, where pieces of the stream have brought several each."""
+    if call.arrivals and tokens > len(call.arrivals):
+        at, _ = call.arrivals[-1]
+        call.arrivals[-1] = at, 1 + tokens - len(call.arrivals)
+
+
+# ---- playing
+
+
+async def play(target: Target, sessions: Sequence[Session], options: Options, report: Report) -> list[Call]:
+    """All calls, in the order in which they ended. One that fails ends its session."""
+    free = asyncio.Semaphore(options.concurrency or len(sessions))
+    calls: list[Call] = []
+    total = sum(len(session.turns) for session in sessions)
+    begin = time.perf_counter()
+
+    async def one(number: int, session: Session) -> None:
+        await _pause(session.start - (time.perf_counter() - begin) * options.speed, options.speed)
+        async with free:
+            conversation = target.conversation(number)
+            text, history = 0, list[tuple[int, int]]()
+            for index, turn in enumerate(session.turns):
+                if index:
+                    await _pause(turn.delay, options.speed)
+                call = Call(number, index)
+                for piece in turn.pieces:
+                    text = hash((text, piece.name))
+                    history.append((text, piece.tokens or max(len(piece.name) // 4, 1)))
+                call.prompt = list(history)
+                call.begin = time.perf_counter()
+                try:
+                    await conversation.ask(turn.pieces, turn.output_tokens, call)
+                except PeriluneError as e:
+                    call.error = str(e)
+                calls.append(call)
+                if call.error is not None or not call.arrivals:
+                    report(f"{session.name}, turn {index + 1}: {call.error or 'no answer'}")
+                    return
+                call.answer = text = hash((text, "answer", number))
+                history.append((text, call.tokens))
+                _progress(calls, total, begin, report)
+
+    await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
+    return calls
+
+
+async def _pause(seconds: float, speed: float) -> None:
+    if speed > 0 and seconds > 0:
+        await asyncio.sleep(seconds / speed)
+
+
+def judge(calls: Sequence[Call]) -> None:
+    """Fills in the ideal of calls that were answered."""
+    known: dict[int, float] = {}  # by hash of a text: when it was computed
+    for call in calls:
+        for text, _ in call.prompt:
+            known[text] = min(known.get(text, call.arrivals[0][0]), call.arrivals[0][0])
+        known[call.answer] = call.arrivals[-1][0]
+    for call in calls:
+        found, total = 0, sum(tokens for _, tokens in call.prompt)
+        for text, tokens in call.prompt:
+            if not known.get(text, call.arrivals[0][0]) < call.arrivals[0][0]:
+                break
+            found += tokens
+        call.ideal = found / total
+
+
+def _progress(calls: Sequence[Call], total: int, begin: float, report: Report) -> None:
+    if len(calls) % max(total // 20, 1) == 0 or len(calls) == total:
+        wall = time.perf_counter() - begin
+        report(f"{len(calls)} of {total} requests in {wall:.0f} s: hits {shares(calls)[0]:.1%}")
+
+
+# ---- what came of it
+
+
+def shares(calls: Sequence[Call]) -> tuple[float, float]:
+    """(hit share, ideal share) of all prompt tokens."""
+    total = sum(call.prompt_tokens for call in calls) or 1
+    return sum(c.cached for c in calls) / total, sum(c.ideal * c.prompt_tokens for c in calls) / total
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that is at least as large as this share of the values; 0 without any."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
+    """What of a ledger row the calls say; times in seconds."""
+    good = [call for call in calls if call.error is None and call.arrivals]
+    if not good:
+        return {"requests": 0, "failed": len(calls)}
+    judge(good)
+    hit, ideal = shares(good)
+    wall = max(c.arrivals[-1][0] for c in good) - min(c.begin for c in good)
+    between = [gap for c in good if (gap := c.inter_token) is not None]
+    later = [c.ttft for c in good if c.turn]
+    kept = [
+        c for c in good if c.ttft <= options.ttft_limit and (c.inter_token or 0.0) <= options.inter_token_limit
+    ]  # fmt: skip
+    found: dict[str, Any] = {"requests": len(good), "failed": len(calls) - len(good)}
+    found |= {"prompt_tokens": sum(c.prompt_tokens for c in good), "hit_share": hit, "ideal_share": ideal}
+    for share, name in ((0.5, "p50"), (0.9, "p90"), (0.99, "p99")):
+        found[f"ttft_{name}_s"] = percentile([c.ttft for c in good], share)
+        found[f"inter_token_{name}_s"] = percentile(between, share)
+    found["ttft_later_turns_p50_s"] = percentile(later, 0.5)
+    slowest = percentile([c.seconds / c.tokens for c in good], 0.9)
+    found["interactivity"] = 1 / slowest if slowest else 0.0
+    found["tokens_per_s"] = sum(c.tokens for c in good) / wall
+    found["input_tokens_per_s"] = sum(c.prompt_tokens for c in good) / wall
+    found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / len(good)
+    found["wall_s"] = wall
+    return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
+
+
+def tier_shares(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Hit share by tier, of the prompt tokens between two readings."""
+    total = after.prompt_tokens - before.prompt_tokens or 1
+    earlier = {name: tokens for name, tokens, _, _ in before.tiers}
+    found = {name: (tokens - earlier.get(name, 0)) / total for name, tokens, _, _ in after.tiers}
+    pages = (after.cached_tokens - before.cached_tokens) / total - sum(found.values())
+    return {"pages": round(pages, 5)} | {name: round(share, 5) for name, share in found.items()}
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for people."""
+    if not row.get("requests"):
+        return "no request was answered"
+    tiers = ", ".join(f"{name} {share:.1%}" for name, share in (row.get("hit_share_by_tier") or {}).items())
+    return (
+        f"hits {row['hit_share']:.1%} of {row['ideal_share']:.1%} possible{f' ({tiers})' if tiers else ''}; "
+        f"TTFT p50 {row['ttft_p50_s'] * 1e3:.0f} ms, p99 {row['ttft_p99_s'] * 1e3:.0f} ms; "
+        f"between tokens p50 {row['inter_token_p50_s'] * 1e3:.1f} ms, p99 {row['inter_token_p99_s'] * 1e3:.1f} ms; "
+        f"{row['tokens_per_s']:.1f} output tokens/s, interactivity {row['interactivity']:.1f} tokens/s, "
+        f"{row['good_share']:.0%} within the limits"
+    )
+
+
+def picture(calls: Sequence[Call], title: str) -> str:
+    """TTFT by prompt length, hits in blue and misses in grey, as the text of an SVG file."""
+    good = [c for c in calls if c.error is None and c.arrivals]
+    width, height, left, bottom = 900, 420, 70, 50
+    most_tokens = max((c.prompt_tokens for c in good), default=1) or 1
+    most_seconds = max((c.ttft for c in good), default=1.0) or 1.0
+    x = [left + (width - left - 20) * c.prompt_tokens / most_tokens for c in good]
+    y = [height - bottom - (height - bottom - 50) * c.ttft / most_seconds for c in good]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
+        f'font-size="12" fill="#222"><rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="{left}" y="24" font-size="15">{escape(title)}</text>',
+        f'<path d="M{left} 40V{height - bottom}H{width - 20}" fill="none" stroke="#999"/>',
+        f'<text x="{width - 20}" y="{height - 18}" text-anchor="end">prompt tokens, up to {most_tokens:,}</text>',
+        f'<text x="8" y="52">{most_seconds:.2f} s</text><text x="8" y="{height - bottom}">TTFT</text>',
     ]
+    for at, up, call in zip(x, y, good):
+        share = call.cached / max(call.prompt_tokens, 1)
+        colour = "#1f5f8b" if share >= 0.5 else "#b0a798"
+        parts.append(f'<circle cx="{at:.1f}" cy="{up:.1f}" r="3" fill="{colour}" fill-opacity="0.7"/>')
+    median = statistics.median(c.ttft for c in good) if good else 0.0
+    parts.append(f'<text x="{left}" y="{height - 18}">blue: half or more of it cached; median {median:.2f} s</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
-def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
-    """`users` requests at a time, in the order of Engine.step."""
-    tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(told)))[::-1], 0
-    running: tuple[StepPlan, StepKind] | None = None
-    while waiting or known or running is not None:
-        while waiting and len(known) < users:
-            rid = waiting.pop()
-            known[rid] = 0
-            if speculator is not None:
-                speculator.open(rid, told[rid].prompt)
-        behind = drafts = None
-        asked = None if speculator is None or speculator.paused else speculator
-        if running is not None and asked is not None and clock.costs.chained is not None:
-            drafts = asked.chained(running[0])
-        if running is not None and drafts is not None:
-            behind = _behind(told, known, running[0], drafts, number)
-        first = behind is None and running is not None and asked is not None and _waits(asked, running[0])
-        if running is not None and first:
-            _land(told, known, *running, clock, speculator, tally)
-        following = behind or _launch(told, known, None if first else running, number, asked)
-        if following is not None and asked is not None:
-            following = StepPlan(following.step, following.work, asked.chain_length(following))
-            asked.maintain()
-        elif following is not None:
-            following = StepPlan(following.step, following.work, LEFT_OUT)
-        if running is not None and not first:
-            _land(told, known, *running, clock, speculator, tally)
-        number += 1
-        running = None if following is None else (following, _how(following, first, clock, speculator))
-    return tally
-
-
-def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | None) -> StepKind:
-    modelled = speculator is not None and speculator.longest > 0
-    follows = modelled and plan.chain != LEFT_OUT
-    if waited:
-        return StepKind.NO_DRAFTER if modelled and not follows else StepKind.WAITED
-    return StepKind.CHAINED if follows and clock.costs.chained is not None else StepKind.OVERLAPPED
-
-
-def _behind(
-    told: Sequence[Told], known: dict[int, int], running: StepPlan, drafts: int, number: int
-) -> StepPlan | None:
-    """As Scheduler.plan_chained."""
-    flying = {w.rid: w.drafts for w in running.work}
-    work = []
-    for rid, count in known.items():
-        one = told[rid]
-        if not count and rid not in flying:
-            return None
-        at = count + (rid in flying)
-        left = one.most - at - flying.get(rid, 0)
-        if left < 1:
-            continue
-        more = min(drafts, left - 1) if rid in flying else 0
-        tokens = (PENDING,) * (1 + more) if rid in flying else (one.answer[at - 1],)
-        start = len(one.prompt) + at - 1
-        params, later = SamplingParams(), rid in flying
-        work.append(
-            Work(rid, rid, start, tokens, (), True, at, params, 0, left=one.most - at, drafts=more, chained=later)
-        )
-    return StepPlan(number, tuple(work)) if work else None
-
-
-def _waits(speculator: Speculator, running: StepPlan) -> bool:
-    return any(w.drafts for w in running.work) or speculator.worth_waiting(running)
-
-
-def _launch(
-    told: Sequence[Told],
-    known: dict[int, int],
-    flying: tuple[StepPlan, StepKind] | None,
-    number: int,
-    speculator: Speculator | None,
-) -> StepPlan | None:
-    ahead = {w.rid for w in flying[0].work} if flying is not None else set()
-    work = []
-    for rid, count in known.items():
-        one, at = told[rid], count + (rid in ahead)
-        if at >= one.most:
-            continue
-        if at == 0:
-            tokens, start = one.prompt, 0
-        else:
-            tokens = (PENDING,) if rid in ahead else (one.answer[at - 1],)
-            start = len(one.prompt) + at - 1
-        work.append(Work(rid, rid, start, tokens, (), True, at, SamplingParams(), 0, left=one.most - at))
-    if not work:
-        return None
-    plan = StepPlan(number, tuple(work))
-    if speculator is None:
-        return plan
-    drafts = speculator.propose(plan)
-    works = []
-    for w in plan.work:
-        guesses = tuple(drafts.get(w.rid, ()))[: w.left - 1]
-        works.append(
-            Work(
-                w.rid,
-                w.slot,
-                w.start,
-                (*w.tokens, *guesses),
-                (),
-                True,
-                w.output_index,
-                w.params,
-                0,
-                (),
-                (),
-                w.left,
-                len(guesses),
-            )
-        )
-    return StepPlan(number, tuple(works))
-
-
-def _land(
-    told: Sequence[Told],
-    known: dict[int, int],
-    plan: StepPlan,
-    how: StepKind,
-    clock: Clock,
-    speculator: Speculator | None,
-    tally: Tally,
-) -> None:
-    deltas, outputs = [], []
-    for w in plan.work:
-        if w.rid not in known:
-            continue  # computed once more for nothing
-        one, at = told[w.rid], known[w.rid]
-        right = 0
-        guesses = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.guesses
-        while right < w.drafts and at + right < len(one.answer) - 1 and guesses[right] == one.answer[at + right]:
-            right += 1
-        tokens = one.answer[at : at + right + 1]
-        at = known[w.rid] = at + len(tokens)
-        over = at == len(one.answer)
-        if over:
-            del known[w.rid]
-        tally.tokens += len(tokens)
-        tally.drafted += w.drafts
-        tally.accepted += right
-        finish = "stop" if over else None
-        deltas.append(Delta(w.rid, tokens, finish_reason=finish, drafted=w.drafts, accepted=right))
-        chain = one.chains[at - 1][: plan.chain] if one.chains and plan.chain > 0 else ()
-        outputs.append(Output(w.rid, tokens, chain=chain))
-    longest = clock.drafted([o.chain for o in outputs])
-    outputs = [Output(o.rid, o.tokens, chain=o.chain[:longest]) for o in outputs]
-    counts = [w.drafts + 1 for w in plan.work]
-    length = LEFT_OUT if speculator is None else min(longest, plan.chain)
-    seconds = clock.step(counts, [w.end for w in plan.work], length, how)
-    tally.seconds += seconds
-    tally.steps += 1
-    if speculator is not None and speculator.paused:
-        speculator.record_paused(len(plan.work), deltas)
-    elif speculator is not None:
-        speculator.observe(deltas, outputs)
-        speculator.record_time(plan, seconds, how in (StepKind.WAITED, StepKind.NO_DRAFTER))
-
-
-def oracle(told: Sequence[Told], clock: Clock) -> float:
-    """Seconds that one user's requests would take if every step knew how many of which drafts are going to be right,
-    and how long a chain the next one has a use for; and if, where steps are planned behind drafts, none ever waited."""
-    store, spent = Store(), 0.0
-    for one in told:
-        trail = SuffixMatcher(one.prompt, store)
-        trail.index_prompt(len(one.prompt))
-        right = []  # by tokens known, then by length of the chain: drafts that are right, of the better source
-        for at in range(len(one.answer)):
-            right.append(_right(one, at, trail))
-            trail.append(one.answer[at])
-        store.add(trail.answer())
-        spent += _least(one, right, clock)
-    return spent
-
-
-def _right(one: Told, at: int, trail: SuffixMatcher) -> list[int]:
-    rest = one.answer[at : at + MAX_DRAFTS]
-    if not at or len(rest) == 1:
-        return [0]
-    alone = _same([g.token for g in trail.drafts(MAX_DRAFTS)], rest)
-    found = [alone]
-    chain = [token for token, _ in one.chains[at - 1]] if one.chains else []
-    for length in range(1, len(chain) + 1):
-        head = chain[:length]
-        same = _same(head, rest)
-        if same == length:
-            same += _same([g.token for g in trail.drafts(MAX_DRAFTS - length, after=head)], rest[length:])
-        found.append(max(alone, same))
-    return [min(n, len(rest) - 1) for n in found]
-
-
-def _same(guesses: Sequence[int], rest: Sequence[int]) -> int:
-    count = 0
-    while count < min(len(guesses), len(rest)) and guesses[count] == rest[count]:
-        count += 1
-    return count
-
-
-def _least(one: Told, right: Sequence[Sequence[int]], clock: Clock) -> float:
-    """The cheapest way through an answer, from its end: best[at][length] is what is left to pay with `at` tokens known
-    and a chain of that length behind them."""
-    lengths = max(map(len, right))
-    best = [[0.0] * lengths for _ in range(len(one.answer) + 1)]
-    chain, how = clock.costs.draft_token(1), StepKind.WAITED if clock.costs.chained is None else StepKind.CHAINED
-    for at in range(len(one.answer) - 1, -1, -1):
-        context = len(one.prompt) + at
-        for length in range(lengths):
-            most = right[at][min(length, len(right[at]) - 1)]
-            best[at][length] = min(
-                clock.step([n + 1], [context + n], 0, how if n else StepKind.OVERLAPPED)
-                + min(chain * ask + best[at + n + 1][ask] for ask in range(lengths))
-                for n in range(most + 1)
-            )
-    return best[0][0]
+async def measure(
+    target: Target, sessions: Sequence[Session], options: Options, report: Report
+) -> tuple[dict[str, Any], list[Call]]:
+    """(what of a ledger row is known, the calls)"""
+    engine = target.engine if isinstance(target, Local) else None
+    before = engine.stats() if engine is not None else None
+    calls = await play(target, sessions, options, report)
+    row = summary(calls, options)
+    if engine is not None and before is not None:
+        after = engine.stats()
+        row["hit_share_by_tier"] = tier_shares(before, after)
+        row["restore_s"] = round(after.restore_seconds - before.restore_seconds, 4)
+        row["saved_s"] = round(after.saved_seconds - before.saved_seconds, 4)
+    return row, calls

@@ -17,6 +17,7 @@ VERBS = {
     "doctor": "check a checkpoint without loading it, and show what runs it",
     "convert": "write a checkpoint in another format",
     "draft": "make a drafter for a model from its own answers",
+    "kv": "look after KV stored on disk",
     "bench": "measure speed, with its ceiling beside it",
 }
 

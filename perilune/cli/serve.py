@@ -84,7 +84,10 @@ log = logging.getLogger("perilune.server")
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
-@options.engine_options(*options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction")
+@options.engine_options(
+    *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction", "kv_host_gb", "kv_disk",
+    "kv_disk_gb", "kv_ttl_hours",
+)  # fmt: skip
 @click.option(
     "--config",
     "config_file",

@@ -34,11 +34,13 @@ class EndpointError(PeriluneError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts by the server. `reasoning` is None where the server does not count thinking apart."""
+    """Token counts by the server. `reasoning` is None where the server does not count thinking apart, `cached` where it
+    does not say how much of the prompt its cache had."""
 
     prompt: int
     completion: int
     reasoning: int | None
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +269,15 @@ class _Details(msgspec.Struct):
     reasoning_tokens: int | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     completion_tokens_details: _Details | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Function(msgspec.Struct):
@@ -341,7 +348,13 @@ def _usage(usage: _Usage | None) -> Usage | None:
     if usage is None or usage.completion_tokens is None:
         return None
     details = usage.completion_tokens_details
-    return Usage(usage.prompt_tokens or 0, usage.completion_tokens, details.reasoning_tokens if details else None)
+    prompt = usage.prompt_tokens_details
+    return Usage(
+        usage.prompt_tokens or 0,
+        usage.completion_tokens,
+        details.reasoning_tokens if details else None,
+        prompt.cached_tokens if prompt else None,
+    )
 
 
 def _message(error: Any) -> str:

@@ -61,6 +61,16 @@ class EngineConfig:
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
     block_size: int | None = _doc("tokens in a KV block; default: 64 on GPUs, 16 on CPU", None)
     prefix_cache: bool = _doc("keep KV of finished requests for prompts that begin alike", True)
+    kv_host_gb: float | None = _doc(
+        "gigabytes of host memory for KV that the cache has no room for; default: none, or 1 with kv_disk", None
+    )
+    kv_disk: str | None = _doc(
+        "directory for KV that host memory has no room for: one engine's alone, kept over restarts. It is users' text; "
+        "`perilune kv clear` deletes it",
+        None,
+    )
+    kv_disk_gb: float | None = _doc("gigabytes of that directory; default: half of what is free there", None)
+    kv_ttl_hours: float = _doc("hours after which KV that is not used is deleted from host memory and disk", 24.0)
     absorb_limit: int = _doc(
         "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",
         16,
@@ -122,6 +132,14 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
+        for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ConfigError(f"{name} must be above 0, not {value}")
+        if self.kv_disk_gb is not None and self.kv_disk is None:
+            raise ConfigError("kv_disk_gb needs a directory: give kv_disk as well")
+        if (self.kv_host_gb or self.kv_disk) and not self.prefix_cache:
+            raise ConfigError("kv_host_gb and kv_disk keep cached prefixes: they need prefix_cache=true")
         if not 0.0 < self.log_rejected_share <= 1.0:
             raise ConfigError(f"log_rejected_share must be in (0, 1], not {self.log_rejected_share}")
         if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:

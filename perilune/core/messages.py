@@ -180,6 +180,11 @@ class EngineStats:
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position in the step, drafted, accepted)
     graphs: int = 0  # CUDA graphs of steps, as of now; not those of draft chains
     graph_bytes: int = 0  # device memory that all of them hold
+    tiers: tuple[tuple[str, int, int, int], ...] = ()  # of KV: (name, hit tokens, blocks, blocks at most)
+    restore_seconds: float = 0.0  # that restores from the tiers took
+    saved_seconds: float = 0.0  # less than computing the same would have taken, by the measured speed of prompts
+    blocks_dropped: int = 0  # evicted blocks for which no tier had room
+    blocks_damaged: int = 0  # stored blocks found damaged or missing, which were computed again
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ class Request:
     submitted: float = 0.0  # time.monotonic() when it entered the scheduler
     queue_seconds: float = 0.0  # from then until it first ran, until the first delta has reported them
     finished: bool = False
+    turn: int = 0  # of its conversation, as far as the cache knows: see kv/retention.py
+    restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
+    restores: int = 0  # times that began
+    restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

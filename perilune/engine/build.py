@@ -15,6 +15,7 @@ from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
 from perilune.engine.fit import fewest_gpus, fitted
+from perilune.engine.kv_tiers import open_tiers
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Ranks, places
 from perilune.engine.resolve import (
@@ -31,6 +32,7 @@ from perilune.engine.scheduler import Scheduler
 from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
+from perilune.kv.transfer import Transfer
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
@@ -70,6 +72,7 @@ class Parts:
     rejected: RejectedLog | None
     ranks: Ranks | None
     synthetic: str  # as in EngineInfo
+    transfer: Transfer | None
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -218,6 +221,13 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
     if rounding is not None and rounding.matrices:
         choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
+    tiers = transfer = None
+    if config.kv_host_gb is not None or config.kv_disk is not None:
+        try:
+            tiers, transfer = worker.submit(open_tiers, config, choices, model.weights, pages, drafter).result()
+        except BaseException:
+            worker.shutdown(cancel_futures=True)
+            raise
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,
@@ -225,10 +235,11 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
         max_step_tokens=config.max_step_tokens,
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
+        tiers=tiers,
     )
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
-    return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic)
+    return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic, transfer)
 
 
 def speculator(

@@ -30,7 +30,9 @@ from perilune.ops.harness import build as build_ops
 from perilune.speculation.protocol import Drafting, Observer
 from perilune.speculation.step_cost import Costs
 
-Running = tuple[StepPlan, "Future[Readout]"]
+Running = tuple[StepPlan, "Future[Readout]", float]  # the last: when it was launched
+
+TRANSFER_WAIT_SECONDS = 0.005  # Longer: a new message waits longer where all requests wait for KV to be copied.
 
 
 class Engine:
@@ -53,6 +55,7 @@ class Engine:
         """`owns_process`: with several ranks, the others may kill this process when it says nothing any more."""
         parts = build(model_dir, config, progress=progress, source=source, owns_process=owns_process)
         self.config, self.scheduler, self.runner, self._ranks = parts.config, parts.scheduler, parts.runner, parts.ranks
+        self._transfer = parts.transfer
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
         self._committed_at: float | None = None  # when the last step's result came; None after a gap without steps
@@ -97,6 +100,7 @@ class Engine:
     def _step(self) -> list[Delta]:
         deltas = self._admission.schedule_compiled(idle=self._running is None and not self.scheduler.has_work)
         deltas += self._expire()
+        self.scheduler.take_transfers()
         running, self._running = self._running, None
         chained = None if running is None else self._plan_chained(running[0])
         first = running is not None and chained is None and self._commits_first(running[0])
@@ -107,6 +111,8 @@ class Engine:
             deltas += self._commit(*running)
         if self._running is None:
             self._committed_at = None
+            if self._transfer is not None and not deltas and self.scheduler.has_work:
+                self._transfer.wait(TRANSFER_WAIT_SECONDS)
         return deltas
 
     @property
@@ -147,13 +153,14 @@ class Engine:
             chain = drafting.chain_length(plan)
             plan = dataclasses.replace(plan, chain=chain, min_confidence=drafting.min_confidence)
             self.drafting_seconds += time.perf_counter() - begin
+        launched_at = time.perf_counter()
         queued = self.runner.launch(plan)
         for observer in (drafting, self._rejected):
             if observer is not None:
                 observer.maintain()
-        return plan, queued
+        return plan, queued, launched_at
 
-    def _commit(self, plan: StepPlan, queued: "Future[Readout]") -> list[Delta]:
+    def _commit(self, plan: StepPlan, queued: "Future[Readout]", launched_at: float) -> list[Delta]:
         """Waits for the step's result and gives it to the scheduler and the observers."""
         begin = time.perf_counter()
         readout = queued.result().wait()
@@ -163,6 +170,8 @@ class Engine:
             self._ranks.read(result.digest)
         before, self._committed_at = self._committed_at, time.perf_counter()
         deltas = self.scheduler.commit(result)
+        if self.scheduler.offload is not None:
+            self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if (drafting := self._drafting) is not None:
             drafting.observe(deltas, result.outputs)
             if before is not None:
@@ -237,8 +246,11 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the step in flight and drops the weights and the cache."""
+        if self._transfer is not None and self.scheduler.offload is not None:
+            self.scheduler.offload.log_summary(self.scheduler.stats())
+            self._transfer.close()
         self.runner.close()
         self._grammars.close()
         if self._rejected is not None:
             self._rejected.close()
-        del self.runner, self.scheduler, self._drafter
+        del self.runner, self.scheduler, self._drafter, self._transfer

@@ -6,6 +6,7 @@ the configuration. It ends after a Shutdown message, or when the other side clos
 
 import contextlib
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -97,6 +98,8 @@ def end_with_server() -> None:
 def main() -> None:
     end_with_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("perilune.kv").setLevel(logging.INFO)  # what the tiers did, once at the end
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.core.memory import available_bytes
 from perilune.dist.group import ALONE, Group, least
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
@@ -198,9 +198,4 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as f:
-            available = next(line for line in f if line.startswith("MemAvailable:"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration):  # not Linux: take what is installed
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()

@@ -15,6 +15,10 @@ Drafts take only what is left over: `add_drafts` gives them blocks and step toke
 does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
 out where the request goes on (ops/drafts/advance_inputs.py).
 
+With KV tiers (engine/offload.py) a waiting request that has KV in one leaves the queue until it is back in the pages,
+and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in order of
+arrival, and no request is admitted before an older one that waits.
+
 Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
 given back at once, even while a step in flight still uses them: the next owner is planned in a later step, which
 overwrites them only after the step in flight has run.
@@ -33,8 +37,10 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.engine.offload import Offload
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests, root_of
+from perilune.kv.tiers import Tiers
 
 _MAX_TOKEN_ID = 2**31 - 1
 SPARE_REQUESTS = 64  # ended requests with a deadline that are kept track of before they are swept out
@@ -60,6 +66,7 @@ class Scheduler:
     max_step_tokens  tokens computed in a step; longer prompts are split into chunks
     max_model_len    prompt and output tokens of a request
     prefix_cache     whether blocks of equal prefixes are kept and shared
+    tiers            where cached blocks go that the pool has no room for; None: nowhere
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Scheduler:
         max_step_tokens: int,
         max_model_len: int,
         prefix_cache: bool = True,
+        tiers: Tiers | None = None,
     ) -> None:
         assert min(num_blocks, block_size, max_num_seqs, max_step_tokens) >= 1 and max_model_len >= 2
         self._pool = BlockPool(num_blocks)
@@ -80,6 +88,11 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
         self._prefix_cache = prefix_cache
+        self.offload: Offload | None = None
+        if tiers is not None:
+            # Two steps of prompts, and a block for each request that decodes.
+            spare = 2 * -(-max_step_tokens // block_size) + max_num_seqs
+            self.offload = Offload(tiers, self._tree, block_size=block_size, blocks=num_blocks, spare_blocks=spare)
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
@@ -178,6 +191,14 @@ class Scheduler:
         if request is not None:
             self._end(request)
 
+    def take_transfers(self) -> None:
+        """Takes in what was copied to and from the tiers; called before a step is planned."""
+        if self.offload is not None:
+            for request in self.offload.poll(self._steps, sum(map(self._lookahead, self._running))):
+                request.restoring = False
+                if not request.finished:
+                    insort(self._waiting, request, key=_rank)
+
     def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
 
@@ -193,8 +214,9 @@ class Scheduler:
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             # The victim is the last of the list: never a request that this step has planned already.
-            while count and (missing := self._missing(request, request.planned + count)) > 0:
-                if missing <= self._tree.available:
+            while count and not self._at_hand(missing := self._missing(request, request.planned + count)):
+                if self._waits(missing, turn):
+                    count = 0
                     break
                 victim = self._running.pop()
                 assert victim is not request or turn > 0, f"request {request.rid} does not fit the empty pool"
@@ -214,8 +236,17 @@ class Scheduler:
             reserve = sum(self._lookahead(r) for r in self._running)
             while self._waiting and self._slots and budget:
                 request = self._waiting[0]
-                if not self._admit(request, reserve):
+                hits = self._tree.match(self._readable(request))
+                if not self._fits(request, hits, reserve):
                     break
+                if (stored := self._find_stored(request, hits)) and self.offload is not None:
+                    if not self.offload.begin(request, hits, stored, self._planned_steps):
+                        break
+                    self._waiting.pop(0).restoring = True
+                    continue
+                if self.offload is not None and not self.offload.has_room(self._first_blocks(request, hits, budget)):
+                    break
+                self._admit(request, hits)
                 insort(self._running, self._waiting.pop(0), key=_rank)
                 count = min(request.todo, budget)
                 flights.append(self._launch(request, count))
@@ -244,7 +275,7 @@ class Scheduler:
                 continue
             # The last token of a request is never computed, so a guess of it could not be verified.
             count = min(len(guesses), MAX_DRAFTS, budget, work.left - 1)
-            while count > 0 and self._missing(request, work.end + count) > self._tree.available:
+            while count > 0 and not self._at_hand(self._missing(request, work.end + count)):
                 count -= 1
             if count <= 0:
                 continue
@@ -281,7 +312,7 @@ class Scheduler:
             return None
         for fewer in (0, MAX_DRAFTS):  # where blocks are short: without drafts
             ends = [r.planned + r.drafted + 1 + max(count - fewer, 0) for r, count in going]
-            if sum(self._missing(request, end) for end, (request, _) in zip(ends, going)) <= self._tree.available:
+            if self._at_hand(sum(self._missing(request, end) for end, (request, _) in zip(ends, going))):
                 break
         else:
             return None
@@ -306,9 +337,9 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Counters since the start, without what the runner and drafting count (step_seconds, graphs, drafts)."""
-        return EngineStats(
+        stats = EngineStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._live) - len(self._running),
             blocks_total=self._pool.total,
             blocks_cached=self._tree.num_cached,
             blocks_owned=self._pool.num_referenced,
@@ -318,17 +349,23 @@ class Scheduler:
             preemptions=self._preemptions,
             steps=self._steps,
         )
+        return stats if self.offload is None else self.offload.report(stats)
 
     def check_integrity(self) -> None:
         """Asserts that every block, slot and request is accounted for exactly once. Slow: for tests."""
-        self._tree.check([r.blocks for r in self._running])
+        elsewhere: list[list[int]] = []
+        if self.offload is not None:
+            self.offload.check()
+            elsewhere = self.offload.tables
+        self._tree.check([*(r.blocks for r in self._running), *elsewhere])
         for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
             assert ranks == sorted(set(ranks)), "requests are not in their order"
         latest = {r.rank[0]: r.arrival for r in self._running if r.rank[1] == math.inf}  # of each priority
-        for request in self._waiting:
+        for request in self._waiting if self.offload is None else ():  # one that waits for a tier may be overtaken
             if request.rank[1] == math.inf and request.rank[0] in latest:
                 assert request.arrival > latest[request.rank[0]], "a request overtook an older one"
-        assert {r.rid: r for r in (*self._running, *self._waiting)} == self._live
+        restoring = {r.rid: r for r in self._live.values() if r.restoring}
+        assert {r.rid: r for r in (*self._running, *self._waiting)} | restoring == self._live
         assert not any(r.finished for r in self._live.values())
         slots = [r.slot for r in self._running if r.slot is not None]
         assert sorted(slots + self._slots) == list(range(self._max_num_seqs)), "lost slots"
@@ -361,15 +398,44 @@ class Scheduler:
         soon = min(request.horizon + self._block_size, request.limit - 1)
         return max(self._missing(request, soon), 0)
 
-    def _admit(self, request: Request, reserve: int) -> bool:
-        """Starts a waiting request if, besides the reserve, there are blocks for all its known tokens.
+    def _at_hand(self, blocks: int) -> bool:
+        """Whether so many blocks can be taken now. With tiers only free ones are: what is cached is copied first."""
+        if self.offload is None or blocks <= 0:
+            return blocks <= self._tree.available
+        return self.offload.has_room(blocks) and blocks <= self._tree.available
+
+    def _waits(self, blocks: int, turn: int) -> bool:
+        """Whether the running request of this turn waits for blocks that are being copied, instead of preempting one
+        (itself, where there is no other)."""
+        if self.offload is None:
+            return False
+        if self.offload.leaving and blocks <= self._tree.available + self.offload.leaving:
+            return True
+        return self.offload.restoring > 0 and turn == len(self._running) - 1 == 0
+
+    def _fits(self, request: Request, hits: list[int], reserve: int) -> bool:
+        """Whether, besides the reserve, there are blocks for all known tokens of a waiting request.
 
         Its first chunk alone would need fewer; but a prompt for which blocks run out would be preempted.
         """
-        hits = self._tree.match(self._readable(request))
         missing = self._blocks_for(request.known) - len(hits)
-        if self._tree.available - self._tree.idle_among(hits) - missing < reserve:
-            return False
+        return self._tree.available - self._tree.idle_among(hits) - missing >= reserve
+
+    def _first_blocks(self, request: Request, hits: list[int], budget: int) -> int:
+        """Blocks that the first step of a waiting request takes."""
+        begin = len(hits) * self._block_size
+        return self._blocks_for(min(begin + budget, request.known)) - len(hits)
+
+    def _find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
+        """Digests of the blocks after its hits that the request should get from a tier."""
+        if self.offload is None:
+            return []
+        return self.offload.find(request, self._readable(request)[len(hits) :])
+
+    def _admit(self, request: Request, hits: list[int]) -> None:
+        """Starts a waiting request that fits."""
+        if request.life == 0 and hits:
+            request.turn = self._tree.turn(hits[-1]) + 1
         self._tree.acquire(hits)
         request.start(heapq.heappop(self._slots), hits, self._block_size)
         if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
@@ -377,7 +443,8 @@ class Scheduler:
             request.queue_seconds = time.monotonic() - request.submitted
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += request.computed
-        return True
+            if self.offload is not None:
+                self.offload.count(request)
 
     def _readable(self, request: Request) -> list[bytes]:
         """Digests of the blocks a request may take from the cache.
@@ -423,6 +490,8 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.finished = True
         del self._live[request.rid]
+        if request.restoring:
+            return  # what is being copied for it is cached when it arrives
         if request.slot is None:
             self._waiting.remove(request)
         else:
@@ -470,6 +539,8 @@ class Scheduler:
             # Non-finite values may come from any block of the request's context: no request may find these blocks, nor
             # those computed after them, again.
             self._tree.forget(request.digests[0])
+            if self.offload is not None:
+                self.offload.forget(request.digests[0])
         if not brought and not scores and finish_reason is None:
             return None
         assert output is not None
@@ -497,7 +568,7 @@ class Scheduler:
         for index in range(request.registered, full):
             parent = request.blocks[index - 1] if index else None
             own = request.blocks[index]
-            block = self._tree.insert(parent, request.digests[index], own)
+            block = self._tree.insert(parent, request.digests[index], own, request.turn)
             if block is None:
                 return
             if block != own:

@@ -48,6 +48,8 @@ class _Node:
     digest: bytes
     block: int
     parent: "_Node | None"
+    first: bytes  # the digest of the first block of its chain
+    turn: int  # how many known texts the text that it ends was built on, one after the other
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
@@ -70,6 +72,11 @@ class PrefixTree:
         return len(self._idle)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that are neither referenced nor cached."""
+        return self._pool.num_free
+
+    @property
     def available(self) -> int:
         """Blocks that `allocate` could hand out now."""
         return self._pool.num_free + len(self._idle)
@@ -82,6 +89,22 @@ class PrefixTree:
             assert not node.children, f"block {node.block} would leave a hole in its chain"
             self._remove(node)
         return self._pool.allocate()
+
+    def turn(self, block: int) -> int:
+        """The turn that a block was registered with; 0 if it is not registered."""
+        node = self._by_block.get(block)
+        return 0 if node is None else node.turn
+
+    def take_oldest(self) -> tuple[bytes, bytes, int, int] | None:
+        """Unregisters the block that `allocate` would evict next: (its digest, that of the first block of its chain,
+        its turn, the block, to which the caller has a reference now). None: nothing is cached."""
+        node = next(iter(self._idle.values()), None)
+        if node is None:
+            return None
+        assert not node.children, f"block {node.block} would leave a hole in its chain"
+        self.acquire((node.block,))
+        self._remove(node)
+        return node.digest, node.first, node.turn, node.block
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known beginning of this chain; no reference is taken."""
@@ -113,8 +136,9 @@ class PrefixTree:
                 else:
                     self._idle[block] = node
 
-    def insert(self, parent: int | None, digest: bytes, block: int) -> int | None:
+    def insert(self, parent: int | None, digest: bytes, block: int, turn: int = 0) -> int | None:
         """Registers a full, computed block that the caller references, after `parent` (None: first of its chain).
+        `turn` is for the tiers (kv/retention.py).
 
         Returns the block the caller references from now on: its own, or the one already known by this digest, with the
         caller's own given back. None when the parent was forgotten, and with it everything that would follow.
@@ -129,7 +153,7 @@ class PrefixTree:
             self.acquire((node.block,))
             self.release((block,))
             return node.block
-        node = _Node(digest, block, above)
+        node = _Node(digest, block, above, digest if above is None else above.first, turn)
         self._by_digest[digest] = self._by_block[block] = node
         if above is not None:
             above.children[digest] = node

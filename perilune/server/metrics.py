@@ -157,7 +157,26 @@ class EngineCollector(Collector):
             ("engine_step_seconds", "Time spent in steps.", s.step_seconds),
         ):
             yield CounterMetricFamily(f"perilune_{name}", text, value=value)
+        yield from self._tiers(s)
         yield from self._drafts(s)
+
+    @staticmethod
+    def _tiers(s: EngineStats) -> Iterable[Metric]:
+        hits = CounterMetricFamily("perilune_kv_tier_hit_tokens", "Prompt tokens taken from a tier.", labels=["tier"])
+        held = GaugeMetricFamily("perilune_kv_tier_blocks", "KV blocks that a tier holds.", labels=["tier"])
+        for name, tokens, blocks, _ in s.tiers:
+            hits.add_metric([name], tokens)
+            held.add_metric([name], blocks)
+        yield hits
+        yield held
+        for name, text, value in (
+            ("kv_restore_seconds", "Time that restores from KV tiers took.", s.restore_seconds),
+            ("kv_blocks_dropped", "Evicted KV blocks for which no tier had room.", s.blocks_dropped),
+            ("kv_blocks_damaged", "Stored KV blocks found damaged or missing.", s.blocks_damaged),
+        ):
+            yield CounterMetricFamily(f"perilune_{name}", text, value=value)
+        text = "Time saved by restoring KV instead of computing it, as estimated."
+        yield GaugeMetricFamily("perilune_kv_saved_seconds", text, value=s.saved_seconds)
 
     @staticmethod
     def _drafts(s: EngineStats) -> Iterable[Metric]:

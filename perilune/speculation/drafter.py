@@ -91,6 +91,10 @@ class Drafter(Protocol):
         max_model_len: int,
     ) -> None: ...
 
+    def cache(self) -> Tensor:
+        """[blocks, block_size, width] its own cache, once allocated; blocks beyond the target's are scratch."""
+        ...
+
     def follow(self, followed: Followed) -> Start | None:
         """Writes the step to its cache; None if no request sampled a token."""
         ...

@@ -84,6 +84,9 @@ class Eagle3Drafter:
         positions = max_model_len + MAX_CHAIN_TOKENS
         self._model = Eagle3(self.config, self._weights, max_positions=positions, group=self._group)
 
+    def cache(self) -> Tensor:
+        return self._pages
+
     def follow(self, followed: Followed) -> Start | None:
         model = self._model
         assert model is not None, "allocate() comes first"

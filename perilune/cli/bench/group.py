@@ -10,6 +10,7 @@ VERBS = {
     "exchange": "what tensor-parallel ranks exchange, between GPUs",
     "aa": "TTFT, output speed and more, as Artificial Analysis takes them",
     "serve": "tokens/s per user against all, and goodput, by concurrency",
+    "replay": "replay a trace of agents' sessions: cache hits, TTFT, interactivity",
     "drafts": "what speculation gains on a mixed trace",
     "loading": "load a large checkpoint, with the page cache cold and warm",
     "peers": "experts on a GPU beside others' kernels; --cpu: decoding beside transformers and llama.cpp",

@@ -1,170 +1,185 @@
-"""The trace by table: the clock adds up, hindsight is never beaten, and the policy does not lose whatever time says."""
+"""Replaying traces: what a line means, that generated sessions are the same every time, and that counts and times add
+up, on an engine and over HTTP."""
 
-import random
-from collections.abc import Sequence
+import gzip
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from perilune.bench.drafts import settings_of
-from perilune.bench.replay import Clock, Told, listen, oracle, play
-from perilune.core.config import EngineConfig
+from perilune.bench import replay, traces
+from perilune.bench.replay import Call, Options, judge, percentile, summary
+from perilune.bench.traces import Agents, Piece, generate, read, sessions_of
+from perilune.cli.main import cli
 from perilune.core.errors import ConfigError
-from perilune.core.sampling import SamplingParams
-from perilune.core.step import LEFT_OUT
-from perilune.engine.engine import Engine
-from perilune.formats.hub import resolve_model
-from perilune.speculation.drafting import Speculator
-from perilune.speculation.step_cost import Costs, Curve, StepKind
-
-FLAT = Costs(Curve((1, 2, 9, 64), (1.0, 1.1, 1.3, 4.0)), Curve((1,), (0.0,)), Curve((1, 8), (0.05, 0.08)))
-DEAR = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)), Curve((1,), (1.0,)))  # every token its full price
+from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
 
 
-def made(count: int, length: int, sure: float, seed: int = 0) -> list[Told]:
-    """Requests without repetition, whose chains are right with probability `sure` and know when they are, mostly."""
-    rng = random.Random(seed)
-    told = []
-    for number in range(count):
-        answer = [1000 * number + i for i in range(length)]
-        chains = []
-        for at in range(length):
-            chain = []
-            for k in range(8):
-                right = rng.random() < sure
-                token = answer[at + 1 + k] if right and at + 1 + k < length else 10**6
-                chain.append((token, rng.uniform(0.85, 1.0) if right else rng.uniform(0.1, 0.95)))
-            chains.append(tuple(chain))
-        told.append(Told("made", (7 * number + 1, 7 * number + 2), tuple(answer), length, tuple(chains)))
-    return told
+@pytest.fixture
+def fake() -> Iterator[FakeEndpoint]:
+    with serving() as endpoint:
+        yield endpoint
 
 
-def modelled(costs: Costs, fixed: int | None = None) -> Speculator:
-    return Speculator(suffix=True, longest=8, fixed=fixed, costs=None if fixed else costs, shared=True)
+MOONCAKE = [
+    {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 48]},
+    {"timestamp": 26482, "input_length": 1024, "output_length": 9, "hash_ids": [46, 47]},
+]
 
 
-TRAILING = Costs(  # of one H200 and the bundled model, in milliseconds
-    Curve((1, 2, 3, 4, 6, 9, 16, 32, 64), (0.38, 0.39, 0.40, 0.41, 0.41, 0.47, 0.53, 0.63, 0.73)),
-    Curve((1,), (0.0,)),
-    Curve((1, 8), (0.05, 0.06)),
-    Curve((1, 2, 4, 8, 16), (0.25, 0.27, 0.28, 0.30, 0.37)),
-    Curve((1, 2, 3, 4, 6, 9, 16, 32, 64), (0.30, 0.32, 0.33, 0.33, 0.35, 0.40, 0.43, 0.49, 0.56)),
+def test_a_mooncake_line_is_a_whole_prompt() -> None:
+    first, second = sessions_of(MOONCAKE)
+    assert (first.start, second.start) == (0.0, 1.0), "by time, from the first on"
+    assert first.turns[0].pieces == (Piece("46", 512), Piece("47", 512))
+    assert second.turns[0].pieces == (Piece("46", 512), Piece("47", 512), Piece("48", 276))
+    assert second.turns[0].output_tokens == 52
+    (half, _) = sessions_of(MOONCAKE, scale=0.5)
+    assert [p.tokens for p in half.turns[0].pieces] == [256, 256] and half.turns[0].output_tokens == 4
+
+
+def test_an_aiperf_session_has_turns(tmp_path: Path) -> None:
+    lines = [
+        {"session_id": "a", "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+        {"session_id": "b", "text_input": "Hello there", "output_length": 3},
+        {"session_id": "a", "input_length": 100, "output_length": 6, "delay": 2500},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+    ]
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    a, b, c = sessions_of(read(path))
+    assert [t.delay for t in a.turns] == [0.0, 2.5] and a.turns[1].pieces == (Piece("line 2", 100),)
+    assert b.turns[0].pieces[0].text == "Hello there" and c.turns[0].pieces[0].text == "Hi"
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "no request"),
+        ("{", "line 1 is no JSON"),
+        ("{}\n[]", "line 2 is no object"),
+        ('{"input_length": -4}', "input_length must be between 0"),
+        ('{"input_length": 4, "output_length": "x"}', "output_length must be"),
+        ("{}", "input_length must be"),
+        ('{"input_length": 0}', "has no input"),
+        ('{"input_length": 9, "hash_ids": 4}', "hash_ids must be a list"),
+    ],
 )
+def test_a_bad_line_is_named(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        sessions_of(read(tmp_path / "t.jsonl"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read(tmp_path / "none")
 
 
-class TestClock:
-    def test_the_seconds_of_a_short_answer(self) -> None:
-        told = [Told("one", (1, 2, 3), (4, 5, 6, 7, 8), 5, tuple(((5 + i, 0.9), (6 + i, 0.9)) for i in range(5)))]
-        clock = Clock(FLAT, wait=0.2, follow=0.01)
-        plain = play(told, 1, clock, None)
-        assert (plain.tokens, plain.steps, plain.drafted) == (5, 5, 0) and plain.seconds == pytest.approx(5.0)
-        drafted = play(told, 1, clock, modelled(FLAT, fixed=2))
-        # The prompt's step, then 2 right of 2, then the last token, which nobody can draft behind.
-        assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
-        step3 = FLAT.base(3)
-        assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)
-        assert clock.step([1], [3], LEFT_OUT, StepKind.OVERLAPPED) == 1.0
-
-    def test_chains_end_where_no_request_has_hope(self) -> None:
-        clock = Clock(FLAT, floor=0.4)
-        low, high = ((1, 0.9), (2, 0.3), (3, 0.9)), ((1, 0.9), (2, 0.9), (3, 0.4), (4, 0.9))
-        assert clock.drafted([low]) == 2 and clock.drafted([low, high]) == 3 and clock.drafted([]) == 0
-        assert Clock(FLAT).drafted([low]) == 3
-
-
-class TestPlay:
-    @pytest.mark.parametrize("users", [1, 3, 8])
-    def test_every_token_is_told_once_whatever_is_drafted(self, users: int) -> None:
-        told = made(10, 40, 0.8)
-        for speculator in (None, modelled(FLAT, 1), modelled(FLAT, 8), modelled(FLAT)):
-            assert play(told, users, Clock(FLAT), speculator).tokens == 400
-
-    def test_hindsight_is_never_beaten(self) -> None:
-        for sure in (0.3, 0.8, 0.97):
-            told, clock = made(12, 60, sure), Clock(FLAT, wait=0.05)
-            best = oracle(told, clock)
-            for fixed in (None, 1, 2, 4, 8):
-                assert best < play(told, 1, clock, modelled(FLAT, fixed)).seconds
-            assert best < play(told, 1, clock, None).seconds
-
-    @pytest.mark.parametrize("users", [1, 4])
-    def test_the_policy_is_as_good_as_the_best_fixed_length(self, users: int) -> None:
-        for sure in (0.5, 0.8, 0.95):
-            told, clock = made(40, 60, sure), Clock(FLAT, wait=0.05)
-            fixed = [play(told, users, clock, modelled(FLAT, n)).seconds for n in (1, 2, 3, 4, 6, 8)]
-            assert play(told, users, clock, modelled(FLAT)).seconds < 1.03 * min(fixed)
-
-    @pytest.mark.parametrize("users", [1, 4])
-    @pytest.mark.parametrize("matches", [False, True])
-    def test_where_nothing_waits_it_is_as_good_and_never_beats_hindsight(self, users: int, matches: bool) -> None:
-        for sure in (0.5, 0.8, 0.95):
-            told, clock = made(40, 60, sure), Clock(TRAILING)
-            landed = Costs(TRAILING.base, TRAILING.attention, TRAILING.draft_token, TRAILING.overlapped)
-
-            def policy(costs: Costs, fixed: int | None = None, matches: bool = matches) -> Speculator:
-                return Speculator(suffix=matches, longest=8, fixed=fixed, costs=None if fixed else costs, shared=False)
-
-            fixed = [play(told, users, clock, policy(TRAILING, n, False)) for n in (1, 2, 3, 5, 8)]
-            assert all(f.tokens == 40 * 60 and f.accepted for f in fixed)
-            found = play(told, users, clock, policy(TRAILING))
-            assert found.seconds < 1.08 * min(f.seconds for f in fixed) and found.tokens == 40 * 60
-            assert found.seconds < play(told, users, Clock(landed), policy(landed)).seconds
-            assert users > 1 or oracle(told, clock) < min(found.seconds, *(f.seconds for f in fixed))
-
-    @pytest.mark.parametrize("users", [1, 4, 16])
-    def test_where_nothing_waits_it_does_not_lose_for_long_either(self, users: int) -> None:
-        told, clock = made(60 * users, 100, 0.05), Clock(TRAILING)
-        speculator = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
-        plain = play(told, users, clock, None).seconds
-        play(told[: 20 * users], users, clock, speculator)
-        for rid in list(speculator._requests.states):
-            speculator.drop(rid)
-        assert play(told, users, clock, speculator).seconds < 1.02 * plain
-
-    @pytest.mark.parametrize("users", [1, 4, 16])
-    @pytest.mark.parametrize("what", ["a text nobody foretells", "dear", "a table that is wrong", "waiting"])
-    def test_it_does_not_lose_for_long(self, what: str, users: int) -> None:
-        """Over a long time within 2 % of no speculation: with hopeless drafts, with steps that pay for every token and
-        a table that knows, with steps that do and a table that does not, and where waiting is as dear as a step."""
-        count = min(60 * users, 480)
-        told = made(count, 100, 0.1 if what == "a text nobody foretells" else 0.6)
-        true = FLAT if what in ("a text nobody foretells", "waiting") else DEAR
-        wait = FLAT.base(users) if what == "waiting" else 0.02 * true.base(users)
-        clock = Clock(true, wait=wait, follow=0.08 * true.base(users))
-        speculator = modelled(DEAR if what == "dear" else FLAT)
-        plain = play(told, users, clock, None).seconds
-        play(told[: count // 3], users, clock, speculator)  # it learns
-        for rid in list(speculator._requests.states):
-            speculator.drop(rid)
-        assert play(told, users, clock, speculator).seconds < 1.02 * plain
+def test_generated_sessions_are_the_same_every_time_and_like_the_published_ones() -> None:
+    lines = generate(Agents(sessions=40, seed=3))
+    assert lines == generate(Agents(sessions=40, seed=3)) != generate(Agents(sessions=40, seed=4))
+    made = sessions_of(lines)
+    assert len(made) == 40 and {len(s.turns) for s in made} == {33}
+    ends, inputs, outputs, delays = [], 0, 0, []
+    for session in made:
+        context = 0
+        for turn in session.turns:
+            context += sum(p.tokens for p in turn.pieces)
+            inputs += context
+            context += turn.output_tokens
+            outputs += turn.output_tokens
+            delays.append(turn.delay)
+        ends.append(context)
+    assert 70_000 < percentile(ends, 0.5) < 95_000 and 100 < inputs / outputs < 170
+    assert 4.0 < percentile(delays, 0.5) < 7.0 and 50 < percentile(delays, 0.99) < 130
+    shared = [p for p in made[0].turns[0].pieces if p in made[1].turns[0].pieces]
+    assert sum(p.tokens for p in shared) == 8192
+    longer = sessions_of(generate(Agents(sessions=40, turns=5, seed=3)))
+    assert [len(s.turns) for s in longer] == [5] * 40
 
 
-def test_settings_by_name() -> None:
-    assert settings_of("hybrid, eagle3:3,suffix:8") == [("hybrid", None), ("eagle3", 3), ("suffix", 8)]
-    for bad in ("", "off", "hybrid:0", "hybrid:9", "eagle3:x", "hybrid,"):
-        with pytest.raises(ConfigError, match="is none: suffix, eagle3, hybrid, alone or with :1 to :8"):
-            settings_of(bad)
+def call(session: int, prompt: list[tuple[int, int]], begin: float, *arrivals: tuple[float, int], **more: Any) -> Call:
+    tokens = sum(count for _, count in prompt)
+    return Call(session, 0, begin, list(arrivals), tokens, prompt=prompt, **more)
 
 
-def test_what_an_engine_tells(path_to_nano: Path) -> None:
-    config = EngineConfig(
-        device="cpu", threads=1, max_num_seqs=2, max_model_len=256, prefix_cache=False, draft="hybrid"
+def test_the_ideal_knows_what_was_computed_before() -> None:
+    calls = [
+        call(0, [(1, 10), (2, 10)], 0.0, (1.0, 1), (3.0, 4), answer=3),
+        call(1, [(1, 10), (9, 30)], 0.5, (0.9, 1), answer=19),  # at the same time, quicker
+        call(2, [(1, 10), (2, 10), (3, 5), (4, 15)], 2.0, (3.5, 1), answer=5),
+        call(3, [(1, 10), (2, 10), (3, 5), (4, 15)], 2.0, (2.9, 1), answer=6),  # the first answer had not ended
+    ]
+    judge(calls)
+    assert [c.ideal for c in calls] == [0.5, 0.0, 1.0, 0.5]
+
+
+def test_a_row_from_times_by_hand() -> None:
+    quick = call(0, [(1, 100)], 10.0, (10.5, 1), (11.5, 10), answer=2, cached=80)
+    slow = call(1, [(3, 100)], 10.0, (16.0, 2), (18.0, 2), answer=4, cached=0)
+    failed = call(2, [(5, 9)], 10.0, error="no")
+    row = summary([quick, slow, failed], Options(ttft_limit=1.0, inter_token_limit=0.2))
+    assert (row["requests"], row["failed"], row["hit_share"], row["ideal_share"]) == (2, 1, 0.4, 0.0)
+    assert (row["ttft_p50_s"], row["ttft_p99_s"]) == (6.0, 6.0) and row["inter_token_p90_s"] == 1.0
+    assert row["tokens_per_s"] == pytest.approx(15 / 8) and row["interactivity"] == pytest.approx(1 / 2.0)
+    assert row["good_share"] == 0.5 and row["goodput_requests_per_s"] == pytest.approx(1 / 8)
+    assert summary([failed], Options())["requests"] == 0
+    assert "no request" in replay.describe(summary([failed], Options()))
+
+
+def invoke(*arguments: str) -> tuple[dict[str, Any], str]:
+    found = CliRunner().invoke(cli, ["bench", "replay", *arguments], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout.splitlines()[-1]), found.stderr
+
+
+def test_an_engine_with_tiers_comes_close_to_the_ideal(tiny: Path, tmp_path: Path) -> None:
+    small = ["--scale", "0.008", "--speed", "0", "--sessions", "5", "--turns", "4", "--max-model-len", "240"]
+    small += ["--set", "kv_blocks=40", "--set", "block_size=8", "--set", "max_num_seqs=1", "--set", "threads=1"]
+    small += ["--draft", "off", "--kv-host-gb", "0.05"]
+    written = tmp_path / "t.jsonl"
+    row, said = invoke(
+        "agents", str(tiny), *small, "--compare", "--write", str(written), "--plot", str(tmp_path / "p.svg")
     )
-    engine = Engine(path_to_nano, config)
-    try:
-        asked: Sequence[tuple[str, tuple[int, ...], SamplingParams]] = [
-            ("x", tuple(range(40 + i, 60 + i)), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-            for i in range(2)
-        ]
-        told = listen(engine, asked)
-        assert [len(one.answer) for one in told] == [12, 12] and all(len(one.chains) == 12 for one in told)
-        assert all(len(chain) == 8 for one in told for chain in one.chains)
-        assert listen(engine, asked) == told and engine.speculator is not None
-        assert play(told, 2, Clock(engine.costs), None).tokens == 24
-    finally:
-        engine.close()
+    assert row["requests"] == 20 and row["failed"] == 0 and row["tiers"] == ["kv_host_gb"]
+    assert row["ideal_share"] >= row["hit_share"] >= 0.85 * row["ideal_share"]  # blocks of 8 of prompts of 100 to 200
+    assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
+    assert row["hit_share_by_tier"]["host"] > 0.1
+    assert row["ttft_p50_no_tiers_s"] > 0 and row["tokens_per_s_no_tiers"] > 0
+    assert "20 of 20 requests" in said and (tmp_path / "p.svg").read_text().count("<circle") == 20
+    again, _ = invoke(str(written), str(tiny), *small)
+    assert again["prompt_tokens"] == row["prompt_tokens"] and again["hit_share"] == pytest.approx(
+        row["hit_share"], abs=0.05
+    )
 
 
-@pytest.fixture(scope="module")
-def path_to_nano() -> Path:
-    return resolve_model("kimi-nano")
+def test_a_context_that_is_full_ends_a_session_with_its_reason(tiny: Path) -> None:
+    small = ["--scale", "0.01", "--speed", "0", "--sessions", "1", "--max-model-len", "200", "--draft", "off"]
+    row, said = invoke("agents", str(tiny), *small)
+    assert row["failed"] == 1 and row["requests"] >= 2 and "context of 200 tokens is full" in said
+
+
+def test_any_endpoint(fake: FakeEndpoint) -> None:
+    def answer(body: dict[str, Any]) -> list[Any]:
+        counted = usage(50, 3)
+        counted["usage"]["prompt_tokens_details"] = {"cached_tokens": 40 if len(body["messages"]) > 1 else 0}
+        words = [(0.0, chunk(content=text)) for text in ("a", "b", "c")]
+        return [*words, (0.0, chunk(finish="length")), (0.0, counted), (0.0, "[DONE]")]
+
+    fake.answer = answer
+    row, _ = invoke("agents", fake.url, "--scale", "0.01", "--speed", "0", "--sessions", "2", "--turns", "3")
+    assert (
+        row["requests"] == 6 and row["prompt_tokens"] == 300 and row["hit_share"] == pytest.approx(160 / 300, abs=1e-4)
+    )
+    assert row["server"] == "endpoint" and "hit_share_by_tier" not in row
+    turns = sorted(len(body["messages"]) for body in fake.bodies)
+    assert turns == [1, 1, 3, 3, 5, 5]
+    last = max(fake.bodies, key=lambda body: len(body["messages"]))
+    assert [m["role"] for m in last["messages"]] == ["user", "assistant"] * 2 + ["user"]
+    assert last["messages"][1]["content"] == "abc" and last["ignore_eos"] is True
+
+
+def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
+    found = CliRunner().invoke(cli, ["bench", "replay", "agents", fake.url, "--kv-host-gb", "1"])
+    assert isinstance(found.exception, ConfigError) and "not for an endpoint" in str(found.exception)
+    assert traces.HASH_TOKENS == 512

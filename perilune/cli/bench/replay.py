@@ -1,0 +1,175 @@
+"""`perilune bench replay`: a trace of requests against an engine or an endpoint."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perilune.bench import microscope, replay, traces
+from perilune.bench.ledger import circumstances, origin
+from perilune.cli.shared import options, targets
+from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.client.endpoint import Endpoint, is_url
+from perilune.client.target import run
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError
+from perilune.engine.engine import Engine
+from perilune.formats.hub import resolve_model
+from perilune.text.tokenizer import Tokenizer
+
+AGENTS = "agents"
+TIERS = ("kv_host_gb", "kv_disk", "kv_disk_gb")
+Measured = tuple[dict[str, Any], list[replay.Call]]
+
+
+@click.command()
+@click.argument("trace")
+@click.argument("model", default="kimi-nano")
+@click.option("--sessions", type=click.IntRange(1), default=None, help="Sessions, at most.  [default: all; agents: 8]")
+@click.option("--turns", type=click.IntRange(1), default=None, help="Turns of a session, at most.  [default: all]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sessions that `agents` makes.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Shortens prompts and answers: 0.02 makes a session of 80k tokens fit into 2k.",
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1), default=None, help="Sessions at once.  [default: as the trace has]"
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
+)
+@click.option("--ttft-limit", type=float, default=5.0, show_default=True, help="Seconds; for the goodput.")
+@click.option("--inter-token-limit", type=float, default=0.1, show_default=True, help="Seconds; for the goodput.")
+@click.option("--compare", is_flag=True, help="Play it once more without KV tiers.")
+@click.option(
+    "--shape", default=None, help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU."
+)
+@click.option("--layers", type=click.IntRange(1), default=9, show_default=True, help="With --shape: of its layers.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write TTFT by prompt length as SVG.")
+@click.option(
+    "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that was played as JSONL."
+)
+@targets.target_options
+@options.engine_options(*options.COMMON, "max_num_seqs", *TIERS)
+@ledger_option("replay")
+def command(
+    trace: str,
+    model: str,
+    sessions: int | None,
+    turns: int | None,
+    seed: int,
+    scale: float,
+    concurrency: int | None,
+    speed: float,
+    ttft_limit: float,
+    inter_token_limit: float,
+    compare: bool,
+    shape: str | None,
+    layers: int,
+    plot: Path | None,
+    write: Path | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    timeout: float,
+    assignments: tuple[str, ...],
+    directory: Path | None,
+    **engine: Any,
+) -> None:
+    """Replay TRACE against MODEL: a file of JSON lines (Mooncake's or AIPerf's), or `agents` for generated sessions.
+
+    MODEL is run in this process, or is the http(s) address of any OpenAI-compatible endpoint.
+    """
+    lines = _lines(trace, sessions, turns, seed)
+    if write is not None:
+        _write(write, "".join(json.dumps(line) + "\n" for line in lines))
+    made = _cut(traces.sessions_of(lines, scale=scale), sessions, turns)
+    limits = replay.Options(concurrency, speed, ttft_limit, inter_token_limit)
+    values = options.engine_values(engine, assignments, {})
+    if is_url(model):
+        if values or shape or compare:
+            raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
+        row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+    else:
+        row, calls = _local(lambda **more: _engine(model, shape, layers, {**values, **more}), made, limits)
+        if compare:
+            say("once more without tiers")
+            plain, _ = _local(
+                lambda **more: _engine(
+                    model, shape, layers, {k: v for k, v in (values | more).items() if k not in TIERS}
+                ),
+                made, limits,
+            )  # fmt: skip
+            row |= {"ttft_p50_no_tiers_s": plain.get("ttft_p50_s"), "tokens_per_s_no_tiers": plain.get("tokens_per_s")}
+            say(f"without tiers: {replay.describe(plain)}")
+    where = (
+        {"shape": shape, "layers": layers, **circumstances()}
+        if shape
+        else {"model": model} | origin(model, assignments)
+    )
+    head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
+    head["tiers"] = [k for k in TIERS if values.get(k) is not None]
+    say(replay.describe(row))
+    if plot is not None:
+        _write(plot, replay.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
+    finish([head | row | where], directory)
+
+
+def _lines(trace: str, sessions: int | None, turns: int | None, seed: int) -> list[dict[str, Any]]:
+    if trace != AGENTS:
+        return traces.read(Path(trace))
+    agents = traces.Agents(seed=seed)
+    given = {"sessions": sessions, "turns": turns}
+    return traces.generate(dataclasses.replace(agents, **{k: v for k, v in given.items() if v is not None}))
+
+
+def _cut(made: Sequence[traces.Session], sessions: int | None, turns: int | None) -> list[traces.Session]:
+    return [dataclasses.replace(session, turns=session.turns[:turns]) for session in made[:sessions]]
+
+
+def _engine(model: str, shape: str | None, layers: int, values: dict[str, Any]) -> tuple[Engine, Tokenizer | None]:
+    if shape is not None:
+        return microscope.Bench(shape, layers).engine(layers, **values), None
+    path = resolve_model(model)
+    tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
+    return Engine(path, build(EngineConfig, values)), tokenizer
+
+
+def _local(
+    make: Callable[..., tuple[Engine, Tokenizer | None]], made: Sequence[traces.Session], limits: replay.Options
+) -> Measured:
+    engine, tokenizer = make()
+    try:
+
+        async def work() -> Measured:
+            async with replay.Local(engine, tokenizer.encode if tokenizer is not None else None) as target:
+                return await replay.measure(target, made, limits, say)
+
+        return run(work())
+    finally:
+        engine.close()
+
+
+async def _remote(
+    url: str, made: Sequence[traces.Session], limits: replay.Options, access: tuple[str | None, str | None, float]
+) -> Measured:
+    name, key, timeout = access
+    async with Endpoint(url, model=name, api_key=key, timeout=timeout) as endpoint:
+        return await replay.measure(replay.Remote(endpoint), made, limits, say)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}") from e
+    say(f"written to {path}")

@@ -1,0 +1,222 @@
+"""What the scheduler asks of the KV tiers: room in the pages ahead of need, and requests that wait for a restore.
+
+A request that finds its blocks in a tier and not in the pages leaves the queue while they are copied to blocks of the
+pool, and others go on. When all of them have arrived and their checksums agree they enter the prefix tree, and the
+request returns to its place in the queue, where it finds them. If one is missing or damaged none is used.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from perilune.core.messages import EngineStats
+from perilune.core.request import Request
+from perilune.core.step import StepPlan
+from perilune.kv.prefix import PrefixTree
+from perilune.kv.tiers import DISK, HOST, Name, Tiers
+from perilune.kv.worth import Worth
+
+log = logging.getLogger("perilune.kv")
+
+SPARE_SHARE = 8  # At most an eighth of the blocks is kept free ahead of need: more would shrink the GPU's own cache.
+MAX_RESTORES = 3  # of one request: where its blocks are evicted again before it runs, it is computed after all.
+LIMIT_SECONDS = 60.0  # A restore that takes longer is given up: its disk may never answer.
+
+
+@dataclass(slots=True)
+class Restoring:
+    """A request that waits for its blocks. `hits` are blocks it found in the pages and holds meanwhile; the tiers
+    fill `blocks`. The copy begins when `after` steps are committed: a step in flight may still write to the blocks."""
+
+    request: Request
+    hits: list[int]
+    blocks: list[int]
+    digests: list[bytes]
+    after: int
+    begun: float = field(default_factory=time.monotonic)
+    sent: bool = False
+    given_up: bool = False
+
+
+class Offload:
+    """spare_blocks: free blocks to have ready, which steps take without waiting for a copy."""
+
+    def __init__(self, tiers: Tiers, tree: PrefixTree, *, block_size: int, blocks: int, spare_blocks: int) -> None:
+        self._tiers, self._tree, self._block_size = tiers, tree, block_size
+        self._spare = min(spare_blocks, blocks // SPARE_SHARE)
+        self._restoring: dict[int, Restoring] = {}
+        self._tickets = 0
+        self._off = False
+        self.worth = Worth()
+        self._hits = {HOST: 0, DISK: 0}  # tokens
+        self._seconds = 0.0
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Blocks that tiers and restores hold: for checks."""
+        return [[b] for b in self._tiers.leaving] + [[*r.hits, *r.blocks] for r in self._restoring.values()]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._restoring) or self._tiers.busy
+
+    @property
+    def leaving(self) -> int:
+        """Blocks that will be free without a step: their pages are being copied."""
+        return len(self._tiers.leaving)
+
+    @property
+    def restoring(self) -> int:
+        """Restores that are not complete."""
+        return len(self._restoring)
+
+    def find(self, request: Request, digests: Sequence[bytes]) -> list[bytes]:
+        """Which of these digests, from the first on, are worth restoring for a request."""
+        if not digests or request.restores >= MAX_RESTORES:
+            return []
+        found = self._tiers.match(digests)
+        return list(digests[: self.worth.beginning(found)])
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether so many blocks are free, or all that can be; else copies that make them free are under way."""
+        if not self._off and blocks <= self._tree.available:
+            self._make_room(blocks)
+        return self._tree.num_free >= blocks or not self._tiers.leaving
+
+    def begin(self, request: Request, hits: list[int], digests: list[bytes], planned_steps: int) -> bool:
+        """Begins to restore the blocks of `digests`, which follow `hits`; `planned_steps` so far. False: blocks are
+        being made free, ask again."""
+        self._tree.acquire(hits)
+        self._make_room(len(digests))
+        if self._tree.num_free < len(digests):
+            self._tree.release(hits)  # which makes them the most recently used: the room is made elsewhere
+            return False
+        blocks = [self._tree.allocate() for _ in digests]
+        request.restores += 1
+        self._restoring[self._tickets] = Restoring(request, hits, blocks, digests, planned_steps)
+        self._tickets += 1
+        return True
+
+    def poll(self, committed_steps: int, soon: int) -> list[Request]:
+        """Takes in finished copies and begins others; returns requests that go back to the queue. `soon`: blocks that
+        running requests will want."""
+        for ticket, restoring in self._restoring.items():
+            if not restoring.sent and committed_steps >= restoring.after:
+                restoring.sent = self._send(ticket, restoring)
+        freed, ended = self._tiers.poll()
+        for block in freed:
+            self._tree.release((block,))
+        back = []
+        for outcome in ended:
+            restoring = self._restoring.pop(outcome.ticket)
+            if outcome.complete:
+                self._register(restoring)
+                self.worth.restored(outcome.host, outcome.disk, outcome.seconds)
+                size = self._block_size
+                restoring.request.restored = outcome.host * size, outcome.disk * size
+                self._seconds += outcome.seconds
+            self._tree.release([*restoring.hits, *restoring.blocks])
+            if not restoring.given_up:
+                back.append(restoring.request)
+        back += self._lost(committed_steps)
+        if not self._off:
+            self._make_room(max(self._spare, soon))
+        self._switch()
+        return back
+
+    def count(self, request: Request) -> None:
+        """A request starts with what it found: which of these tokens a tier brought."""
+        host = min(request.restored[0], request.computed)
+        self._hits[HOST] += host
+        self._hits[DISK] += min(request.restored[1], request.computed - host)
+
+    def computed(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long: learns from those that are mostly prompts what computing a block takes."""
+        prompts = sum(w.count for w in plan.work if w.count >= self._block_size)
+        if prompts >= 2 * self._block_size and 2 * prompts >= plan.tokens:
+            self.worth.computed(prompts / self._block_size, seconds)
+
+    def forget(self, first: bytes) -> None:
+        """As Tiers.forget."""
+        self._tiers.forget(first)
+
+    def report(self, stats: EngineStats) -> EngineStats:
+        """The statistics, with those of the tiers filled in."""
+        tiers = self._tiers
+        return replace(
+            stats,
+            tiers=(
+                (HOST, self._hits[HOST], tiers.host_blocks, tiers.row_limit),
+                (DISK, self._hits[DISK], tiers.disk_blocks, tiers.file_limit),
+            ),
+            restore_seconds=self._seconds,
+            saved_seconds=self.worth.saved_seconds,
+            blocks_dropped=tiers.dropped,
+            blocks_damaged=tiers.damaged,
+        )
+
+    def log_summary(self, stats: EngineStats) -> None:
+        """One line about the whole life of the engine."""
+        pages = stats.cached_tokens - sum(self._hits.values())
+        log.info(
+            "KV hits in tokens: %d of %d prompt tokens in pages, %d from host memory, %d from disk; "
+            "restores took %.2f s, %.2f s less than computing",
+            pages, stats.prompt_tokens, self._hits[HOST], self._hits[DISK], self._seconds, self.worth.saved_seconds,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        self._tiers.check()
+
+    def _send(self, ticket: int, restoring: Restoring) -> bool:
+        """False where a block was dropped since it was found: nothing is restored then."""
+        if len(self._tiers.match(restoring.digests)) < len(restoring.digests):
+            return False
+        self._tiers.restore(ticket, list(zip(restoring.digests, restoring.blocks)))
+        return True
+
+    def _lost(self, committed_steps: int) -> list[Request]:
+        """Requests that have lost blocks in the tiers since, and those that have waited too long."""
+        back = []
+        for ticket, restoring in list(self._restoring.items()):
+            if not restoring.sent and committed_steps >= restoring.after:
+                del self._restoring[ticket]
+                self._tree.release([*restoring.hits, *restoring.blocks])
+                back.append(restoring.request)
+            elif restoring.sent and not restoring.given_up and time.monotonic() - restoring.begun > LIMIT_SECONDS:
+                log.warning("restoring %d KV blocks took over %.0f s: computed", len(restoring.blocks), LIMIT_SECONDS)
+                restoring.given_up = True
+                restoring.request.restores = MAX_RESTORES
+                back.append(restoring.request)
+        return back
+
+    def _register(self, restoring: Restoring) -> None:
+        """Offers the restored blocks to the prefix tree, after those that the request found there."""
+        above = restoring.hits[-1] if restoring.hits else None
+        for index, digest in enumerate(restoring.digests):
+            block = self._tree.insert(above, digest, restoring.blocks[index], self._tiers.turn(digest))
+            if block is None:
+                return
+            restoring.blocks[index] = above = block
+
+    def _make_room(self, blocks: int) -> None:
+        """Evicts until so many blocks are free or on their way to be."""
+        while self._tree.num_free + len(self._tiers.leaving) < blocks:
+            oldest = self._tree.take_oldest()
+            if oldest is None:
+                break
+            digest, first, turn, block = oldest
+            if not self._tiers.evict(Name(digest, first), block, turn):
+                self._tree.release((block,))
+        self._tiers.flush()
+
+    def _switch(self) -> None:
+        """Off where not even host memory pays, so that nothing is stored in vain; on again if that changes."""
+        off = not self.worth.pays(HOST)
+        if off != self._off:
+            self._off = off
+            moved, made = self.worth.tiers[HOST].seconds or 0.0, self.worth.compute.seconds or 0.0
+            log.warning(
+                "KV tiers are %s: restoring %d tokens takes %.2f ms, computing them %.2f ms",
+                "off" if off else "on", self._block_size, moved * 1e3, made * 1e3,
+            )  # fmt: skip

@@ -1,0 +1,210 @@
+"""A directory of KV blocks: one file each, named by its digest, with a header that says what may read it.
+
+    DIR/perilune-kv.lock                     held by the one engine that uses the directory
+    DIR/FINGERPRINT/ab/DIGEST-FIRST.kv       blocks of one model, format, layout and block size
+    DIR/FINGERPRINT/PID-NUMBER.part          a file being written: renamed when it is whole, deleted at the next start
+
+A file is a header of 4,096 bytes and the bytes of one row of host memory. The content is users' text in another form:
+the directory and its files are readable by their owner only.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from perilune.core.errors import ConfigError
+from perilune.core.files import open_regular
+from perilune.kv.tiers import Name
+
+LOCK = "perilune-kv.lock"
+FINGERPRINT_BYTES = DIGEST_BYTES = 16
+HEADER_BYTES = 4096
+_MAGIC = b"PRLNKV01"
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sQQ")
+_CRC = struct.Struct("<I")
+
+
+class DamagedFile(Exception):
+    """A file that must not be used, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    name: Name
+    age_seconds: float
+
+
+class Directory:
+    """The blocks of one fingerprint in `root`, each of `payload_bytes`. ConfigError if the directory cannot be used:
+    another engine has it, it holds other files, it is another user's, or it cannot be written."""
+
+    def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int) -> None:
+        assert len(fingerprint) == FINGERPRINT_BYTES
+        self.root, self._fingerprint, self.payload_bytes = root, fingerprint, payload_bytes
+        self._own = root / fingerprint.hex()
+        self._numbers = itertools.count()
+        self._lock = _locked(root, create=True)
+        try:
+            self._own.mkdir(mode=0o700, exist_ok=True)
+            for stale in self._own.glob("*.part"):
+                stale.unlink(missing_ok=True)
+        except OSError as e:
+            self._lock.close()
+            raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.payload_bytes
+
+    def found(self) -> list[Found]:
+        """The blocks of this fingerprint, the least recently used first. Their content is not looked at."""
+        now = time.time()
+        names = [(stat.st_mtime, name) for path, stat in _files(self._own) if (name := _name_of(path)) is not None]
+        return [Found(name, max(now - used, 0.0)) for used, name in sorted(names, key=lambda one: one[0])]
+
+    def shrink_others(self, limit_bytes: int) -> int:
+        """Deletes blocks of other fingerprints, the least recently used first, until they take at most `limit_bytes`;
+        returns what they take then."""
+        others = sorted(
+            ((stat.st_mtime, stat.st_size, path) for path, stat in _files(self.root) if self._own not in path.parents),
+            key=lambda one: one[0],
+            reverse=True,
+        )
+        total = 0
+        for _, size, path in others:
+            if total + size > limit_bytes:
+                path.unlink(missing_ok=True)
+            else:
+                total += size
+        return total
+
+    def write(self, name: Name, payload: memoryview, checksum: int) -> None:
+        """Makes the block's file, whole or not at all. OSError; FileNotFoundError: the directory is gone."""
+        header = _HEADER.pack(
+            _MAGIC, self._fingerprint, name.digest, name.first, self.payload_bytes, checksum
+        )  # fmt: skip
+        header += _CRC.pack(zlib.crc32(header))
+        path = self._path(name)
+        part = self._own / f"{os.getpid()}-{next(self._numbers)}.part"
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                for data in (memoryview(header.ljust(HEADER_BYTES, b"\0")), payload):
+                    while data:
+                        data = data[os.write(handle, data) :]
+            finally:
+                os.close(handle)
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700)
+            part.rename(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+    def read(self, name: Name, payload: memoryview) -> int:
+        """Fills `payload` with the block's bytes and returns their checksum, which the caller compares. DamagedFile if
+        the header is not that of this block for this engine; OSError."""
+        path = self._path(name)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.file_bytes:
+                raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
+            header = memoryview(bytearray(HEADER_BYTES))
+            for data in (header, payload):
+                while data:
+                    count = file.readinto(data)
+                    if not count:
+                        raise DamagedFile(f"{path.name} ended while it was read")
+                    data = data[count:]
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno())  # its age is counted from its last use, also after a restart
+        (crc,) = _CRC.unpack_from(header, _HEADER.size)
+        magic, fingerprint, digest, first, length, checksum = _HEADER.unpack_from(header)
+        if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
+            raise DamagedFile(f"{path.name} has a damaged header")
+        if (fingerprint, digest, first, length) != (self._fingerprint, name.digest, name.first, self.payload_bytes):
+            raise DamagedFile(f"{path.name} holds another block, or is of another model")
+        return int(checksum)
+
+    def delete(self, name: Name) -> None:
+        with contextlib.suppress(OSError):
+            self._path(name).unlink()
+
+    @property
+    def exists(self) -> bool:
+        return self._own.is_dir()
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _path(self, name: Name) -> Path:
+        digest = name.digest.hex()
+        return self._own / digest[:2] / f"{digest}-{name.first.hex()}.kv"
+
+
+def clear(root: Path) -> tuple[int, int]:
+    """Deletes every block in a directory of KV blocks: (files, bytes). ConfigError if it is none, or in use."""
+    if not (root / LOCK).is_file():
+        raise ConfigError(f"{root} is no directory of KV blocks: it has no {LOCK}")
+    files = total = 0
+    with _locked(root, create=False):
+        for path, stat in _files(root):
+            path.unlink(missing_ok=True)
+            files, total = files + 1, total + stat.st_size
+        for folder in sorted((p for p in root.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
+            with contextlib.suppress(OSError):  # not empty: it is not ours
+                folder.rmdir()
+    return files, total
+
+
+def _locked(root: Path, *, create: bool) -> BinaryIO:
+    """The open lock file of the directory, which is made if it is to be."""
+    try:
+        if create:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (root / LOCK).exists() and any(root.iterdir()):
+                raise ConfigError(f"kv_disk={str(root)!r} holds other files: give an empty or a new directory")
+        status = root.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"kv_disk={str(root)!r} belongs to another user: give a directory of your own")
+        if status.st_mode & 0o077:
+            root.chmod(0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.fdopen(os.open(root / LOCK, flags, 0o600), "r+b")
+    except OSError as e:
+        raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        lock.close()
+        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(f"{root} is in use by another engine: stop it, or give a directory of its own") from e
+        raise ConfigError(f"{root} cannot be locked: {e.strerror}; give a directory on a local disk") from e
+    return lock
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All files of blocks below a folder, those being written too; a file that goes away meanwhile is left out."""
+    for pattern in ("**/*.kv", "**/*.part"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                yield path, path.lstat()
+
+
+def _name_of(path: Path) -> Name | None:
+    digest, _, first = path.stem.partition("-")
+    try:
+        name = Name(bytes.fromhex(digest), bytes.fromhex(first))
+    except ValueError:
+        return None
+    return name if len(name.digest) == len(name.first) == DIGEST_BYTES and path.suffix == ".kv" else None

@@ -1,0 +1,53 @@
+"""What to drop from host memory: least recently used, corrected by how often blocks of the same kind came back.
+
+A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a first prompt of
+which nothing was known, 1 for what follows a known text, and so on. In a tool loop a session that has come back a few
+times comes back again, while most first prompts never do, and LRU keeps both equally long. So each kind's idle time
+counts in units of its learned chance to come back. Where all kinds come back alike this is LRU.
+"""
+
+from collections import OrderedDict
+
+KINDS = 4  # The last is for that turn and all later ones.
+REMEMBERED = (
+    1 << 16
+)  # Dropped blocks that are still recognised when they are asked for again: they were dropped too soon.
+MAX_COUNT = 1 << 14  # Both counts of a kind are halved beyond: what happened long ago matters less.
+MIN_CHANCE = 1 / 16  # Lower: kinds that hardly ever came back are dropped sooner still.
+
+
+class Retention:
+    """Counts by kind how many blocks came back and how many were dropped and did not."""
+
+    def __init__(self) -> None:
+        self._back = [1.0] * KINDS
+        self._gone = [1.0] * KINDS
+        self._dropped: OrderedDict[bytes, int] = OrderedDict()
+
+    def chance(self, kind: int) -> float:
+        """That a block of this kind comes back, as learned so far."""
+        return max(self._back[kind] / (self._back[kind] + self._gone[kind]), MIN_CHANCE)
+
+    def returned(self, kind: int) -> None:
+        """A block that is held was asked for."""
+        self._back[kind] += 1
+        self._fade(kind)
+
+    def dropped(self, digest: bytes, kind: int) -> None:
+        self._gone[kind] += 1
+        self._dropped[digest] = kind
+        self._dropped.move_to_end(digest)
+        if len(self._dropped) > REMEMBERED:
+            self._dropped.popitem(last=False)
+        self._fade(kind)
+
+    def stored(self, digest: bytes) -> None:
+        """A block arrives; one that was dropped before has come back."""
+        kind = self._dropped.pop(digest, None)
+        if kind is not None:
+            self._back[kind] += 1
+            self._gone[kind] = max(self._gone[kind] - 1, 1.0)
+
+    def _fade(self, kind: int) -> None:
+        if self._back[kind] + self._gone[kind] > MAX_COUNT:
+            self._back[kind], self._gone[kind] = self._back[kind] / 2 + 0.5, self._gone[kind] / 2 + 0.5

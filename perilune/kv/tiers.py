@@ -1,0 +1,472 @@
+"""KV blocks beyond the GPU's pages: which digests host memory and disk hold, and what is to be moved. Policy only.
+
+A block leaves the pages when it is evicted from the prefix tree: it is copied to a row of host memory (`evict`), and
+its pages are free once the copy is complete. Rows that fall out of host memory are written to files ahead of need. A
+request that misses the pages but finds its digests here has them copied back (`restore`), all or none of them.
+
+The work itself is done by a `Mover` (kv/transfer.py), to which this module only sends records: (digest, block, row).
+With several ranks, rank 0 keeps this index, every rank gets the same records and has a mover of its own, with its own
+rows, its own pages and its own directory; a record is complete when every rank has said so, and failed if one of them
+failed. So rows and files of different ranks stay parallel, and a rank stores the shard of a block that it holds.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from perilune.kv.retention import KINDS, Retention
+
+log = logging.getLogger("perilune.kv")
+
+HOST, DISK = "host", "disk"
+WRITES_AT_ONCE = 32  # More: files are written in larger bursts, and more rows wait for the disk.
+WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out; at most WRITE_AHEAD_ROWS.
+WRITE_AHEAD_ROWS = 256
+PAUSE_SECONDS = 60.0  # After a full disk nothing is written for so long.
+EXPIRE_SECONDS = 10.0  # How often blocks beyond their time to live are looked for.
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A block's digest (kv/prefix.py) and that of the first block of its chain: what is forgotten together."""
+
+    digest: bytes
+    first: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One block of a restore: from host memory's `row`, None: from its file, to the pages of `block`."""
+
+    name: Name
+    row: int | None
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The pages of this block have been copied and may be overwritten."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The row holds its block, checksum included; with `error` it does not."""
+
+    row: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restore ended: complete if there is no `error`; else `bad` names the blocks that were damaged or missing."""
+
+    ticket: int
+    seconds: float
+    bad: tuple[bytes, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A row was written to its file, or not: `gone` with the directory, or for want of space or another `error`."""
+
+    name: Name
+    error: str | None = None
+    gone: bool = False
+
+
+Done = Copied | Stored | Restored | Written
+
+
+class Mover(Protocol):
+    """Copies bytes in the background. Every record it is given is answered by `poll`, in any order."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of host memory that are usable; it grows while memory is being pinned."""
+        ...
+
+    def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        """(name, block, row) each: Copied, then Stored."""
+        ...
+
+    def restore(self, ticket: int, pieces: Sequence[Piece]) -> None: ...
+    def write(self, name: Name, row: int) -> None: ...
+    def delete(self, name: Name) -> None:
+        """The block's file, without an answer; a later `write` of it comes after."""
+        ...
+
+    def poll(self) -> list[Done]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end."""
+
+    name: Name
+    row: int
+    used: float
+    turn: int
+    complete: bool = False
+    users: int = 1
+    forgotten: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    name: Name
+    used: float
+    users: int = 0
+    forgotten: bool = False
+
+
+@dataclass(slots=True)
+class _Restore:
+    pieces: list[Piece]
+    rows: list[_Row]
+    files: list[_File]
+    sent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a restore: `host` and `disk` blocks in `seconds`."""
+
+    ticket: int
+    complete: bool
+    seconds: float
+    host: int
+    disk: int
+
+
+class Tiers:
+    """rows        of host memory, at most
+    files       (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
+    file_limit  files, at most
+    ttl_seconds after which an unused block is dropped
+    clock       seconds
+    retention   what decides which row is dropped; None: a new one
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        *,
+        rows: int,
+        files: Iterable[tuple[Name, float]] | None = None,
+        file_limit: int = 0,
+        ttl_seconds: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+        retention: Retention | None = None,
+    ) -> None:
+        self._mover, self._rows, self._ttl, self._clock = mover, rows, ttl_seconds, clock
+        now = clock()
+        self._host: dict[bytes, _Row] = {}
+        # The same by kind, least recently used first: what is dropped next is the first of one of them.
+        self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
+        self._retention = retention or Retention()
+        self._disk: OrderedDict[bytes, _File] = OrderedDict(
+            (name.digest, _File(name, now - age)) for name, age in files or ()
+        )
+        self._file_limit = file_limit if files is not None else 0
+        self._known_rows = 0  # rows the mover has ever offered
+        self._free: list[int] = []
+        self._filling: dict[int, _Row] = {}  # by row: stores in flight
+        self._limbo: dict[int, _Row] = {}  # by row: forgotten, but still in use
+        self._writing: dict[bytes, _Row] = {}
+        self._leaving: set[int] = set()  # blocks with pages that are being copied
+        self._stores: list[tuple[Name, int, int]] = []  # not sent yet
+        self._restores: dict[int, _Restore] = {}
+        self._pause_until = self._expired_at = now
+        self._warned: set[str] = set()
+        self.dropped = 0  # blocks lost to want of a row or of space
+        self.damaged = 0  # blocks found damaged or missing
+        while len(self._disk) > self._file_limit:
+            self._drop_file(next(iter(self._disk.values())))
+
+    @property
+    def leaving(self) -> set[int]:
+        """Blocks on their way to host memory: their pages are being read."""
+        return self._leaving
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._leaving or self._restores)
+
+    @property
+    def host_blocks(self) -> int:
+        return len(self._host)
+
+    @property
+    def disk_blocks(self) -> int:
+        return len(self._disk)
+
+    @property
+    def row_limit(self) -> int:
+        return self._rows
+
+    @property
+    def file_limit(self) -> int:
+        return self._file_limit
+
+    def match(self, digests: Sequence[bytes]) -> list[str]:
+        """Where the longest known beginning of this chain is: HOST or DISK for each block."""
+        found = []
+        for digest in digests:
+            if digest in self._host:
+                found.append(HOST)
+            elif digest in self._disk:
+                found.append(DISK)
+            else:
+                break
+        return found
+
+    def turn(self, digest: bytes) -> int:
+        """The turn that a block was evicted with; 0 where that is not known."""
+        held = self._host.get(digest)
+        return 0 if held is None else held.turn
+
+    def evict(self, name: Name, block: int, turn: int = 0) -> bool:
+        """The tree has dropped this block, which it had with this turn (kv/retention.py). True: its pages are kept
+        until `poll` returns it; False: they are free."""
+        held = self._host.get(name.digest)
+        if held is not None:
+            self._touch(held)
+            return False
+        row = self._take_row()
+        if row is None:
+            self.dropped += name.digest not in self._disk
+            return False
+        held = _Row(name, row, self._clock(), min(turn, KINDS - 1))
+        self._host[name.digest] = self._filling[row] = self._kinds[held.turn][name.digest] = held
+        self._retention.stored(name.digest)
+        self._leaving.add(block)
+        self._stores.append((name, block, row))
+        return True
+
+    def restore(self, ticket: int, chain: Sequence[tuple[bytes, int]]) -> None:
+        """Begins to copy matched digests to the pages of their blocks; `poll` returns the Outcome."""
+        restore = _Restore([], [], [])
+        for digest, block in chain:
+            if (held := self._host.get(digest)) is not None:
+                held.users += 1
+                restore.rows.append(held)
+                restore.pieces.append(Piece(held.name, held.row, block))
+            else:
+                file = self._disk[digest]
+                file.users += 1
+                restore.files.append(file)
+                restore.pieces.append(Piece(file.name, None, block))
+        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # a session that came back
+        for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
+            if (held := self._host.get(digest)) is not None:
+                self._retention.returned(held.turn)
+                self._touch(held, turn)
+            if (known := self._disk.get(digest)) is not None:
+                known.used = self._clock()
+                self._disk.move_to_end(digest)
+        self._restores[ticket] = restore
+
+    def poll(self) -> tuple[list[int], list[Outcome]]:
+        """Takes in what the mover has completed and gives it what can begin. Returns the blocks that are free
+        now, and the restores that ended."""
+        freed: list[int] = []
+        ended: list[Outcome] = []
+        for done in self._mover.poll():
+            match done:
+                case Copied():
+                    self._leaving.remove(done.block)
+                    freed.append(done.block)
+                case Stored():
+                    self._stored(done)
+                case Restored():
+                    ended.append(self._restored(done))
+                case Written():
+                    self._written(done)
+        rows = min(self._mover.rows, self._rows)
+        self._free.extend(range(rows - 1, self._known_rows - 1, -1))
+        self._known_rows = max(rows, self._known_rows)
+        self._expire()
+        self._write_ahead()
+        self.flush()
+        for ticket, restore in list(self._restores.items()):
+            if restore.sent or any(self._filling.get(held.row) is held for held in restore.rows):
+                continue
+            if all(held.complete for held in restore.rows):
+                restore.sent = True
+                self._mover.restore(ticket, restore.pieces)
+            else:
+                ended.append(self._restored(Restored(ticket, 0.0, error="a block did not reach host memory")))
+        return freed, ended
+
+    def flush(self) -> None:
+        """Gives the mover what was evicted."""
+        if self._stores:
+            stores, self._stores = self._stores, []
+            self._mover.store(stores)
+
+    def forget(self, first: bytes) -> None:
+        """Drops every block of the chains that begin with this digest: no request will find them again."""
+        for held in [h for h in self._host.values() if h.name.first == first]:
+            self._drop_row(held)
+        for file in [f for f in self._disk.values() if f.name.first == first]:
+            self._drop_file(file)
+
+    def check(self) -> None:
+        """Asserts that every row is in exactly one place. Slow: for tests."""
+        held = [h.row for h in self._host.values()] + list(self._limbo)
+        assert sorted(held + self._free) == list(range(self._known_rows)), "lost rows"
+        assert self._host == {digest: h for queue in self._kinds for digest, h in queue.items()}, "lost kinds"
+        assert all(not h.complete and h.users for h in self._filling.values())
+        assert all(h.complete or h.row in self._filling for h in self._host.values())
+        assert len(self._disk) + len(self._writing) <= self._file_limit or not self._file_limit, "too many files"
+        users = [h for r in self._restores.values() for h in r.rows] + list(self._filling.values())
+        users += list(self._writing.values())
+        for known in (*self._host.values(), *self._limbo.values()):
+            assert known.users == sum(h is known for h in users), (known, "lost users")
+
+    # ---- host memory
+
+    def _touch(self, held: _Row, turn: int = 0) -> None:
+        held.used = self._clock()
+        del self._kinds[held.turn][held.name.digest]
+        held.turn = max(held.turn, turn)
+        self._kinds[held.turn][held.name.digest] = held
+
+    def _take_row(self) -> int | None:
+        """A free row, or that of the least recently used block that may be dropped; None: all are in use."""
+        if self._free:
+            return self._free.pop()
+        now, best, best_score, written = self._clock(), None, -1.0, False
+        for kind, queue in enumerate(self._kinds):
+            for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
+                if held.users or not held.complete:
+                    continue
+                # What has its file costs nothing to drop.
+                clean = not self._file_limit or held.name.digest in self._disk
+                score = (now - held.used) / self._retention.chance(kind)
+                if (clean, score) > (written, best_score):
+                    best, best_score, written = held, score, clean
+                if clean:
+                    break
+        if best is None:
+            return None
+        self.dropped += best.name.digest not in self._disk
+        self._retention.dropped(best.name.digest, best.turn)
+        self._drop_row(best)
+        return self._free.pop()
+
+    def _drop_row(self, held: _Row) -> None:
+        del self._host[held.name.digest], self._kinds[held.turn][held.name.digest]
+        if held.users:
+            held.forgotten = True
+            self._limbo[held.row] = held
+        else:
+            self._free.append(held.row)
+
+    def _leave(self, held: _Row) -> None:
+        """One user less."""
+        held.users -= 1
+        if held.forgotten and not held.users:
+            del self._limbo[held.row]
+            self._free.append(held.row)
+
+    def _stored(self, done: Stored) -> None:
+        held = self._filling.pop(done.row)
+        held.complete = done.error is None
+        if done.error is not None:
+            self._warn("store", f"a block could not be copied to host memory: {done.error}")
+            if not held.forgotten:
+                self._drop_row(held)
+        self._leave(held)
+
+    def _restored(self, done: Restored) -> Outcome:
+        restore = self._restores.pop(done.ticket)
+        used: list[_Row | _File] = [*restore.rows, *restore.files]
+        complete = done.error is None and not any(one.forgotten for one in used)
+        for held in restore.rows:
+            self._leave(held)
+        for file in restore.files:
+            file.users -= 1
+            if file.forgotten and not file.users:
+                self._mover.delete(file.name)
+        for digest in done.bad:
+            self.damaged += 1
+            if (held_now := self._host.get(digest)) is not None:
+                self._drop_row(held_now)
+            if (file_now := self._disk.get(digest)) is not None:
+                self._drop_file(file_now)
+        if done.error is not None:
+            self._warn("restore", f"stored KV is not used and computed again: {done.error}")
+        return Outcome(done.ticket, complete, done.seconds, len(restore.rows), len(restore.files))
+
+    # ---- disk
+
+    def _write_ahead(self) -> None:
+        """Begins to write the rows that would be dropped next, if rows are about to run out."""
+        ahead = min(-(-self._rows // WRITE_AHEAD_SHARE), WRITE_AHEAD_ROWS)
+        if not self._file_limit or len(self._free) >= ahead or self._clock() < self._pause_until:
+            return
+        if self._known_rows < self._rows:
+            return
+        for held in (held for queue in self._kinds for held in islice(queue.values(), -(-ahead // KINDS))):
+            if len(self._writing) >= WRITES_AT_ONCE:
+                return
+            known = held.name.digest in self._disk or held.name.digest in self._writing
+            if held.complete and not known and self._room():
+                held.users += 1
+                self._writing[held.name.digest] = held
+                self._mover.write(held.name, held.row)
+
+    def _room(self) -> bool:
+        """Whether there is room for one more file, after dropping the least recently used."""
+        while len(self._disk) + len(self._writing) >= self._file_limit:
+            idle = next((f for f in self._disk.values() if not f.users), None)
+            if idle is None:
+                return False
+            self._drop_file(idle)
+        return True
+
+    def _drop_file(self, file: _File) -> None:
+        del self._disk[file.name.digest]
+        if file.users:
+            file.forgotten = True
+        else:
+            self._mover.delete(file.name)
+
+    def _written(self, done: Written) -> None:
+        held = self._writing.pop(done.name.digest)
+        if done.error is None and held.forgotten:
+            self._mover.delete(done.name)
+        elif done.error is None and self._file_limit:
+            self._disk[done.name.digest] = _File(done.name, held.used)
+        elif done.gone:
+            self._warn("write", f"the directory for KV blocks is not used any more: {done.error}")
+            self._file_limit = 0
+            self._disk.clear()
+        elif done.error is not None:
+            self._pause_until = self._clock() + PAUSE_SECONDS
+            self._warn("write", f"KV blocks are not written to disk for {PAUSE_SECONDS:.0f} s: {done.error}")
+        self._leave(held)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now - self._expired_at < EXPIRE_SECONDS:
+            return
+        self._expired_at = now
+        for held in [h for h in self._host.values() if now - h.used > self._ttl and not h.users]:
+            self._drop_row(held)
+        for file in [f for f in self._disk.values() if now - f.used > self._ttl and not f.users]:
+            self._drop_file(file)
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once for each kind: a damaged disk has many damaged files."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s (said once)", text)

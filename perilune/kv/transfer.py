@@ -1,0 +1,232 @@
+"""Moves KV blocks in the background: pages to host memory and back, host memory to files and back.
+
+Each direction has a thread of its own, and on a GPU a stream of its own, so that storing, restoring and steps overlap.
+A row's checksum is computed when it has arrived and compared whenever it is read, by several threads, because one does
+about 10 GB/s and PCIe 5 brings 50. Of blocks that come from files, one half of the staging rows is read while the
+other half is copied to the pages.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from perilune.core.errors import EngineError
+from perilune.kv.copier import Copier, block_bytes, copier
+from perilune.kv.disk import DamagedFile, Directory
+from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
+from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
+
+STAGED_ROWS = 32  # for blocks on their way from files, in two halves
+WINDOW_BLOCKS = 32  # Larger: fewer waits for the device; blocks to be stored give their pages back later.
+CHECKING_THREADS = 8  # at most; half of the processors
+_LANE = ALIGNED_BYTES // 8
+
+_T = TypeVar("_T")
+
+_COPY_FAILED = (EngineError, RuntimeError, OSError, ValueError)
+
+
+def row_bytes(caches: Sequence[Tensor]) -> int:
+    """Bytes of host memory for one block of all caches."""
+    return -(-block_bytes(caches) // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def checksum(row: Bytes, digest: bytes) -> int:
+    """Of a row [n * 4096] uint8 that holds the block of this digest. Sums modulo 2**64: any changed word, and any
+    4,096 bytes that are missing, twice or at another place, change it."""
+    lanes = row.view(np.uint64).reshape(-1, _LANE).sum(axis=1, dtype=np.uint64)
+    factors = np.arange(1, 2 * len(lanes), 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    named = int.from_bytes(digest[:8], "little") + 3 * int.from_bytes(digest[8:], "little")
+    return int((lanes * factors).sum(dtype=np.uint64)) ^ named % 2**64
+
+
+class Transfer:
+    """The tiers.Mover of one rank: its caches, its rows and its directory.
+
+    caches     the target's pages and then the draft model's: each [layers, blocks, block_size, width], or without
+               layers
+    rows       of host memory for stored blocks, at most
+    directory  None: there is no disk
+    """
+
+    def __init__(self, caches: Sequence[Tensor], rows: int, directory: Directory | None) -> None:
+        self._directory, self._limit = directory, rows
+        self._staged = STAGED_ROWS if directory is not None else 0
+        used, device = block_bytes(caches), caches[0].device
+        self._memory = HostMemory(rows + self._staged, row_bytes(caches), used, device, at_once=self._staged + 1)
+        self._sums = np.zeros(rows + self._staged, np.uint64)
+        self._outward, self._inward = copier(caches), copier(caches)
+        workers = max(1, min(CHECKING_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._out, self._in, self._disk, self._check = (
+            ThreadPoolExecutor(count, f"perilune-kv-{name}")
+            for count, name in ((1, "out"), (1, "in"), (1, "disk"), (workers, "check"))
+        )
+        self._workers = workers
+        self._done: deque[Done] = deque()  # bounded by the blocks and rows there are
+        self._arrived = threading.Event()
+
+    @property
+    def rows(self) -> int:
+        return max(self._memory.ready - self._staged, 0)  # the first rows are for staging
+
+    def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        for first in range(0, len(stores), WINDOW_BLOCKS):
+            self._out.submit(self._store, stores[first : first + WINDOW_BLOCKS])
+
+    def restore(self, ticket: int, pieces: Sequence[Piece]) -> None:
+        self._in.submit(self._restore, ticket, pieces)
+
+    def write(self, name: Name, row: int) -> None:
+        self._disk.submit(self._write, name, row)
+
+    def delete(self, name: Name) -> None:
+        assert self._directory is not None
+        self._disk.submit(self._directory.delete, name)
+
+    def poll(self) -> list[Done]:
+        self._arrived.clear()
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def wait(self, seconds: float) -> None:
+        """Until `poll` has something, at most so long."""
+        self._arrived.wait(seconds)
+
+    def close(self) -> None:
+        """Waits for what runs, drops what is queued, and gives the memory back."""
+        for pool in (self._out, self._in, self._disk, self._check):
+            pool.shutdown(cancel_futures=True)
+        self._memory.close()
+        del self._outward, self._inward
+        if self._directory is not None:
+            self._directory.close()
+
+    def _row(self, row: int) -> Bytes:
+        return self._memory.row(self._staged + row)
+
+    def _say(self, done: Iterable[Done]) -> None:
+        self._done.extend(done)
+        self._arrived.set()
+
+    # ---- pages to host memory
+
+    def _store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        error: str | None = None
+        try:
+            self._outward.out([(block, self._row(row)) for _, block, row in stores])
+            self._outward.wait()
+        except _COPY_FAILED as e:
+            error = _line(e)
+            self._settle(self._outward)
+        self._say([Copied(block) for _, block, _ in stores])
+        if error is not None:
+            self._say([Stored(row, error) for _, _, row in stores])
+            return
+        for part in self._shares(stores):
+            self._check.submit(self._seal, part)
+
+    def _seal(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        for name, _, row in stores:
+            self._sums[row] = checksum(self._row(row), name.digest)
+        self._say([Stored(row) for _, _, row in stores])
+
+    @staticmethod
+    def _settle(queue: Copier) -> None:
+        """After a failure: what was queued before it must not be written once the blocks or rows have other owners."""
+        with contextlib.suppress(*_COPY_FAILED):
+            queue.wait()
+
+    # ---- back to the pages
+
+    def _restore(self, ticket: int, pieces: Sequence[Piece]) -> None:
+        begin = time.perf_counter()
+        bad: dict[bytes, str] = {}
+        try:
+            held = [p for p in pieces if p.row is not None]
+            checks = [self._check.submit(self._damaged, part) for part in self._shares(held)]
+            self._inward.into([(p.block, self._row(p.row)) for p in held if p.row is not None])
+            for check in checks:
+                bad |= check.result()
+            self._inward.wait()
+            if not bad:
+                bad = self._restore_files([p for p in pieces if p.row is None])
+            error = next(iter(bad.values()), None)
+        except _COPY_FAILED as e:
+            error = _line(e)
+            self._settle(self._inward)
+        self._say([Restored(ticket, time.perf_counter() - begin, tuple(bad), error)])
+
+    def _damaged(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
+        """Which of these rows do not have the checksum that they were stored with."""
+        return {
+            p.name.digest: "a block in host memory has another checksum than when it was stored"
+            for p in pieces
+            if p.row is not None and checksum(self._row(p.row), p.name.digest) != self._sums[p.row]
+        }
+
+    def _restore_files(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
+        half = self._staged // 2 or 1
+        groups = [pieces[first : first + half] for first in range(0, len(pieces), half)]
+        reading: list[_Read] = []
+        for at in range(len(groups) + 1):
+            landing, reading = reading, []
+            if at < len(groups):
+                reading = [self._begin(p, self._memory.row(at % 2 * half + i)) for i, p in enumerate(groups[at])]
+            found = [(read, read.problem.result()) for read in landing]
+            bad = {read.piece.name.digest: problem for read, problem in found if problem is not None}
+            if bad:
+                for read in reading:
+                    read.problem.result()  # its row is used again
+                return bad
+            self._inward.into([(read.piece.block, read.row) for read in landing])
+            self._inward.wait()
+        return {}
+
+    def _begin(self, piece: Piece, row: Bytes) -> "_Read":
+        return _Read(piece, row, self._check.submit(self._read, piece.name, row))
+
+    def _read(self, name: Name, row: Bytes) -> str | None:
+        """What is wrong with the file, None: the row holds its block."""
+        assert self._directory is not None
+        try:
+            stored = self._directory.read(name, row.data)
+        except (DamagedFile, OSError) as e:
+            return _line(e)
+        return None if checksum(row, name.digest) == stored else f"{name.digest.hex()}.kv is damaged"
+
+    # ---- host memory to files
+
+    def _write(self, name: Name, row: int) -> None:
+        directory = self._directory
+        assert directory is not None
+        error, gone = None, False
+        try:
+            directory.write(name, self._row(row).data, int(self._sums[row]))
+        except OSError as e:
+            error, gone = _line(e), not directory.exists
+        self._say([Written(name, error, gone)])
+
+    def _shares(self, items: Sequence[_T]) -> list[Sequence[_T]]:
+        size = -(-len(items) // self._workers) or 1
+        return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    piece: Piece
+    row: Bytes
+    problem: "Future[str | None]"
+
+
+def _line(e: BaseException) -> str:
+    if isinstance(e, OSError) and e.strerror:
+        return f"{e.strerror}{f': {e.filename}' if e.filename else ''}"
+    return (str(e) or type(e).__name__).split("\n")[0]

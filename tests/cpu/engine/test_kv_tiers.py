@@ -1,0 +1,245 @@
+"""Engines with KV tiers: answers are bit for bit those without, whatever happens to memory, files and directory."""
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perilune import LLM, SamplingParams
+from perilune.core.errors import ConfigError
+from perilune.core.memory import available_bytes
+from perilune.engine.kv_tiers import open_tiers
+from perilune.kv.tiers import Restored
+from perilune.kv.transfer import Transfer
+from perilune.kv.worth import Worth
+
+pytestmark = pytest.mark.usefixtures("worth_it")
+
+CONFIG: dict[str, Any] = dict(dtype="float32", device="cpu", max_model_len=128, max_num_seqs=2, threads=1)
+SMALL = dict(kv_blocks=24, block_size=8, max_step_tokens=64)
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores whatever they cost: on a busy machine a model this small is sometimes computed sooner."""
+    monkeypatch.setattr(Worth, "pays", lambda self, tier: True)
+
+
+def play(llm: LLM, seed: int = 0, sessions: int = 5, turns: int = 3, vocab: int = 500) -> list[tuple[int, ...]]:
+    """Sessions that go on in turn, two at a time, on a cache for about two."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(8, vocab) for _ in range(16)]
+    texts = [[*shared, *(rng.randrange(8, vocab) for _ in range(40))] for _ in range(sessions)]
+    answers = []
+    for _ in range(turns):
+        for first in range(0, sessions, 2):
+            group = range(first, min(first + 2, sessions))
+            for i, found in zip(group, llm.generate([texts[i] for i in group], PARAMS)):
+                answers.append(found.token_ids)
+                texts[i] += [*found.token_ids, *(rng.randrange(8, vocab) for _ in range(7))]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[tuple[int, ...]]:
+    with LLM(tiny, **CONFIG, **SMALL, draft="off") as llm:
+        return play(llm)
+
+
+def hits(llm: LLM) -> dict[str, int]:
+    return {name: count for name, count, _, _ in llm._engine.stats().tiers}  # type: ignore[union-attr]
+
+
+def gb(llm_blocks: int, tiny_block_bytes: int = 20_480) -> float:
+    return llm_blocks * tiny_block_bytes / 1e9
+
+
+@pytest.mark.parametrize("draft", ["off", "suffix"])
+def test_answers_are_those_without_tiers(
+    tiny: Path, plain: list[tuple[int, ...]], tmp_path: Path, draft: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "perilune.kv")
+    kept = dict(**CONFIG, **SMALL, draft=draft, draft_tokens=3 if draft != "off" else None)
+    with LLM(tiny, **kept, kv_host_gb=0.1) as llm:
+        assert play(llm) == plain
+        assert hits(llm)["host"] > 400 and hits(llm)["disk"] == 0
+        stats = llm._engine.stats()
+        assert stats.saved_seconds > 0 and not stats.blocks_dropped and not stats.blocks_damaged
+        llm._engine.scheduler.check_integrity()
+    assert "from host memory" in caplog.records[-1].message
+    disk = dict(kv_host_gb=gb(10), kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.1)
+    with LLM(tiny, **kept, **disk) as llm:  # thrashing: ten rows
+        assert play(llm) == plain
+        assert hits(llm)["disk"] > 50
+        llm._engine.scheduler.check_integrity()
+    with LLM(tiny, **kept, **disk) as llm:  # another engine, another day
+        assert play(llm) == plain
+        assert hits(llm)["disk"] > 200
+        assert any(key == "kv_disk" and "blocks of this model" in why for key, _, why in llm.info.choices)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_other_types_of_cache(tiny: Path, kv_dtype: str) -> None:
+    """Against a cache for all sessions, which finds the same blocks."""
+    with LLM(tiny, **CONFIG, kv_dtype=kv_dtype, block_size=8, kv_blocks=400, draft="off") as llm:
+        expected = play(llm)
+    with LLM(tiny, **CONFIG, **SMALL, kv_dtype=kv_dtype, draft="off", kv_host_gb=0.1) as llm:
+        assert play(llm) == expected and hits(llm)["host"] > 400
+
+
+def test_kimi_nano_with_its_drafter() -> None:
+    """The bundled model, whose drafter keeps a cache of its own, which comes along."""
+    config: dict[str, Any] = dict(device="cpu", threads=1, max_num_seqs=2, max_model_len=192, draft_tokens=2)
+    with LLM("kimi-nano", **config, kv_blocks=200) as llm:
+        expected = play(llm, sessions=4, turns=2)
+    with LLM("kimi-nano", **config, kv_blocks=12, kv_host_gb=0.1) as llm:
+        assert play(llm, sessions=4, turns=2) == expected
+        assert hits(llm)["host"] >= 64
+        stats = llm._engine.stats()
+        assert stats.verified, "nothing was drafted"
+
+
+def flip_all(root: Path) -> None:
+    for path in root.rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+def truncate_all(root: Path) -> None:
+    for path in root.rglob("*.kv"):
+        path.write_bytes(path.read_bytes()[:3000])
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "flipped bits": flip_all,
+    "truncated files": truncate_all,
+    "files removed": lambda root: [p.unlink() for p in root.rglob("*.kv")] and None,
+    "directory removed": lambda root: shutil.rmtree(root),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_costs_time_and_one_warning(
+    fault: str, tiny: Path, plain: list[tuple[int, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "kv"
+    disk = dict(kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off")
+    with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
+        play(llm)
+    with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
+        FAULTS[fault](root)
+        caplog.clear()
+        assert play(llm) == plain
+        warned = [r for r in caplog.records if r.levelno >= logging.WARNING and "computed again" in r.message]
+        assert len(warned) == 1 and "\n" not in warned[0].getMessage()
+        assert llm._engine.stats().blocks_damaged
+        llm._engine.scheduler.check_integrity()
+
+
+def test_other_weights_and_formats_do_not_read_the_files(tiny: Path, tmp_path: Path) -> None:
+    disk = dict(kv_host_gb=gb(10), kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.1, draft="off")
+
+    def known(**more: Any) -> str:
+        with LLM(tiny, **{**CONFIG, **SMALL, **disk, **more}) as llm:
+            (found,) = [why for key, _, why in llm.info.choices if key == "kv_disk"]
+            if not more:
+                play(llm)
+        return found
+
+    assert known().startswith("0 blocks")
+    assert not known().startswith("0 blocks")
+    for other in (dict(block_size=16), dict(dtype="bfloat16"), dict(kv_dtype="fp8"), dict(qk_norm_eps=1e-3)):
+        assert known(**other).startswith("0 blocks"), other
+    other = tmp_path / "model"
+    shutil.copytree(tiny, other)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 0.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with LLM(other, **CONFIG, **SMALL, **disk) as llm:
+        assert any(key == "kv_disk" and why.startswith("0 blocks") for key, _, why in llm.info.choices)
+
+
+def test_tiers_that_do_not_pay_go_off_by_themselves(
+    tiny: Path, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()  # measured, not taken for granted
+    say = Transfer._say
+
+    def slowly(self: Transfer, done: Any) -> None:
+        say(self, [replace(d, seconds=9.0) if isinstance(d, Restored) else d for d in done])
+
+    monkeypatch.setattr(Transfer, "_say", slowly)
+    with LLM(tiny, **CONFIG, **SMALL, draft="off", kv_host_gb=0.1) as llm:
+        assert play(llm) == plain
+        restored = hits(llm)["host"]
+        assert play(llm) == plain
+        assert hits(llm)["host"] - restored <= 64, "it went on"
+    assert sum("KV tiers are off" in r.message for r in caplog.records) == 1
+
+
+def test_tenants_share_nothing_through_a_tier(tiny: Path) -> None:
+    rng = random.Random(5)
+    prompt = [rng.randrange(8, 500) for _ in range(60)]
+    with LLM(tiny, **CONFIG, **SMALL, draft="off", kv_host_gb=0.1) as llm:
+        found = []
+        for keys in (("salt:a",), ("salt:b",), ("salt:a", "image:1"), ("salt:a",), ("salt:b",)):
+            found.append(llm.generate(prompt, PARAMS, cache_keys=keys)[0].cached_tokens)
+            play(llm, seed=len(found), turns=1)  # the pages forget
+        assert found == [0, 0, 0, 56, 56]
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (dict(kv_host_gb=1e6), "lower it"),
+        (dict(kv_host_gb=1e-6), "holds no block"),
+        (dict(kv_host_gb=-1.0), "above 0"),
+        (dict(kv_disk_gb=1.0), "give kv_disk"),
+        (dict(kv_host_gb=0.1, prefix_cache=False), "prefix_cache"),
+        (dict(kv_disk="/proc/kv"), "cannot be used"),
+        (dict(kv_ttl_hours=0.0), "above 0"),
+    ],
+)
+def test_a_bad_size_is_one_clear_error(tiny: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as e:
+        LLM(tiny, **CONFIG, **SMALL, **config)
+    assert "\n" not in str(e.value)
+
+
+def test_several_ranks_are_refused() -> None:
+    """Until every rank stores its shard: a restore on rank 0 alone would be a wrong answer."""
+    several: Any = SimpleNamespace(tp=2, ep=1)
+    with pytest.raises(ConfigError, match="one rank"):
+        open_tiers(several, *[None] * 4)  # type: ignore[arg-type]  # refused before anything is looked at
+
+
+class TestAvailable:
+    def meminfo(self, tmp_path: Path, gigabytes: int) -> Path:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 999999999 kB\nMemAvailable: {gigabytes * 1_000_000} kB\n")
+        return tmp_path / "meminfo"
+
+    def test_a_control_groups_limit_counts_less_what_it_can_give_back(self, tmp_path: Path) -> None:
+        (tmp_path / "memory.max").write_text("8000000000\n")
+        (tmp_path / "memory.current").write_text("5000000000\n")
+        (tmp_path / "memory.stat").write_text("anon 4000000000\ninactive_file 900000000\n")
+        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 3_900_000_000
+        assert available_bytes(tmp_path, self.meminfo(tmp_path, 2)) == 2_000_000 * 1024
+        (tmp_path / "memory.max").write_text("max\n")
+        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 64_000_000 * 1024
+
+    def test_groups_of_the_first_version(self, tmp_path: Path) -> None:
+        (tmp_path / "memory").mkdir()
+        (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
+        (tmp_path / "memory" / "memory.usage_in_bytes").write_text("600000\n")
+        (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 100\n")
+        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 400_100

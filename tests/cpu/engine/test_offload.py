@@ -1,0 +1,251 @@
+"""The scheduler with KV tiers: the rig of test_scheduler.py, whose runner checks every position of every block table,
+and a mover that copies its KV at random times."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from perilune.core.request import Request
+from perilune.core.sampling import SamplingParams
+from perilune.engine.offload import Offload
+from perilune.kv.blocks import BlockPool
+from perilune.kv.prefix import PrefixTree, extend_digests
+from perilune.kv.tiers import Copied, Name, Restored, Stored, Tiers, Written
+from tests.cpu.engine.test_scheduler import Rig
+
+
+class Mover:
+    """Moves the runner's KV; what is queued happens in random order, when `work` says so."""
+
+    def __init__(self, rows: int, rng: random.Random, faults: float) -> None:
+        self.rows, self.rng, self.faults = rows, rng, faults
+        self.runner = None
+        self.held: dict = {}
+        self.files: dict = {}
+        self.queue: list = []
+        self.done: list = []
+        self.restores = True
+
+    def store(self, stores):
+        self.queue += [("store", *s) for s in stores]
+
+    def restore(self, ticket, pieces):
+        self.queue.append(("restore", ticket, list(pieces)))
+
+    def write(self, name, row):
+        self.queue.append(("write", name, row))
+
+    def delete(self, name):
+        self.files.pop(name.digest, None)
+
+    def poll(self):
+        self.work(self.rng.randrange(4))
+        done, self.done = self.done, []
+        return done
+
+    def work(self, count):
+        for _ in range(min(count, len(self.queue))):
+            work = self.queue.pop(self.rng.randrange(len(self.queue)))
+            getattr(self, f"_{work[0]}")(*work[1:])
+
+    def _store(self, name, block, row):
+        size = self.runner.block_size
+        self.held[row] = [self.runner.kv.get((block, i)) for i in range(size)]
+        self.done += [Copied(block), Stored(row)]
+
+    def _restore(self, ticket, pieces):
+        if not self.restores:
+            return self.restore(ticket, pieces)
+        bad = [p.name.digest for p in pieces if p.row is None and p.name.digest not in self.files]
+        if self.rng.random() < self.faults:
+            bad.append(pieces[-1].name.digest)
+        for piece in pieces:
+            states = self.files.get(piece.name.digest) if piece.row is None else self.held[piece.row]
+            for i, state in enumerate(states or ()):
+                self.runner.kv[piece.block, i] = -1 if bad else state  # half a restore must never be read
+        return self.done.append(Restored(ticket, 0.0, tuple(bad), "damaged" if bad else None))
+
+    def _write(self, name, row):
+        self.files[name.digest] = self.held[row]
+        self.done.append(Written(name))
+
+
+class TieredRig(Rig):
+    """As Rig; nobody has to run while KV is being copied."""
+
+    def __init__(self, *, seed=0, rows=20, disk=True, faults=0.0, **more) -> None:
+        self.mover = Mover(rows, random.Random(seed), faults)
+        tiers = Tiers(self.mover, rows=rows, files=() if disk else None, file_limit=40)
+        super().__init__(tiers=tiers, **more)
+        self.mover.runner = self.runner
+        self.tiers = tiers
+
+    def tick(self, between=lambda: None):
+        self.scheduler.take_transfers()
+        self.scheduler.check_integrity()
+        return super().tick(between)
+
+    def finish(self) -> None:
+        while self.scheduler.has_work or self.flying is not None or self.scheduler.offload.busy:
+            self.tick()
+        super().finish()
+
+    def oldest(self) -> int:
+        return self.scheduler._running[0].rid  # an older one may have come back from a restore since, and wait
+
+    def may_wait(self) -> bool:
+        return self.scheduler.offload.busy
+
+
+def ask(rig, rid, prompt, **params):
+    rig.submit(rid, prompt, max_tokens=4, **params)
+    rig.finish()
+    rig.expect(rid)
+    return rig.answers[rid].cached
+
+
+PROMPTS = [[s * 7 + i % 5 for i in range(20)] for s in range(6)]
+
+
+def test_what_left_the_pool_comes_back() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        assert ask(rig, rid, prompt) == 0
+    assert [ask(rig, 10 + rid, prompt) for rid, prompt in enumerate(PROMPTS)] == [16] * 6
+    stats = rig.scheduler.stats()
+    assert stats.tiers[0][1] == stats.cached_tokens == 6 * 16 and stats.waiting == 0
+    assert ask(rig, 20, PROMPTS[0], keys=("salt:a",)) == 0, "the keys name other blocks"
+    assert ask(rig, 21, PROMPTS[0], keys=("salt:a",)) == 16
+
+
+def test_others_go_on_while_a_request_is_being_restored() -> None:
+    rig = TieredRig(num_blocks=16, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    rig.mover.restores = False
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    rig.submit(11, [3, 3, 3], max_tokens=4)
+    for _ in range(20):
+        rig.tick()
+    rig.expect(11)
+    assert not rig.answers[10].tokens and rig.scheduler.stats().waiting == 1
+    rig.mover.restores = True
+    rig.finish()
+    rig.expect(10, cached=16)
+
+
+def test_a_copy_into_blocks_waits_for_the_steps_that_may_still_write_them() -> None:
+    """A request that ended in step N is computed once more in N + 1, which was planned before: its blocks are free."""
+    mover = Mover(8, random.Random(0), 0.0)
+    mover.runner = SimpleNamespace(kv={}, block_size=4)
+    tiers = Tiers(mover, rows=8)
+    tree = PrefixTree(BlockPool(8))
+    offload = Offload(tiers, tree, block_size=4, blocks=8, spare_blocks=0)
+    tiers.poll()
+    assert tiers.evict(Name(b"d" * 16, b"d" * 16), 5)
+    while tiers.leaving:
+        tiers.poll()
+    request = Request(1, 0, [1] * 5, 5, SamplingParams(), 0, 9)
+    assert offload.begin(request, [], [b"d" * 16], planned_steps=7)
+    for committed in (5, 6):
+        assert offload.poll(committed, 0) == [] and not mover.queue, "step 7 is in flight"
+    assert [offload.poll(7, 0) for _ in range(20)].count([request]) == 1
+    tree.check([])
+
+
+def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False, errors={10: 1})
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    digests: list[bytes] = []
+    extend_digests(digests, PROMPTS[0], 4, 4)
+    assert all(rig.tiers.match([digest]) for digest in digests)
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    rig.finish()
+    assert rig.answers[10].error and rig.answers[10].cached == 16
+    assert not any(rig.tiers.match([digest]) for digest in digests)
+    assert rig.scheduler._tree.match(digests) == []
+
+
+def test_a_restore_that_fails_is_computed() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False, faults=1.0)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    assert ask(rig, 10, PROMPTS[0]) < 16
+    assert rig.scheduler.stats().blocks_damaged > 0
+
+
+def test_a_disk_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieredRig(num_blocks=16, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    rig.mover.restores = False
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    while not rig.scheduler.offload.restoring:
+        rig.tick()
+    monkeypatch.setattr("perilune.engine.offload.LIMIT_SECONDS", 0.0)
+    for _ in range(30):
+        rig.tick()
+    rig.expect(10)
+    rig.mover.restores = True  # it answers after all: nothing is lost, nothing is used twice
+    rig.finish()
+
+
+def test_a_request_cancelled_while_it_is_restored_leaves_nothing() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    rig.mover.restores = False
+    rig.submit(10, PROMPTS[0], max_tokens=4)
+    while not rig.scheduler.offload.restoring:
+        rig.tick()
+    rig.cancel(10)
+    assert not rig.scheduler.has_work
+    rig.mover.restores = True
+    assert ask(rig, 11, PROMPTS[0]) == 16
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
+    """Sessions that go on, are cancelled and share beginnings, on a pool for two of them: every answer is that of the
+    model alone, and after every call each block, row and slot is accounted for."""
+    rng = random.Random(seed)
+    drafts = rng.random() < 0.6
+    rig = TieredRig(
+        seed=seed,
+        rows=rng.choice([3, 12, 60]),
+        disk=rng.random() < 0.6,
+        faults=rng.choice([0.0, 0.2]),
+        num_blocks=rng.choice([18, 24]),
+        max_num_seqs=rng.choice([2, 4]),
+        max_step_tokens=rng.choice([8, 64]),
+        rng=random.Random(seed),
+        trails=random.Random(seed) if drafts else None,
+        drafter=(lambda prompt, at: [rng.randrange(29) for _ in range(3)]) if drafts else None,
+    )
+    texts = [[rng.randrange(29) for _ in range(rng.randrange(4, 16))] for _ in range(6)]
+    live: dict[int, int] = {}
+    cancelled = set()
+    for rid in range(60):
+        session = rng.randrange(6)
+        if session in live.values():
+            continue
+        rig.submit(rid, texts[session], max_tokens=rng.randrange(1, 6))
+        live[rid] = session
+        for _ in range(rng.randrange(8)):
+            rig.tick()
+        if rng.random() < 0.1:
+            victim = rng.choice(list(live))
+            rig.cancel(victim)
+            cancelled.add(victim)
+            del live[victim]
+        for done in [r for r in live if rig.answers[r].finish is not None]:
+            session = live.pop(done)
+            texts[session] = [*texts[session], *rig.answers[done].tokens, rng.randrange(29)]
+            if len(texts[session]) > 50:
+                texts[session] = [rng.randrange(29) for _ in range(4)]
+    rig.finish()
+    for rid in rig.answers:
+        if rid not in cancelled:
+            rig.expect(rid)

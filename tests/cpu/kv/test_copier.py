@@ -1,0 +1,74 @@
+"""The copies of a GPU, on a driver that the test plays: what a two-dimensional copy is asked for must be the block."""
+
+import ctypes
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.core.errors import EngineError
+from perilune.kv import copier
+from perilune.kv.copier import CpuCopier, CudaCopier, block_bytes, page_views
+from perilune.kv.transfer import row_bytes
+
+
+class FakeDriver:
+    """Does what the driver's manual says of cuMemcpy2DAsync, on the CPU's memory."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.copies = status, 0
+
+    def cuCtxSetCurrent(self, context):
+        return 0
+
+    def cuMemcpy2DAsync_v2(self, copy, stream):
+        c = copy._obj
+        assert ctypes.sizeof(c) == 128 and c.srcMemoryType == c.dstMemoryType == 4
+        assert c.srcPitch <= copier._MAX_PITCH_BYTES and c.dstPitch <= copier._MAX_PITCH_BYTES
+        assert min(c.srcPitch, c.dstPitch) >= c.WidthInBytes, "CUDA refuses a pitch below the width"
+        for line in range(c.Height):
+            ctypes.memmove(c.dstDevice + line * c.dstPitch, c.srcDevice + line * c.srcPitch, c.WidthInBytes)
+        self.copies += 1
+        return self.status
+
+
+def gpu(caches, status=0):
+    """A CudaCopier without a GPU."""
+    made = object.__new__(CudaCopier)
+    made._driver = FakeDriver(status)
+    made._context, made._stream = ctypes.c_void_p(), SimpleNamespace(cuda_stream=0)
+    made._pages = [
+        copier._Pages(view.data_ptr(), view.shape[0], view.shape[2], view.stride(0)) for view in page_views(caches)
+    ]
+    return made
+
+
+@pytest.mark.parametrize("largest_pitch", [2**31 - 1, 20_000])
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 576), (torch.uint8, 640)])
+def test_both_kinds_of_copier_move_the_same_bytes(dtype, width, largest_pitch, monkeypatch) -> None:
+    """Also where the pages are longer than the largest pitch, so that each layer is a copy of its own."""
+    monkeypatch.setattr(copier, "_MAX_PITCH_BYTES", largest_pitch)
+    pages = torch.randint(0, 255, (3, 20, 4, width * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    drafts = torch.randint(0, 255, (30, 4, 96), dtype=torch.uint8)
+    caches = [pages, drafts]
+    blocks = random.Random(0).sample(range(20), 6)
+    size = row_bytes(caches)
+    rows = [np.zeros((6, size), np.uint8) for _ in range(2)]
+    there = gpu(caches)
+    for queue, held in zip((CpuCopier(caches), there), rows):
+        queue.out(list(zip(blocks, held)))
+    assert np.array_equal(*rows) and rows[0][:, : block_bytes(caches)].any()
+    assert there._driver.copies == (12 if largest_pitch > 20_000 else 6 * 3 + 6)
+    targets = [[cache.clone() for cache in caches] for _ in range(2)]
+    for queue in (CpuCopier(targets[0]), gpu(targets[1])):
+        queue.into(list(zip(blocks[::-1], rows[0])))
+    for mine, theirs in zip(*targets):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error() -> None:
+    caches = [torch.zeros(2, 4, 4, 8)]
+    with pytest.raises(EngineError, match="error 719"):
+        gpu(caches, 719).out([(0, np.zeros(row_bytes(caches), np.uint8))])
