@@ -1,20 +1,29 @@
-# A server in a container. The devel image has nvcc: without it the kernels for Hopper GPUs cannot be built, and most of
-# the speed is lost. On another processor than the image was built on, C++ kernels are compiled again at start.
-#   docker build -t perilune .
-#   docker run -p 8000:8000 perilune                                  kimi-nano, on a CPU
-#   docker run --gpus all -p 8000:8000 -v /models:/models perilune serve /models/NAME --host 0.0.0.0
+# A server for NVIDIA GPUs in a container; deploy/cpu.Dockerfile is the one without. The devel image has nvcc: all CUDA
+# kernels are built here, none at start. On another processor than the image was built on, C++ kernels are compiled
+# again at start.
+#   docker build -t perilune:cuda .
+#   docker run --gpus all -p 127.0.0.1:8000:8000 -v /models:/models:ro perilune:cuda serve /models/NAME --host 0.0.0.0
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-venv && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv \
+  && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --create-home perilune && install -d -o perilune /opt/perilune /opt/source
+USER perilune
+# Models are kept here, on a volume perhaps, which takes its owner from the image.
+RUN mkdir -p /home/perilune/.cache/huggingface
 ENV PATH=/opt/perilune/bin:$PATH
 RUN python3 -m venv /opt/perilune
 
-WORKDIR /source
+WORKDIR /opt/source
 COPY pyproject.toml README.md LICENSE ./
 COPY perilune perilune
 RUN pip install --no-cache-dir . && perilune ops --build
 
-WORKDIR /
+WORKDIR /home/perilune
 EXPOSE 8000
+# Loading a large checkpoint takes minutes, in which a failed check does not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --start-interval=2s --retries=3 \
+  CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+STOPSIGNAL SIGTERM
 ENTRYPOINT ["perilune"]
 CMD ["serve", "kimi-nano", "--host", "0.0.0.0"]

@@ -11,7 +11,7 @@ FAST := tests/cpu/kv tests/cpu/text tests/cpu/grammar tests/cpu/engine/test_sche
 HOUSE := tests/cpu/house/test_imports.py tests/cpu/house/test_rules.py tests/cpu/house/test_docs.py \
   tests/cpu/house/test_packaging.py
 
-.PHONY: install serve test fast check bench format clean
+.PHONY: install serve test fast soak check bench format clean
 
 install: $(VENV)/.installed
 serve: install
@@ -21,7 +21,12 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(XDIST)
 
 fast: $(VENV)/.test
-	$(BIN)/python -m pytest $(XDIST) -p tests.no_torch $(FAST)
+	$(BIN)/python -m pytest $(XDIST) -p tests.no_torch -m "not slow" $(FAST)
+
+# Hours, by hand: kills, attacks, memory growth, fuzzing. make soak SHARE=0.1 runs a tenth.
+SHARE ?= 1
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest tests/soak -s --timeout 0 --share $(SHARE)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

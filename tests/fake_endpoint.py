@@ -8,11 +8,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from perilune.server.listener import Listener
 
 Frame = tuple[float, dict[str, Any] | str | bytes]  # seconds to wait, then a chunk, its data, or raw bytes
 
@@ -104,12 +105,20 @@ def serving() -> Iterator[FakeEndpoint]:
     fake = FakeEndpoint()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         fake.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(fake.app, log_config=None, ws="none", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+        end = threading.Event()
+
+        async def serve() -> None:
+            listener = Listener(fake.app)
+            await listener.start(sock)
+            while not end.is_set():
+                await asyncio.sleep(0.01)
+            await listener.close(1.0)
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         try:
             yield fake
         finally:
-            server.should_exit = True
+            end.set()
             thread.join(10)
             assert not thread.is_alive()

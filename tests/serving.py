@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from perilune.core.config import ServerConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError
-from perilune.core.messages import Delta, EngineInfo, EngineStats
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import TokenLogprob
 from perilune.server.app import build_app
@@ -80,6 +80,7 @@ class FakeEngine:
     pause: float = 0.0
     hold: int | None = None
     fail_at: int | None = None
+    late_at: int | None = None
     closed: bool = False
     info: EngineInfo = INFO
     stats: EngineStats = STATS
@@ -88,6 +89,7 @@ class FakeEngine:
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     constraints: list[Constraint | None] = field(default_factory=list)
     cache_keys: list[tuple[str, ...]] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     live: int = 0
     held: int = 0
@@ -98,9 +100,11 @@ class FakeEngine:
         params: SamplingParams,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        order: Order = FIRST_COME,
     ) -> AsyncGenerator[Delta, None]:
         rid = len(self.seen)
         self.cache_keys.append(cache_keys)
+        self.orders.append(order)
         self.constraints.append(constraint)
         self.seen.append((list(prompt), params))
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else BYTES.stop_ids)}
@@ -122,6 +126,10 @@ class FakeEngine:
                     await self.release.wait()
                 if not self.alive:
                     raise EngineError("the engine process ended unexpectedly")
+                if at == self.late_at:
+                    done = True
+                    yield Delta(rid, finish_reason="deadline")
+                    return
                 if at == self.fail_at:
                     done = True
                     yield Delta(rid, finish_reason="error", error="logits are not finite")
@@ -232,7 +240,7 @@ class Client:
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),
-            "client": ("test", 1),
+            "client": ("192.0.2.7", 1),
         }
         await self.app(scope, receive, send)
         return reply
@@ -272,8 +280,12 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
             ServerConfig(**{"served_model_name": "m", **config}),
             setup.get("defaults", {}),
         )
-        app = build_app(service, max_body=setup.get("max_body", 32 << 20))
+        made = [make(service) for make in setup.get("observers", ())]
+        service.observers += [one.record for one in made]
+        app = build_app(service)
         await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
+        for one in made:
+            one.close()
         assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 
     asyncio.run(main())

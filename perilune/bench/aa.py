@@ -130,6 +130,10 @@ class Prompts:
             self._per_word = (counts[1] - counts[0]) / (many - many // 2)
             self._beside = max(0.0, counts[1] - self._per_word * many)
 
+    def uncounted(self) -> list[dict[str, Any]]:
+        """Messages of a prompt that was never sent before, of `tokens` tokens by the calibration alone."""
+        return ask(max(1, round((self.tokens - self._beside) / self._per_word)), secrets.token_hex(8))
+
     async def new(self) -> list[dict[str, Any]]:
         """Messages of a prompt that was never sent before. If the server counts: at most `tokens` tokens, and at least
         98 % of them wherever some number of words gives that, else the most words that fit. Otherwise about `tokens`.

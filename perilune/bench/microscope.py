@@ -22,17 +22,20 @@ from torch import Tensor
 from perilune.bench import ledger
 from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
+from perilune.dist import peer_memory
+from perilune.dist.slicing import Slicing
 from perilune.engine import exclusive_kernels
 from perilune.engine.engine import Engine
+from perilune.formats import int4_compact
 from perilune.loading import fp8_latents
 from perilune.loading.synthetic import random_weights
 from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
-from perilune.model.weights import Int4Experts, Moe, Weights
+from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe, Weights
 from perilune.ops.attention import mla_pre_attention, mla_project_query
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
@@ -47,6 +50,8 @@ STEPS = 24
 WARM_UP = 6
 LAYER = "the last MoE layer"
 TRACED = 12  # replays under the profiler
+
+SHARED_OUT = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
 Report = Callable[[str], None]
 
@@ -68,30 +73,41 @@ class Timed(Replayable, Protocol):
 class Bench:
     """Weights of `layers` layers, generated once; engines on all of them or on fewer."""
 
-    def __init__(self, name: str, layers: int) -> None:
+    def __init__(self, name: str, layers: int, *, ranks: int = 1, expert_format: str = "int4-g32") -> None:
+        """`ranks`: the slice of one of so many tensor-parallel ranks; what it would send to the others, and receive,
+        goes to and comes from memory of this GPU. ConfigError where it cannot be measured."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "measuring a model's full shapes needs a CUDA device: bench decode without --shape runs on CPU"
             )
         if layers <= STEP + 1:
             raise ConfigError(f"layers must be above {STEP + 1}: the difference to {STEP} fewer is what is measured")
-        self.name, self.layers = name, layers
+        self.name, self.layers, self.ranks, self.expert_format = name, layers, ranks, expert_format
         self.device = torch.device("cuda")
-        self.weights = random_weights(shape(name, layers), dtype=torch.bfloat16, device=self.device)
+        self.weights = random_weights(self.config(layers), dtype=torch.bfloat16, device=self.device)
+        if expert_format == "int4-compact":
+            for layer in self.weights.layers:
+                if isinstance(layer.ffn, Moe) and isinstance(layer.ffn.experts, Int4Experts):
+                    layer.ffn.experts = _compact(layer.ffn.experts)
+        self.peers = peer_memory.loopback(ranks, self.device) if ranks > 1 else None
         roof = measure_roof(self.device, torch.bfloat16)
         self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
+
+    def config(self, layers: int) -> KimiConfig:
+        return slice_of(shape(self.name, layers), self.ranks)
 
     def engine(self, layers: int, **config: Any) -> Engine:
         cut = dataclasses.replace(self.weights, layers=self.weights.layers[:layers])
 
         def source(path: Path, **_: Any) -> tuple[KimiConfig, Weights]:
-            return shape(self.name, layers), cut
+            return self.config(layers), cut
 
         engine = Engine(
             Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
         )
+        engine.runner.model.peers = self.peers
         exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
-        engine.runner.call(_fill, engine.runner.pages.data, shape(self.name, layers).kv_lora_rank)
+        engine.runner.call(_fill, engine.runner.pages.data, self.config(layers).kv_lora_rank)
         return engine
 
     def layer_bytes(self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> float:
@@ -101,7 +117,7 @@ class Bench:
         a = layer.attention
         unread = sum(t.nbytes for t in _tensors(a.w_uv if batch == 1 and a.uv_fp8 else a.uv_fp8))
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
-        c = shape(self.name, self.layers)
+        c = self.config(self.layers)
         kv = batch * context * latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
         return sum(t.nbytes for t in _tensors(layer)) - unread - experts * (1 - distinct / c.n_routed_experts) + kv
 
@@ -111,8 +127,9 @@ class Bench:
         """(what it does, bytes it must read) of the kernels of one MoE layer after the last one's experts, in order."""
         layer = self.weights.layers[-1]
         a, moe = layer.attention, layer.ffn
-        assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts) and moe.shared is not None
-        c, e = shape(self.name, self.layers), moe.experts
+        assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts | Int4CompactExperts)
+        assert moe.shared is not None
+        c, (gate_up, down) = self.config(self.layers), moe.experts.matrices
         hit = distinct / c.n_routed_experts
         kv = batch * context * latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
 
@@ -156,8 +173,8 @@ class Bench:
                     *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),
                 ]
             ),
-            ("gate and up", hit * size(e.gate_up_packed, e.gate_up_scale) + (0 if many else size(moe.shared.gate_up))),
-            ("down", hit * size(e.down_packed, e.down_scale) + (0 if many else size(moe.shared.down))),
+            ("gate and up", hit * gate_up.nbytes + (0 if many else size(moe.shared.gate_up))),
+            ("down", hit * down.nbytes + (0 if many else size(moe.shared.down))),
         ]
 
     def decode(
@@ -208,12 +225,14 @@ class Bench:
             "bench": "decode",
             "shape": self.name,
             "layers": self.layers,
-            "tp": 1,
+            "tp": self.ranks,
             "ep": 1,
+            **({"slice": self.ranks} if self.peers else {}),
+            "exchange": "local-copy" if self.peers else "none",
             "batch": batch,
             "context": context,
             "draft": 0,
-            "expert_format": "int4-g32",
+            "expert_format": self.expert_format,
             "rest_dtype": "bf16" if rest_dtype == "dtype" else rest_dtype,
             "kv_dtype": "fp8" if kv_dtype == "fp8" else "bf16",
             "us_per_layer": round(us, 1),
@@ -226,7 +245,7 @@ class Bench:
             "acceptance": "measured",
             "draft_ms": 0.0,
             "distinct_experts": round(distinct, 2),
-            "balanced": balanced(shape(self.name, self.layers), distinct, batch),
+            "balanced": balanced(self.config(self.layers), distinct, batch),
             "ceiling_tb_s": CEILING_TB_S,
             "measured_read_tb_s": round(self.read_tb_s, 3),
             "method": f"(graph of {self.layers} layers - graph of {self.layers - STEP}) / {STEP}, medians of {DRAWS} "
@@ -243,6 +262,20 @@ class Bench:
         return row
 
 
+def slice_of(whole: KimiConfig, ranks: int) -> KimiConfig:
+    """What one of `ranks` tensor-parallel ranks holds: a part of heads, widths and vocabulary, all else whole.
+    ConfigError if they cannot be shared out evenly."""
+    return dataclasses.replace(
+        whole, **{name: Slicing(0, ranks).part(getattr(whole, name)).stop for name in SHARED_OUT}
+    )
+
+
+def _compact(e: Int4Experts) -> Int4CompactExperts:
+    return Int4CompactExperts(
+        e.gate_up_packed, *int4_compact.compact(e.gate_up_scale), e.down_packed, *int4_compact.compact(e.down_scale)
+    )
+
+
 def _fill(pages: Tensor, latent: int) -> None:
     """Random rows, with no NaN among them."""
     if pages.dtype != latent_cache.PACKED:
@@ -257,7 +290,7 @@ def _fill(pages: Tensor, latent: int) -> None:
 
 def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
     """`batch` requests in the middle of decoding at `context`: all but the end of their prompts is in the cache. They
-    have up to `tokens` to decode."""
+    have up to `tokens` to decode. EngineError if one fails."""
     rng = random.Random(7)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for rid in range(batch):
@@ -266,7 +299,10 @@ def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
         engine.submit(Submit(rid, prompt, params))
     waiting = set(range(batch))
     while waiting:
-        waiting -= {d.rid for d in engine.step() if d.tokens}
+        deltas = engine.step()
+        if errors := [d.error for d in deltas if d.error]:
+            raise EngineError(f"the measured requests fail: {errors[0]}")
+        waiting -= {d.rid for d in deltas if d.tokens}
 
 
 def step_ms(engine: Engine, *, scattered: bool = True) -> float:

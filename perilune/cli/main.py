@@ -12,6 +12,7 @@ VERBS = {
     "generate": "answer one prompt in the terminal",
     "chat": "talk with a model in the terminal",
     "evaluate": "score a model or an endpoint on checked tasks",
+    "key": "make an API key for the server",
     "ops": "list, check and time the operations",
     "doctor": "check a checkpoint without loading it, and show what runs it",
     "convert": "write a checkpoint in another format",

@@ -10,15 +10,13 @@ import os
 import shlex
 import signal
 import socket
-import stat
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
@@ -27,21 +25,29 @@ from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
-from perilune.engine.client import EngineClient
+from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import BUNDLED, resolve_model
-from perilune.grammar.constrain import warm_up
-from perilune.server.app import build_app
-from perilune.server.service import Service, read_generation_config
-from perilune.text.chat import template_for
+from perilune.server import logs, reload
+from perilune.server.keys import Keyring, readable_by_others
+from perilune.server.limits import Proxies
+from perilune.server.reload import Watched
+from perilune.server.tls import Certificate
 from perilune.text.family import member_named
-from perilune.text.tokenizer import Tokenizer
 
-GRACE_SECONDS = 1  # for answers in flight to say that the server stops
-# Longer than clients keep idle connections (httpx and the SDKs: 5 s, browsers a minute), so that they end them: a
-# request on its way into a connection that the server is just closing would be lost.
-KEEP_ALIVE_SECONDS = 75
+if TYPE_CHECKING:
+    from perilune.server.audit import AuditLog
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service
+    from perilune.server.tracing import Traces
+
+GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
 QUESTION = "What is 347 + 589?"
+BACKLOG_CONNECTIONS = 2048
+DRAIN_POLL_SECONDS = 0.02
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+log = logging.getLogger("perilune.server")
 
 
 @click.command()
@@ -56,11 +62,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     "vendor_strict",
     "lenient_fields",
     "cors_origins",
-)
-@click.option(
-    "--api-key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File whose only line is the key that requests must carry as a bearer token.",
+    "uds",
+    "drain_seconds",
+    "max_body_mb",
+    "body_memory_mb",
+    "trusted_proxies",
+    "client_concurrency",
+    "client_requests_per_minute",
+    "api_key_file",
+    "tls_cert",
+    "tls_key",
+    "log_format",
+    "log_level",
+    "otlp_traces_endpoint",
+    "audit_log",
+    "audit_text",
+    "audit_redact",
+    "audit_mb",
 )
 @click.option(
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
@@ -77,48 +95,34 @@ def command(
     model: str | None,
     synthetic: str | None,
     layers: int | None,
-    host: str | None,
-    port: int | None,
-    served_model_name: str | None,
-    max_waiting: int | None,
-    chat_template: str | None,
-    vendor_strict: bool | None,
-    lenient_fields: bool | None,
-    cors_origins: tuple[str, ...],
-    api_key_file: Path | None,
     assignments: tuple[str, ...],
     config_file: Path | None,
-    **engine_options: Any,
+    **given: Any,
 ) -> None:
     """Serve MODEL (default: kimi-nano) over HTTP, compatible with the OpenAI API.
 
-    Ctrl-C or SIGTERM ends the server and the engine within two seconds.
+    SIGTERM lets answers in flight end (--drain-seconds); Ctrl-C, or a second signal, ends the server and the engine
+    within two seconds.
     """
     if synthetic is not None and model is not None:
         raise click.UsageError("give MODEL or --synthetic SHAPE, not both")
     if layers is not None and synthetic is None:
         raise click.UsageError("--layers belongs to --synthetic")
     engine_base, server_base = options.file_values(config_file)
-    engine = build(EngineConfig, options.engine_values(engine_options, assignments, engine_base))
-    given = {
-        "host": host,
-        "port": port,
-        "served_model_name": served_model_name,
-        "max_waiting": max_waiting,
-        "chat_template": chat_template,
-        "vendor_strict": vendor_strict,
-        "lenient_fields": lenient_fields,
-        "cors_origins": cors_origins or None,
-        "api_key": read_key(api_key_file) if api_key_file is not None else None,
-    }
-    server = build(ServerConfig, {**server_base, **{k: v for k, v in given.items() if v is not None}})
+    names = {f.name for f in fields(ServerConfig)}
+    engine_given = {k: v for k, v in given.items() if k not in names}
+    engine = build(EngineConfig, options.engine_values(engine_given, assignments, engine_base))
+    server_given = {k: v for k, v in given.items() if k in names and v not in (None, ())}
+    server = build(ServerConfig, {**server_base, **server_given})
+    proxies = Proxies(server.trusted_proxies)
     if server.chat_template is not None:
         member_named(server.chat_template)  # a wrong name must not cost a download
     console = Console(stderr=True, highlight=False)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logs.configure(server.log_format, server.log_level)
+    # Like the address, what the server needs besides the model is looked at before minutes of loading.
+    check_access(server)
     # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
-    with listen(server.host, server.port) as sock, contextlib.ExitStack() as made:
+    with listening(server) as sock, contextlib.ExitStack() as made:
         if synthetic is not None:
             path = made.enter_context(directory(synthetic, layers))
             name = path.name
@@ -128,62 +132,205 @@ def command(
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
             server = replace(server, served_model_name=name)
-        asyncio.run(run(path, engine, server, sock, console))
+        asyncio.run(run(path, engine, server, sock, proxies, console))
 
 
-async def run(path: Path, engine: EngineConfig, server: ServerConfig, sock: socket.socket, console: Console) -> None:
+def check_access(server: ServerConfig) -> None:
+    """ConfigError for keys, certificates or rules that cannot be used; a warning for keys that others can read."""
+    Keyring(server.api_key, server.api_key_file)
+    if server.audit_log is not None:
+        from perilune.server import audit
+
+        audit.compiled(server.audit_redact)
+        audit.prepare(Path(server.audit_log))
+    if server.otlp_traces_endpoint is not None:
+        from perilune.server.tracing import Traces
+
+        Traces(server.otlp_traces_endpoint, "").close()
+    if server.tls_cert is not None and server.tls_key is not None:
+        Certificate(server.tls_cert, server.tls_key)
+    for file in (server.api_key_file, server.tls_key):
+        if file is not None and readable_by_others(Path(file)):
+            log.warning("%s is readable by others: chmod 600 %s", file, file)
+
+
+async def run(
+    path: Path,
+    engine: EngineConfig,
+    server: ServerConfig,
+    sock: socket.socket,
+    proxies: Proxies,
+    console: Console,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
     """Starts the engine, serves until a signal comes, closes the engine."""
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
-    tokenizer = Tokenizer.from_directory(path)
-    template = template_for(path, server.chat_template)
-    generation_config = read_generation_config(path)
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, stop_token_ids=tokenizer.stop_ids))
+    starting = asyncio.create_task(EngineClient.start(path, engine, supervised=True, command=engine_command))
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
-    # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-    warming = asyncio.create_task(asyncio.to_thread(warm_up, tokenizer))
+    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
+    from perilune.grammar.constrain import warm_up
+    from perilune.server.app import build_app
+    from perilune.server.listener import Listener
+    from perilune.server.service import Service, read_generation_config
+    from perilune.text.chat import template_for
+    from perilune.text.tokenizer import Tokenizer
+
     try:
+        tokenizer = Tokenizer.from_directory(path)
+        template = template_for(path, server.chat_template)
+        generation_config = read_generation_config(path)
+        # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+        await asyncio.to_thread(warm_up, tokenizer)
         client = await starting
-    except asyncio.CancelledError as e:
-        raise click.exceptions.Abort from e
+    except BaseException as e:
+        starting.cancel()
+        for started in await asyncio.gather(starting, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close()
+        if isinstance(e, asyncio.CancelledError):
+            raise click.exceptions.Abort from e
+        raise
     try:
-        await warming
+        client.end_tokens |= tokenizer.stop_ids
         # What exists now lives as long as the server: a full garbage collection need not walk through it again, which
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
         gc.freeze()
         service = Service(client, tokenizer, template, server, generation_config)
-        http = Http(
-            uvicorn.Config(
-                build_app(service),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=GRACE_SECONDS,
-            )
-        )
-
-        def stop() -> None:
-            service.stop()
-            http.should_exit = True
-
+        watched, certificate = reloadable(service)
+        observing = observers(service)
+        service.observers += [one.record for one in observing]
+        listener = Listener(build_app(service), proxies=proxies)
+        end = Ending(service, listener, server.drain_seconds)
         for number in SIGNALS:
-            loop.add_signal_handler(number, stop)
-        show_ready(console, client.info, service.model, sock, locked=server.api_key is not None)
-        await http.serve(sockets=[sock])
+            loop.add_signal_handler(number, end.signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, lambda: reload.again(watched))
+        watching = asyncio.create_task(reload.watch(watched))
+        await listener.start(sock, None if certificate is None else certificate.context)
+        https = certificate is not None
+        if server.log_format == "json":
+            chosen = {key: {"value": value, "reason": reason} for key, value, reason in client.info.choices}
+            ready = {"url": address(sock, https=https), "model": service.model, "choices": chosen}
+            log.info("ready", extra={"fields": ready})
+        else:
+            show_ready(console, client.info, service.model, sock, locked=service.keys.locked, https=https)
+        await end.reached()
+        service.stop()
+        await listener.close(GRACE_SECONDS)
+        watching.cancel()
+        for one in observing:
+            await asyncio.to_thread(one.close)
     finally:
         await client.close()
 
 
-class Http(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are handled by `run`, which has the engine to end as well."""
-        yield
+def observers(service: "Service") -> "list[AuditLog | Traces]":
+    """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    from perilune.server import audit
+    from perilune.server.audit import AuditLog
+    from perilune.server.tracing import Traces
+
+    server, made = service.config, list[AuditLog | Traces]()
+    if server.audit_log is not None:
+        audit_log = AuditLog(
+            Path(server.audit_log),
+            service.model,
+            service.text.tokenizer.decode,
+            service.metrics.audit_lost.inc,
+            patterns=audit.compiled(server.audit_redact),
+            limit_bytes=server.audit_mb << 20,
+        )
+        made.append(audit_log)
+    if server.otlp_traces_endpoint is not None:
+        made.append(Traces(server.otlp_traces_endpoint, service.model))
+    return made
+
+
+def reloadable(service: "Service") -> tuple[list[Watched], Certificate | None]:
+    """The files of a service that are read again when they change, and its certificate."""
+    keys, server = service.keys, service.config
+    watched = [] if keys.file is None else [Watched("API key file", [keys.file], keys.load)]
+    certificate = None
+    if server.tls_cert is not None and server.tls_key is not None:
+        certificate = Certificate(server.tls_cert, server.tls_key)
+        watched.append(Watched("TLS certificate", [certificate.cert, certificate.key], certificate.load))
+    return watched, certificate
+
+
+class Ending:
+    """When the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight any
+    more. Meanwhile it answers probes, and refuses other requests."""
+
+    def __init__(self, service: "Service", listener: "Listener", drain_seconds: float) -> None:
+        self._service, self._listener, self._drain_seconds = service, listener, drain_seconds
+        self._draining, self._now = asyncio.Event(), asyncio.Event()
+
+    def signalled(self, number: int) -> None:
+        if number == signal.SIGINT or self._draining.is_set():
+            self._now.set()
+        self._draining.set()
+
+    async def reached(self) -> None:
+        """Returns when the server may end."""
+        await self._draining.wait()
+        self._service.drain()
+        self._listener.drain()
+        if (left := self._service.admission.in_flight) and not self._now.is_set():
+            seconds = self._drain_seconds
+            log.info("draining: %d answers in flight get %g s; a second signal ends them at once", left, seconds)
+        ended = asyncio.get_running_loop().time() + self._drain_seconds
+        while self._service.admission.in_flight and asyncio.get_running_loop().time() < ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._now.wait(), DRAIN_POLL_SECONDS)
+                return
+
+
+@contextlib.contextmanager
+def listening(server: ServerConfig) -> Iterator[socket.socket]:
+    """The bound socket of the configuration; a Unix socket's path is removed at the end."""
+    if server.uds is None:
+        with listen(server.host, server.port) as sock:
+            yield sock
+        return
+    path = Path(server.uds)
+    with listen_unix(path) as sock:
+        try:
+            yield sock
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A socket at `path` that this user and group may connect to. A socket that no process serves any more is replaced;
+    ConfigError for anything else at that path."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                sock.close()
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            else:
+                raise ConfigError(f"another process serves {path}: choose another path with --uds")
+        before = os.umask(0o117)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(BACKLOG_CONNECTIONS)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {e.strerror or e}; choose another path with --uds") from e
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -199,7 +346,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         # Listening is what claims the port: two sockets with SO_REUSEADDR may both bind it.
-        sock.listen(2048)
+        sock.listen(BACKLOG_CONNECTIONS)
     except OSError as e:
         sock.close()
         if e.errno == errno.EADDRINUSE:
@@ -209,32 +356,31 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def read_key(path: Path) -> str:
-    try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            key = file.read().strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the API key file {path}: {e}") from e
-    if not key or any(c.isspace() for c in key):
-        raise ConfigError(f"the API key file {path} must hold one key without spaces")
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        click.echo(f"warning: the API key file {path} is readable by others: chmod 600 {path}", err=True)
-    return key
+def address(sock: socket.socket, *, https: bool) -> str:
+    """The URL that reaches the socket from this machine."""
+    scheme = "https" if https else "http"
+    if sock.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def show_ready(console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool) -> None:
+def show_ready(
+    console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool, https: bool
+) -> None:
     """Prints the automatic choices with their reasons, the address and a question to try, once."""
     for key, value, reason in info.choices:
         console.print(f"  {escape(key)} = [bold]{escape(value)}[/]  [dim]{escape(reason)}[/]", soft_wrap=True)
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = address(sock, https=https)
+    reach = f" --unix-socket {shlex.quote(sock.getsockname())}" if sock.family == socket.AF_UNIX else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
     key = ' -H "Authorization: Bearer $(cat KEY_FILE)"' if locked else ""
-    console.print(f"\n[bold]{escape(name)}[/] is served at [bold]{url}/v1[/]", soft_wrap=True)
-    console.print(f"Talk with it at [bold]{url}/[/], or try\n", soft_wrap=True)
+    where = f"[bold]{url}/v1[/]" if not reach else f"the Unix socket [bold]{escape(sock.getsockname())}[/]"
+    console.print(f"\n[bold]{escape(name)}[/] is served at {where}", soft_wrap=True)
+    console.print(f"Talk with it at [bold]{url}/[/], or try\n" if not reach else "Try\n", soft_wrap=True)
     # Not through the console, which would wrap the line: it is there to be copied.
     click.echo(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n", err=True
+        f"curl{reach} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
+        err=True,
     )

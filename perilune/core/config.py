@@ -22,6 +22,11 @@ def _doc(text: str, default: Any) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _secret(text: str, default: Any) -> Any:
+    """A field with a value that no error or log line may show."""
+    return field(default=default, repr=False, metadata={"help": text, "secret": True})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What the engine needs besides the model. "auto" and None are resolved by the engine when it starts."""
@@ -145,11 +150,30 @@ class ServerConfig:
     host: str = _doc("address to listen on", "127.0.0.1")
     port: int = _doc("port to listen on; 0 takes a free one", 8000)
     served_model_name: str | None = _doc("name clients use; default: the model's own", None)
-    api_key: str | None = _doc("if set, requests must carry it as a bearer token", None)
+    api_key: str | None = _secret("if set, requests must carry it as a bearer token", None)
+    api_key_file: str | None = _doc(
+        "file with the key that requests must carry as a bearer token, or with several keys and their limits: read "
+        "again when it changes",
+        None,
+    )
     chat_template: str | None = _doc(
         "family member to write prompts for, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
         None,
     )
+    uds: str | None = _doc("path of a Unix socket to listen on, instead of host and port", None)
+    drain_seconds: float = _doc(
+        "seconds that answers in flight get to end after SIGTERM; a second signal ends at once", 30.0
+    )
+    max_body_mb: int = _doc("megabytes (2^20 bytes) that the body of a request may have; more is answered 413", 32)
+    body_memory_mb: int = _doc(
+        "megabytes that the bodies of all connections may take in memory; a body beyond is answered 503, unread", 128
+    )
+    trusted_proxies: tuple[str, ...] = _doc(
+        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8; unix: of --uds",
+        (),
+    )
+    client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
+    client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
         "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
@@ -163,11 +187,49 @@ class ServerConfig:
         "origins of web pages with scripts that may call the server, e.g. https://chat.example.org; * allows all", ()
     )
 
+    tls_cert: str | None = _doc("certificate chain (PEM) for HTTPS; read again when it changes", None)
+    tls_key: str | None = _doc("private key (PEM) of tls_cert, without a passphrase", None)
+    log_format: Literal["text", "json"] = _doc("form of the log's lines on standard error", "text")
+    log_level: Literal["debug", "info", "warning", "error"] = _doc("least important lines that are logged", "info")
+    otlp_traces_endpoint: str | None = _doc(
+        "URL of an OpenTelemetry collector that gets a span per request by OTLP over HTTP, e.g. "
+        "http://127.0.0.1:4318/v1/traces",
+        None,
+    )
+    audit_log: str | None = _doc("directory for a log of who asked when, for what and how much", None)
+    audit_text: bool = _doc("the audit log has prompts and answers too, with secrets in them redacted", False)
+    audit_redact: tuple[str, ...] = _doc("regular expressions of text that the audit log replaces, besides secrets", ())
+    audit_mb: int = _doc("megabytes of the audit log; the oldest files are deleted", 1024)
+
     def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together: set both")
+        if self.audit_mb < 1:
+            raise ConfigError(f"audit_mb must be at least 1, not {self.audit_mb}")
+        if (self.audit_text or self.audit_redact) and self.audit_log is None:
+            raise ConfigError("audit_text and audit_redact need audit_log, the directory")
+        object.__setattr__(self, "audit_redact", tuple(self.audit_redact))
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("api_key and api_key_file are both set: keep one")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}")
+        for name in (
+            "max_waiting",
+            "max_body_mb",
+            "body_memory_mb",
+            "client_concurrency",
+            "client_requests_per_minute",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.max_body_mb > self.body_memory_mb:
+            raise ConfigError(
+                f"max_body_mb={self.max_body_mb} is above body_memory_mb={self.body_memory_mb}: raise the latter"
+            )
+        if not 0 <= self.drain_seconds <= 86400:
+            raise ConfigError(f"drain_seconds must be between 0 and 86400, not {self.drain_seconds:g}")
+        object.__setattr__(self, "trusted_proxies", tuple(self.trusted_proxies))
         object.__setattr__(self, "cors_origins", tuple(self.cors_origins))
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -187,7 +249,8 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
         if key not in fields:
             raise ConfigError(f"unknown config key {key!r}; known: {', '.join(sorted(fields))}")
         if not _fits(value, hints[key]):
-            raise ConfigError(f"{key} must be {spelled(hints[key])}, not {value!r}")
+            given = f"not {type(value).__name__}" if fields[key].metadata.get("secret") else f"not {value!r}"
+            raise ConfigError(f"{key} must be {spelled(hints[key])}, {given}")
     return kind(**values)
 
 

@@ -96,7 +96,7 @@ def sample(rows: int, V: int) -> Cost:
     return Cost(4 * rows * V, 4 * rows * V)
 
 
-def verdict(B: int, m: int) -> Cost:
+def acceptance(B: int, m: int) -> Cost:
     return Cost(2 * B * m, 8 * B * (4 * m + 7))
 
 

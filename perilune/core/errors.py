@@ -31,11 +31,21 @@ class EngineError(PeriluneError):
 class RequestError(PeriluneError):
     """One request is unacceptable; no other request is disturbed.
 
-    `status` is the HTTP status, `param` the offending request field, `code` a stable machine-readable word.
+    `status` is the HTTP status, `param` the offending request field, `code` a stable machine-readable word,
+    `retry_seconds` when the same request may be accepted.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        retry_seconds: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_seconds = retry_seconds
         self.param = param
         self.code = code
         self.status = status

@@ -34,11 +34,15 @@ def spelled(data: Mapping[str, Any]) -> str:
 
 
 def write_object(path: Path, data: Mapping[str, Any]) -> None:
+    write_text(path, spelled(data))
+
+
+def write_text(path: Path, text: str) -> None:
     """Replaces `path` in one step, so that no reader ever sees half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(spelled(data))
+            f.write(text)
         Path(temporary).chmod(0o644)  # mkstemp makes files only their owner may read
         os.replace(temporary, path)
     except BaseException:

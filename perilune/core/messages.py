@@ -3,12 +3,28 @@
 Between processes they travel as msgpack over a private socket pair (engine/wire.py): never pickle.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from perilune.core.constraint import Constraint
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """When a request runs, compared with others, and until when.
+
+    priority          requests of lower numbers are admitted first, and give their blocks back last
+    deadline_seconds  from the submission; of equal priorities the earlier deadline is admitted first. A request that
+                      has not ended by then ends with the finish reason "deadline"
+    """
+
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+FIRST_COME = Order()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +42,7 @@ class Submit:
     params: SamplingParams
     constraint: Constraint | None = None
     cache_keys: tuple[str, ...] = ()
+    order: Order = FIRST_COME
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +64,14 @@ class Delta:
     tokens             the end token that ended the request is included
     logprobs           parallel to `tokens`, if asked for
     prompt_logprobs    arrive in pieces, in order of position
-    finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length" or "error"
+    finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length", "deadline" or "error"
     error              one line for the user, with finish_reason "error"
     cached_tokens      prompt tokens taken from the prefix cache; in the first delta only
+    queue_seconds      of waiting in the scheduler; in the first delta only. Not part of equality
     drafted, accepted  drafts that the step verified for the request; the first `accepted` of `tokens` were drafts
     closed_by_grammar  the answer's form is complete only because the grammar replaced tokens of the model near
                        max_tokens; finish_reason is then "length"
+    verified           of deltas that were joined: how many had drafts. Does not cross between processes
     """
 
     rid: int
@@ -65,6 +84,8 @@ class Delta:
     drafted: int = 0
     accepted: int = 0
     closed_by_grammar: bool = False
+    verified: int = field(default=0, kw_only=True)
+    queue_seconds: float = field(default=0.0, compare=False)
 
     def singly(self) -> "Iterator[Delta]":
         """The same, one delta per token: for callers that may stop at any token."""
@@ -84,7 +105,27 @@ class Delta:
                 self.drafted if i == 0 else 0,
                 int(i < self.accepted),
                 self.closed_by_grammar and i == last,
+                self.queue_seconds if i == 0 else 0.0,
             )
+
+
+def joined(deltas: "Sequence[Delta]") -> "list[Delta]":
+    """Deltas of one request in a row as few: one, and a last one by itself that brings an error or the engine's end."""
+    first, *rest = deltas
+    found = [first]
+    for delta in rest:
+        if delta.finish_reason in ("error", "cancelled"):
+            found.append(delta)
+            continue
+        first.verified = (first.verified or first.drafted > 0) + (delta.drafted > 0)
+        first.tokens += delta.tokens
+        first.logprobs += delta.logprobs
+        first.prompt_logprobs += delta.prompt_logprobs
+        first.drafted += delta.drafted
+        first.accepted += delta.accepted
+        first.cached_tokens = max(first.cached_tokens, delta.cached_tokens)
+        first.finish_reason, first.closed_by_grammar = delta.finish_reason, delta.closed_by_grammar
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import PENDING
 
+_PENDING = (PENDING,)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -30,6 +32,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
+    rank: tuple[float, ...] = ()  # what it is sorted by: (priority, deadline, arrival)
     root: bytes = b""  # what the digests begin with: kv.prefix.root_of the cache keys
     slot: int | None = None  # row of the device's last-token buffer while running
     blocks: list[int] = field(default_factory=list)  # block table; each entry is one reference this request holds
@@ -44,6 +47,8 @@ class Request:
     life: int = 0  # preemptions so far; work planned in an earlier life has lost its blocks
     scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
+    submitted: float = 0.0  # time.monotonic() when it entered the scheduler
+    queue_seconds: float = 0.0  # from then until it first ran, until the first delta has reported them
     finished: bool = False
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 
@@ -82,10 +87,12 @@ class Request:
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
         """Ids at the next `count` positions to plan; the last one is PENDING while a step in flight samples it."""
-        assert 0 < count <= self.horizon - self.planned, (self.rid, count, self)
-        end = self.planned + count
-        ids = tuple(self.tokens[self.planned : end])
-        return ids if end <= self.known else (*ids, PENDING)
+        known, start = len(self.tokens), self.planned
+        assert 0 < count <= known + self.pending - start, (self.rid, count, self)
+        if count == 1:
+            return _PENDING if start == known else (self.tokens[start],)
+        ids = tuple(self.tokens[start : start + count])
+        return ids if start + count <= known else (*ids, PENDING)
 
     def targets(self, count: int) -> tuple[int, ...]:
         """The prompt tokens that follow the next `count` positions to plan."""
@@ -94,7 +101,7 @@ class Request:
     def next_token(self, count: int) -> int:
         """The token that follows the next `count` positions to plan; PENDING if it is not known."""
         end = self.planned + count
-        return self.tokens[end] if end < self.known else PENDING
+        return self.tokens[end] if end < len(self.tokens) else PENDING
 
     def history(self, count: int) -> tuple[int, ...]:
         """All tokens, if the next `count` positions sample the first token since the request started to run and its
@@ -107,7 +114,7 @@ class Request:
     def launch(self, count: int) -> bool:
         """Counts `count` more positions as planned; true when the last of them samples a token."""
         self.planned += count
-        sample = self.planned == self.horizon
+        sample = self.planned == len(self.tokens) + self.pending
         self.pending += sample
         self.counted |= sample
         return sample
@@ -119,7 +126,7 @@ class Request:
         self.planned += accepted - again
         self.drafted -= drafts
         self.counted &= not again
-        assert self.computed <= self.known and self.drafted >= 0, self
+        assert self.computed <= len(self.tokens) and self.drafted >= 0, self
 
     def withdraw(self, drafts: int) -> None:
         """Takes back a launch of one position with `drafts` drafts, whose result is not used."""
@@ -137,7 +144,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """The token that a step in flight sampled has arrived (`pending` no longer counts it)."""
-        assert token >= 0 and self.horizon < self.limit, (self.rid, token, self.horizon, self.limit)
+        assert token >= 0 and len(self.tokens) + self.pending < self.limit, (self.rid, token, self)
         self.tokens.append(token)
 
     def start(self, slot: int, blocks: list[int], block_size: int) -> None:

@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 import itertools
+import logging
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,32 @@ import msgspec
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
+from perilune.core.messages import (
+    FIRST_COME,
+    Cancel,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Order,
+    Shutdown,
+    Submit,
+    joined,
+)
 from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
+from perilune.engine.inbox import Inbox
 
 SHUTDOWN_SECONDS = 1.5
+TURN_MESSAGES = 1024  # taken before streams get their turn: more lengthen the gaps between pieces of each stream
+ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the socket's number follows
+CRASH_SECONDS = 0.5  # for a process that has closed its socket to end by itself, with its traceback
+MAX_RUNS = 2  # engine processes that one request may run in. More: a request that ends the engine ends it more often.
+BACKOFF_SECONDS = 1.0
+MAX_BACKOFF_SECONDS = 60.0
+LOST = "lost"  # the finish reason of a request that the engine process took with it; it does not leave this module
+
+log = logging.getLogger("perilune.engine")
 
 
 def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
@@ -42,67 +67,138 @@ def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int
     return rest if params.max_tokens is None else min(params.max_tokens, rest)
 
 
-class EngineClient:
-    """A running engine process. All methods belong to the event loop that started it."""
+@dataclass(slots=True)
+class _Request:
+    """A request of the server's. `produced`: a delta has come; `runs`: engine processes that have had it; `lost`: with
+    one of them."""
+
+    message: Submit
+    inbox: Inbox
+    deadline: float | None  # of the event loop's clock
+    produced: bool = False
+    runs: int = 0
+    lost: bool = False
+
+
+class _Process:
+    """One life of the engine. `stepped`: it has finished a step."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        info: EngineInfo,
-        end_tokens: frozenset[int],
     ) -> None:
-        self.info = info
-        self.stats = EngineStats()
-        self.end_tokens = end_tokens
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._ids = itertools.count()
-        # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
-        self._inboxes: dict[int, asyncio.Queue[Delta]] = {}
-        self._failure: str | None = None
-        self._receiver = asyncio.create_task(self._receive())
+        self.process, self.reader, self.writer = process, reader, writer
+        self.info: EngineInfo
+        self.stepped = False
 
     @classmethod
-    async def start(cls, model: Path, config: EngineConfig, *, stop_token_ids: Iterable[int] = ()) -> "EngineClient":
-        """Spawns the engine on a checkpoint directory and waits until it is loaded.
-
-        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json.
-        Raises EngineError with the engine's own message when it cannot start.
-        """
+    async def start(cls, launch: "Launch") -> "_Process":
+        """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "perilune.engine.process",
+                *launch.command,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which then ends this process
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        body = msgspec.msgpack.encode((str(model), config))
-        writer.write(wire.HEADER.pack(len(body)) + body)
+        self = cls(process, reader, writer)
+        body = msgspec.msgpack.encode((str(launch.model), launch.config))
         try:
+            writer.write(wire.HEADER.pack(len(body)) + body)
             (first,) = await _read(reader)
         except (asyncio.IncompleteReadError, ConnectionError) as e:
-            code = await process.wait()
-            raise EngineError(f"the engine process ended with exit code {code} before it was ready") from e
+            await self.kill()
+            raise EngineError(f"the engine process ended with {self.ending} before it was ready") from e
         except asyncio.CancelledError:
-            process.kill()
+            await self.kill()
             raise
         if isinstance(first, Failed):
-            await process.wait()
-            writer.close()
+            await self.kill(CRASH_SECONDS)
             raise EngineError(first.error)
         assert isinstance(first, EngineInfo), f"unexpected first message {first!r}"
-        return cls(process, reader, writer, first, frozenset(stop_token_ids) | set(first.stop_token_ids))
+        self.info = first
+        return self
 
     @property
-    def alive(self) -> bool:
-        return self._failure is None
+    def ending(self) -> str:
+        code = self.process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+    def send(self, message: Any) -> None:
+        self.writer.write(wire.encode([message]))
+
+    async def kill(self, wait_seconds: float = 0.0) -> None:
+        """Ends the process, by force if it has not ended after `wait_seconds`, and whatever it has started."""
+        if self.writer.is_closing():  # it was ended before: its number may be another process's by now
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), wait_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader: ranks, compilers
+        self.writer.close()
+        await self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the engine process is started with. The descriptor of its socket is appended to `command`."""
+
+    model: Path
+    config: EngineConfig
+    command: Sequence[str] = ENGINE_COMMAND
+
+
+class EngineClient:
+    """A running engine process. All methods belong to the event loop that started it.
+
+    A supervised one starts again when it ends by itself: at once, or after a growing delay if it ended without having
+    finished a step. Requests that had produced tokens then fail; the others run again, at most MAX_RUNS times in all,
+    because one of them may be what ends the engine.
+
+    alive     requests are taken
+    restarts  engine processes after the first
+    """
+
+    def __init__(self, launch: Launch, process: _Process, end_tokens: frozenset[int], *, supervised: bool) -> None:
+        self.info = process.info
+        self.stats = EngineStats()
+        self.end_tokens = end_tokens
+        self.alive = True
+        self.restarts = 0
+        self._launch = launch
+        self._process = process
+        self._supervised = supervised
+        self._fruitless = 0  # engine processes in a row that ended without having finished a step
+        self._ids = itertools.count()
+        # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
+        self._requests: dict[int, _Request] = {}
+        self._failure: str | None = None  # why no request is taken, not even to wait for the next process
+        self._running = asyncio.create_task(self._run())
+
+    @classmethod
+    async def start(
+        cls,
+        model: Path,
+        config: EngineConfig,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        supervised: bool = False,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> "EngineClient":
+        """Spawns the engine on a checkpoint directory and waits until it is loaded.
+
+        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json. `command` starts
+        another process that speaks engine/wire.py.
+        Raises EngineError with the engine's own message when it cannot start.
+        """
+        launch = Launch(model, config, command)
+        process = await _Process.start(launch)
+        end_tokens = frozenset(stop_token_ids) | set(process.info.stop_token_ids)
+        return cls(launch, process, end_tokens, supervised=supervised)
 
     async def generate(
         self,
@@ -110,9 +206,12 @@ class EngineClient:
         params: SamplingParams,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        order: Order = FIRST_COME,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
 
+        Deltas that came while the consumer was busy are joined to one, so that a server behind its engine catches up;
+        with stop strings they are not, as the consumer counts each delta's drafts up to where it stops.
         Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
@@ -124,63 +223,123 @@ class EngineClient:
         if self._failure is not None:
             raise EngineError(self._failure)
         rid = next(self._ids)
-        inbox: asyncio.Queue[Delta] = asyncio.Queue()
-        self._inboxes[rid] = inbox
+        message = Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint, cache_keys, order)
+        deadline = None if order.deadline_seconds is None else _now() + order.deadline_seconds
+        request = self._requests[rid] = _Request(message, Inbox(), deadline)
         finished = False
         try:
-            self._send(Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint, cache_keys))
+            if self.alive:
+                self._submit(request)
             while not finished:
-                delta = await inbox.get()
-                finished = delta.finish_reason is not None
-                if self._failure is not None and delta.finish_reason == "error":
-                    raise EngineError(self._failure)
-                yield delta
+                taken = await request.inbox.take()
+                lost = taken.pop() if taken[-1].finish_reason == LOST else None
+                for delta in taken if params.stop or len(taken) < 2 else joined(taken):
+                    finished = delta.finish_reason is not None
+                    yield delta
+                if lost is not None and not finished:
+                    finished = True
+                    raise EngineError(lost.error or "")
         finally:
-            del self._inboxes[rid]
-            if not finished and self._failure is None:
-                self._send(Cancel(rid))
+            del self._requests[rid]
+            if not finished and self.alive:
+                self._process.send(Cancel(rid))
 
     async def close(self) -> None:
         """Ends the engine process, by force if it does not end in time; live requests get an EngineError."""
-        self._fail("the engine was shut down")
-        with contextlib.suppress(ConnectionError):
-            self._send(Shutdown())
-            await self._writer.drain()
-        try:
-            await asyncio.wait_for(self._process.wait(), SHUTDOWN_SECONDS)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        self._receiver.cancel()
+        self._lose("the engine was shut down", every=True)
+        self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._receiver
-        self._writer.close()
+            await self._running
+        with contextlib.suppress(ConnectionError):
+            self._process.send(Shutdown())
+            await self._process.writer.drain()
+        await self._process.kill(SHUTDOWN_SECONDS)
 
-    def _send(self, message: Any) -> None:
-        self._writer.write(wire.encode([message]))
+    def _submit(self, request: _Request) -> None:
+        message = request.message
+        if request.deadline is not None:  # what is left of it
+            order = replace(message.order, deadline_seconds=max(request.deadline - _now(), 0.0))
+            message = replace(message, order=order)
+        request.runs += 1
+        self._process.send(message)
 
-    async def _receive(self) -> None:
+    async def _run(self) -> None:
+        """Receives from one engine process after the other."""
+        while True:
+            why = await self._receive()
+            self.alive = False
+            await self._process.kill(CRASH_SECONDS)
+            why = why or f"the engine process ended unexpectedly ({self._process.ending})"
+            if not self._supervised:
+                self._lose(f"{why}: see its output above, then restart the server", every=True)
+                return
+            log.error("%s; it is started again", why)
+            self._lose(f"{why} while it answered: send the request again", every=False)
+            self._fruitless = 0 if self._process.stepped else self._fruitless + 1
+            await self._start_again()
+
+    async def _start_again(self) -> None:
+        begun = _now()
+        while True:
+            if self._fruitless:
+                seconds = min(BACKOFF_SECONDS * 2 ** min(self._fruitless - 1, 10), MAX_BACKOFF_SECONDS)
+                log.error("the engine ended without having finished a step: the next try is in %g s", seconds)
+                await asyncio.sleep(seconds)
+            try:
+                self._process = await _Process.start(self._launch)
+            except EngineError as e:
+                log.error("the engine could not be started again: %s", e)
+                self._lose(f"the engine could not be started again: {e}", every=True)
+                self._fruitless += 1
+                continue
+            break
+        self.info, self.stats = self._process.info, EngineStats()
+        self.restarts += 1
+        self._failure, self.alive = None, True
+        again = [request for request in self._requests.values() if not request.lost]
+        for request in again:
+            self._submit(request)
+        log.info("the engine is ready again after %.1f s; %d requests run again", _now() - begun, len(again))
+
+    async def _receive(self) -> str | None:
+        """Until the process ends: the reason that it gives, if any."""
+        process, why, taken = self._process, None, 0
         try:
             while True:
-                for message in await _read(self._reader):
+                messages = await _read(process.reader)
+                taken += len(messages)
+                if taken >= TURN_MESSAGES:  # reading does not wait while there are bytes
+                    taken = 0
+                    await asyncio.sleep(0)
+                for message in messages:
                     if isinstance(message, Delta):
+                        process.stepped = process.stepped or bool(message.tokens)
                         # Absent: cancelled before the delta arrived.
-                        if (inbox := self._inboxes.get(message.rid)) is not None:
-                            inbox.put_nowait(message)
+                        if (request := self._requests.get(message.rid)) is not None:
+                            request.produced = True
+                            request.inbox.put(message)
                     elif isinstance(message, EngineStats):
+                        process.stepped = process.stepped or message.steps > 0
                         self.stats = message
                     elif isinstance(message, Failed):
-                        self._fail(message.error)
+                        why = message.error
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._fail("the engine process ended unexpectedly: see its output above, then restart the server")
+            return why
         except EngineError as e:
-            self._fail(str(e))
+            return str(e)
 
-    def _fail(self, why: str) -> None:
-        if self._failure is None:
-            self._failure = why
-            for rid, inbox in self._inboxes.items():
-                inbox.put_nowait(Delta(rid, finish_reason="error", error=why))
+    def _lose(self, why: str, *, every: bool) -> None:
+        """Fails the requests that cannot run again, or `every` one and those to come."""
+        if every:
+            self.alive, self._failure = False, self._failure or why
+        for rid, request in self._requests.items():
+            if every or request.produced or request.runs >= MAX_RUNS:
+                request.lost = True
+                request.inbox.put(Delta(rid, finish_reason=LOST, error=why))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _read(reader: asyncio.StreamReader) -> list[Any]:

@@ -1,18 +1,30 @@
 """Times steps of an engine before its first request, for the table by which draft lengths are chosen
 (speculation/step_cost.py)."""
 
+import dataclasses
+import hashlib
 import logging
+import os
 import random
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
 
 from perilune.core.config import EngineConfig
+from perilune.core.files import read_regular
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, StepPlan, Work
 from perilune.engine.graphs.decode import rounded_up
 from perilune.engine.runner import Runner
+from perilune.ops.harness import build
 from perilune.speculation import step_cost
+
+KEPT_SECONDS = 7 * 86_400  # The machine may have been busy when a table was measured: it is measured anew after a week.
+KEPT_TABLES = 32  # of other models and configurations; the oldest go first
 
 log = logging.getLogger("perilune.engine")
 
@@ -21,7 +33,62 @@ FIRST_REQUESTS = 8  # More: longer starts. Fewer: the first requests of a size w
 
 
 def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
-    """Seconds of steps of this runner, by their size. Overwrites the cache, which must be empty."""
+    """Seconds of steps of this runner, by their size. Overwrites the cache, which must be empty.
+
+    On a CPU, where this takes longer than all the rest of a start, the table is kept on disk: by the model's and the
+    engine's configuration, the kernels and the processor, for KEPT_SECONDS.
+    """
+    if runner.pages.data.device.type != "cpu":
+        return time_steps(runner, config)
+    path = build.cache_directory("costs") / f"{_digest(runner, config)}.json"
+    try:
+        if time.time() - path.stat().st_mtime < KEPT_SECONDS:
+            return msgspec.json.decode(read_regular(path), type=step_cost.Costs)
+    except (OSError, msgspec.DecodeError):
+        pass  # none, or damaged: measured again
+    costs = time_steps(runner, config)
+    try:
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(costs))
+        scratch.replace(path)
+        kept = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        for old in kept[:-KEPT_TABLES]:
+            old.unlink(missing_ok=True)
+    except OSError as e:
+        log.info("the measured costs of steps are not kept: %s", e)
+    return costs
+
+
+def _digest(runner: Runner, config: EngineConfig) -> str:
+    """Of what the time of a step depends on."""
+    files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
+    sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    config = dataclasses.replace(config, kv_blocks=None, seed=None)  # depend on the moment, not on the machine
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
+    kinds = [_kind(leaf) for leaf in _leaves(runner.model.weights)]
+    return hashlib.sha256(repr((parts, kinds, sources)).encode()).hexdigest()[:24]
+
+
+def _kind(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The classes, tensors and values of nested records."""
+    if dataclasses.is_dataclass(value):
+        yield value.__class__
+        for f in dataclasses.fields(value):
+            yield from _leaves(getattr(value, f.name))
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value
+
+
+def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
+    """As measure_costs, always measured."""
     assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
     begin = time.perf_counter()
     max_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
@@ -48,7 +115,7 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
     most = min(FIRST_REQUESTS, config.max_num_seqs, config.kv_blocks)
     # With several ranks there are two kinds of graphs: those that gather logits, and those that need not.
     for temperature in (0.0, 1.0) if runner.group.ranks > 1 else (0.0,):
-        timer = _Timer(runner, config, replace(GREEDY, temperature=temperature))
+        timer = _Timer(runner, config, dataclasses.replace(GREEDY, temperature=temperature))
         for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
             timer((1,) * requests, 1, chain)
 

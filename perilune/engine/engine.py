@@ -24,7 +24,9 @@ from perilune.engine.build import Source, build, speculator
 from perilune.engine.cost_table import capture_first, measure_costs
 from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
+from perilune.kv.prefix import root_of
 from perilune.loading.load import load
+from perilune.ops.harness import build as build_ops
 from perilune.speculation.protocol import Drafting, Observer
 from perilune.speculation.step_cost import Costs
 
@@ -62,6 +64,8 @@ class Engine:
             capture_first(self.runner, self.config)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
+        elif self.speculator is None and self.config.draft != "off":
+            parts.choices.note("draft", "off for now", "kernels are being compiled: drafts come with the next start")
         self.info = parts.info(model_dir.name)
         self._admission = Admission(self.info, self._grammars, config.seed, self._schedule)
         if self._ranks is not None:
@@ -92,6 +96,7 @@ class Engine:
 
     def _step(self) -> list[Delta]:
         deltas = self._admission.schedule_compiled(idle=self._running is None and not self.scheduler.has_work)
+        deltas += self._expire()
         running, self._running = self._running, None
         chained = None if running is None else self._plan_chained(running[0])
         first = running is not None and chained is None and self._commits_first(running[0])
@@ -175,9 +180,16 @@ class Engine:
         return deltas
 
     def _schedule(self, request: Submit, seed: int) -> None:
-        self.scheduler.submit(request, seed)
+        self.scheduler.submit(request, seed, time.monotonic())
+        root = root_of(request.cache_keys)
         for observer in self._observers:
-            observer.open(request.rid, request.prompt)
+            observer.open(request.rid, request.prompt, root)
+
+    def _expire(self) -> list[Delta]:
+        deltas = self.scheduler.expire(time.monotonic())
+        for delta in deltas:
+            self._drop(delta.rid)
+        return deltas
 
     def _drop(self, rid: int) -> None:
         """The request is no longer in the scheduler."""
@@ -194,6 +206,8 @@ class Engine:
         drafter = self._drafter if modelled else None
         self.runner.follow(drafter)
         self.speculator = None
+        if draft != "off" and tokens is None and build_ops.compiling():
+            return  # what steps cost is not known before their kernels are there: no drafts until the next start
         if draft != "off" and tokens is None and modelled not in self._costs:
             assert not self.scheduler.stats().blocks_cached, "measuring overwrites the cache"
             self._costs[modelled] = measure_costs(self.runner, self.config)

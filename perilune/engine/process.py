@@ -5,8 +5,10 @@ the configuration. It ends after a Shutdown message, or when the other side clos
 """
 
 import contextlib
+import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -16,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.core.messages import Cancel, Delta, Failed, Shutdown, Submit
 from perilune.engine import wire
 from perilune.engine.engine import Engine
+from perilune.ops.harness import build, registry
 
 STATS_INTERVAL = 0.5  # seconds
 
@@ -83,11 +87,21 @@ def serve(engine: Engine, channel: Channel) -> None:
             channel.send(out)
 
 
+def end_with_server() -> None:
+    """The kernel ends this process when its server dies, however that dies and whatever this process does then: loading
+    weights, or waiting for a device. Elsewhere than on Linux the closed socket ends it, at its next look."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
+    end_with_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])
+            if config.tp == 1 and not config.ops and config.device != "cuda" and not torch.cuda.is_available():
+                build.compile_aside(registry.forget)
             engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
             engine.on_lost_rank(partial(_end, channel))
         except PeriluneError as e:

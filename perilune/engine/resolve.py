@@ -11,7 +11,6 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.dist.group import ALONE, Group, least
-from perilune.formats.hub import resolve_model
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
@@ -20,6 +19,8 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
+CPU_KV_BYTES = 512 << 20  # of the KV cache on a CPU, unless the configuration says how much
+CPU_KV_REQUESTS = 4  # of the longest kind that it holds even if that takes more
 # Kept free besides weights and KV: for activations, logits and memory that the allocator cannot use.
 WORKSPACE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
@@ -71,7 +72,11 @@ def resolve_draft(
     config: EngineConfig, model_dir: Path, device: torch.device, choices: Choices
 ) -> tuple[EngineConfig, Path | None]:
     """The config with `draft` and `draft_dtype` resolved, and the draft model's directory, if one drafts."""
-    path = model_dir / DRAFTER if config.drafter is None else resolve_model(config.drafter)
+    path = model_dir / DRAFTER
+    if config.drafter is not None:
+        from perilune.formats.hub import resolve_model  # its HTTP client takes 0.15 s to import
+
+        path = resolve_model(config.drafter)
     found = (path / "config.json").is_file()
     if config.drafter is not None and not found:
         raise ConfigError(
@@ -160,13 +165,16 @@ def resolve_sizes(
         )
     blocks = config.kv_blocks
     if blocks is None:
-        enough = config.max_num_seqs * -(-longest // config.block_size) + 1
-        blocks = min(fits, enough)
-        why = (
-            f"{config.max_num_seqs} requests of {longest} tokens"
-            if blocks == enough
-            else f"{blocks * block / GB:.2f} GB, memory_fraction {config.memory_fraction} of what is free"
-        )
+        each = -(-longest // config.block_size)
+        enough = config.max_num_seqs * each + 1
+        # On a CPU the memory belongs to other programs as well: a cache that is never full should not take all of it.
+        modest = max(CPU_KV_BYTES // block, CPU_KV_REQUESTS * each) + 1 if device.type == "cpu" else enough
+        blocks = min(fits, enough, modest)
+        why = f"{blocks * block / GB:.2f} GB, memory_fraction {config.memory_fraction} of what is free"
+        if blocks == enough:
+            why = f"{config.max_num_seqs} requests of {longest} tokens"
+        elif blocks == modest:
+            why = f"{blocks * block / GB:.2f} GB, enough for a CPU; more with --set kv_blocks=N"
         choices.note("kv_blocks", blocks, why)
     held = blocks * config.block_size
     if longest > held:

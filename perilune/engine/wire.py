@@ -4,7 +4,11 @@ Nothing is ever executed on receipt (no pickle), a frame has a bounded size, and
 dataclass it claims to be.
 """
 
+import dataclasses
+import itertools
+import operator
 import struct
+import typing
 from typing import Any
 
 import msgspec
@@ -21,7 +25,6 @@ _KINDS: dict[str, type] = {
         messages.Submit,
         messages.Cancel,
         messages.Shutdown,
-        messages.Delta,
         messages.EngineInfo,
         messages.EngineStats,
         messages.Failed,
@@ -32,11 +35,23 @@ _frame_decoder = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()
 }
+# Deltas, one per request and step, travel as lists of values: a third of the bytes and of the time that names take.
+_DELTAS = "Deltas"
+_FIELDS = [f.name for f in dataclasses.fields(messages.Delta) if not f.kw_only]
+_values = operator.attrgetter(*_FIELDS)
+_hints = typing.get_type_hints(messages.Delta)
+_delta_decoder = msgspec.msgpack.Decoder(list[tuple[*(_hints[name] for name in _FIELDS)]])  # type: ignore[misc]  # types read at run time
 
 
 def encode(batch: list[Any]) -> bytes:
     """One frame with all messages of `batch`, header included."""
-    body = _encoder.encode([(type(m).__name__, m) for m in batch])
+    entries: list[tuple[str, Any]] = []
+    for kind, group in itertools.groupby(batch, type):
+        if kind is messages.Delta:
+            entries.append((_DELTAS, [_values(delta) for delta in group]))
+        else:
+            entries += [(kind.__name__, message) for message in group]
+    body = _encoder.encode(entries)
     return HEADER.pack(len(body)) + body
 
 
@@ -49,7 +64,13 @@ def body_length(header: bytes) -> int:
 
 def decode(body: bytes) -> list[Any]:
     """The messages of a frame's body. EngineError if it is malformed."""
+    found: list[Any] = []
     try:
-        return [_decoders[name].decode(payload) for name, payload in _frame_decoder.decode(body)]
+        for name, payload in _frame_decoder.decode(body):
+            if name == _DELTAS:
+                found += itertools.starmap(messages.Delta, _delta_decoder.decode(payload))
+            else:
+                found.append(_decoders[name].decode(payload))
+        return found
     except (msgspec.DecodeError, KeyError) as e:
         raise EngineError(f"a malformed message reached this process: {e}") from e

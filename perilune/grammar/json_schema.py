@@ -5,12 +5,17 @@ readers do (it knows February 29 in every year). What cannot be said in other wo
 the grammar is compiled.
 """
 
+import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from perilune.grammar.negation import TYPES, Negation
 from perilune.grammar.references import SchemaError, target, with_parts
 from perilune.grammar.sizes import KINDS, MAX_BYTES, NAMED, is_number, kind_of
+from perilune.grammar.unevaluated import WORDS as UNEVALUATED
+from perilune.grammar.unevaluated import without_unevaluated
 
 _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
@@ -31,6 +36,8 @@ _COUNTS: Mapping[str, float] = {
 }
 _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of ranges of numbers, from 0
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
+_STARTS = 4  # places in an array for the item that `contains` needs; _heads says what there is for several
+_MOST_CONTAINED = 64  # items
 _MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
 
 
@@ -48,6 +55,7 @@ class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._left = _MOST
+        self._negation = Negation(root)
 
     def rewrite(self, node: Any) -> Any:
         if not isinstance(node, Mapping):
@@ -56,10 +64,15 @@ class _Rewriter:
         made = {k: v for k, v in node.items() if k not in _REMARKS and k != "x-guidance"}
         if node is not self._root:
             made = {k: v for k, v in made.items() if not k.startswith("x-")}
+        if any(word in made for word in UNEVALUATED):
+            made = without_unevaluated(self._root, made, self._negation)
         steps = (
             self._counts,
             self._one_of,
             self._condition,
+            self._choice,
+            self._not,
+            self._contains,
             self._string,
             self._range,
             self._number,
@@ -85,7 +98,8 @@ class _Rewriter:
         return made
 
     def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Alternatives of which no two can hold at once are any of them; so is one required property out of several."""
+        """Alternatives of which no two can hold at once are any of them; so is one required property out of several, of
+        an object: anything else satisfies all of them."""
         choices = node.get("oneOf")
         if not isinstance(choices, list) or not choices:
             return node
@@ -94,11 +108,10 @@ class _Rewriter:
             made = choices
         elif all(
             isinstance(c, Mapping) and c.keys() == {"required"} and len(_items(c["required"])) == 1 for c in choices
-        ):
-            names = [c["required"][0] for c in choices]
+        ) and len(names := {c["required"][0] for c in choices}) == len(choices):
             made = [
-                {"required": [name], "properties": dict.fromkeys((n for n in names if n != name), False)}
-                for name in names
+                {"type": "object", "required": [name], "properties": dict.fromkeys(names - {name}, False)}
+                for name in sorted(names)
             ]
         else:
             return node
@@ -133,6 +146,48 @@ class _Rewriter:
                 made.append({"allOf": [held, follows]} if follows is not True else held)
         return _and(rest, {"anyOf": made})
 
+    def _choice(self, node: dict[str, Any]) -> dict[str, Any]:
+        """`oneOf`, `if` and `dependentSchemas` as alternatives, by what they exclude."""
+        if "oneOf" in node:
+            parts = _items(node["oneOf"])
+            others = [[{"not": other} for other in (*parts[:i], *parts[i + 1 :])] for i in range(len(parts))]
+            made = [{"allOf": [part, *rest]} for part, rest in zip(parts, others)]
+            node = _and({k: v for k, v in node.items() if k != "oneOf"}, {"anyOf": made})
+        if "if" in node:
+            asked = node["if"]
+            met, unmet = [asked, node.get("then", True)], [{"not": asked}, node.get("else", True)]
+            if "then" in node or "else" in node:
+                node = _and(node, {"anyOf": [{"allOf": met}, {"allOf": unmet}]})
+        for name, part in (node.get("dependentSchemas") or {}).items():
+            absent, present = {"properties": {name: False}}, {"allOf": [{"required": [name]}, part]}
+            node = _and(node, {"anyOf": [absent, present]})
+        return {k: v for k, v in node.items() if k not in ("if", "then", "else", "dependentSchemas")}
+
+    def _not(self, node: dict[str, Any]) -> dict[str, Any]:
+        if "not" not in node:
+            return node
+        rest = {k: v for k, v in node.items() if k != "not"}
+        return _and(rest, {"anyOf": self._negation.alternatives(node["not"])})
+
+    def _contains(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Arrays in which the items that `contains` needs are among the first ones: at most _STARTS - 1 others come
+        before the last of them. Where there is a greatest number, or more than three are needed, they are adjacent."""
+        rest = {k: v for k, v in node.items() if k not in ("contains", "minContains", "maxContains")}
+        wanted, least, most = node.get("contains"), node.get("minContains", 1), node.get("maxContains")
+        if wanted is None or (least == 0 and most is None):
+            return rest
+        if not is_number(least) or least > _MOST_CONTAINED:
+            raise SchemaError(f"minContains cannot be enforced above {_MOST_CONTAINED}")
+        ahead = {"not": wanted} if most is not None else True
+        counts = [int(least)] if most is None else range(int(least), min(int(most), int(least) + _STARTS - 1) + 1)
+        made: list[Any] = [{"type": [name for name in TYPES if name != "array"]}]
+        for count in counts:
+            for head in _heads(count, wanted, ahead, apart=most is None and count <= 3):
+                made.append({"type": "array", "minItems": len(head), "items": ahead})
+                if head:
+                    made[-1]["prefixItems"] = head
+        return _and(rest, {"anyOf": made})
+
     def _listed(self, node: Any, name: str) -> list[Any] | None:
         """The only values that a property may have; None: they are not listed."""
         for facet in self._facets(node):
@@ -162,7 +217,7 @@ class _Rewriter:
         wanted: dict[str, Any] = {"pattern": FORMATS[form]}
         if form in _LENGTHS:
             wanted["maxLength"] = _LENGTHS[form]
-        if form == "email":
+        if form in ("email", "idn-email"):
             wanted["allOf"] = [{"pattern": "^[^@]{1,64}@"}]
         return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
 
@@ -206,26 +261,38 @@ class _Rewriter:
         return node
 
     def _names(self, node: dict[str, Any]) -> dict[str, Any]:
-        names = node.get("propertyNames")
-        if not isinstance(names, Mapping):
+        """`propertyNames` that lists names, or says how they are spelled, as `properties` and `patternProperties`."""
+        if "propertyNames" not in node:
             return node
-        rest = {k: v for k, v in node.items() if k != "propertyNames"}
-        said = {k: v for k, v in names.items() if k not in _REMARKS}
-        if said in ({}, {"type": "string"}):
-            return rest
-        said.pop("type", None)
-        if said.keys() == {"pattern"} and not rest.keys() & {
-            "properties",
-            "patternProperties",
-            "required",
-            "allOf",
-            "$ref",
-        }:
+        names, rest = node["propertyNames"], {k: v for k, v in node.items() if k != "propertyNames"}
+        if isinstance(names, Mapping) and names.keys() == {"$ref"}:
+            names = target(self._root, names["$ref"])
+        if isinstance(names, bool):
+            return rest if names else _and(rest, {"maxProperties": 0})
+        said = {k: v for k, v in names.items() if k not in _REMARKS and (k, v) != ("type", "string")}
+        listed = (
+            _items(said["enum"]) if said.keys() == {"enum"} else [said["const"]] if said.keys() == {"const"} else ()
+        )
+        other, properties = rest.get("additionalProperties", True), dict(rest.get("properties") or {})
+        if listed and "patternProperties" not in rest:
+            allowed = {name: other for name in listed if isinstance(name, str)} | properties
             return rest | {
-                "patternProperties": {said["pattern"]: rest.get("additionalProperties", True)},
+                "properties": {name: part if name in listed else False for name, part in allowed.items()},
                 "additionalProperties": False,
             }
-        return node
+        pattern = said.get("pattern") if said.keys() == {"pattern"} else _length(said)
+        if (said and not pattern) or set(_items(rest.get("required"))) - properties.keys():
+            return node
+        if pattern and ("patternProperties" in rest or (properties and other is not True)):
+            return node
+        if not pattern:
+            return rest
+        try:
+            kept = {name: part if re.search(pattern, name) else False for name, part in properties.items()}
+        except re.error:
+            return node
+        made = rest | {"patternProperties": {pattern: other}, "additionalProperties": False}
+        return made | {"properties": kept} if kept else made
 
     def _dependencies(self, node: dict[str, Any]) -> dict[str, Any]:
         needs = node.get("dependentRequired")
@@ -293,6 +360,23 @@ class _Rewriter:
     def _property(self, node: Any, name: str) -> set[str] | None:
         values = self._listed(node, name)
         return None if values is None else {_spelled(v) for v in values}
+
+
+def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list[Any]]:
+    """Beginnings of an array, as schemas of its items, with `count` items that are wanted; the last one is."""
+    if not count:
+        yield []
+    elif not apart:
+        yield from ([other] * start + [wanted] * count for start in range(_STARTS))
+    else:
+        for places in itertools.combinations(range(count + _STARTS - 1), count):
+            yield [wanted if i in places else other for i in range(places[-1] + 1)]
+
+
+def _length(said: Mapping[str, Any]) -> str | None:
+    """An expression for texts of some length; None if more than that is said, or nothing."""
+    least, most = said.get("minLength", 0), said.get("maxLength", "")
+    return rf"^[\s\S]{{{least},{most}}}$" if said and said.keys() <= {"minLength", "maxLength"} else None
 
 
 def _spelled(value: Any) -> str:
@@ -377,11 +461,16 @@ FORMATS: Mapping[str, str] = {
     "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*$",
     "uri-reference": rf"^(?:https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9]\d{{0,3}})?)?(?:/{_PCHAR}*)*(?:\?{_PCHAR}*)?(?:#{_PCHAR}*)?$",
     "iri": rf"^https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9]\d{{0,3}})?(?:/{_ICHAR}*)*(?:\?{_ICHAR}*)?(?:#{_ICHAR}*)?$",
+    "idn-hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "idn-email": rf"^{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*$",
+    "iri-reference": rf"^(?:/{_PCHAR}*)*(?:\?{_PCHAR}*)?(?:#{_PCHAR}*)?$",
+    "relative-json-pointer": r"^(?:0|[1-9]\d{0,9})(?:#|(?:/(?:[^/~\x00-\x1f]|~[01])*)*)$",
+    "uri-template": r"^(?:[A-Za-z0-9._~/:?=&-]|\{[A-Za-z_][A-Za-z0-9_]*\})*$",
     "json-pointer": r"^(?:/(?:[^/~\x00-\x1f]|~[01])*)*$",
     "byte": r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?$",
 }
 
-_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
+_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254, "idn-hostname": 253, "idn-email": 254}
 
 # Formats of OpenAPI that say how a field is shown or sent, not what it holds.
 HINTS = ("password", "binary", "textarea", "markdown")

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from perilune.grammar.expressions import example
@@ -429,6 +430,12 @@ def regex_grammar(expression: str) -> str:
 
 
 def lark_grammar(text: str) -> str:
+    """From Lark text, or from EBNF with `::=` as llama.cpp (GBNF) and vLLM take it. GrammarError where it ends in
+    neither."""
+    try:
+        text = any_to_lark(text)
+    except Exception as e:  # the converter raises plain ones for rules that are missing
+        raise GrammarError(_line(f"EBNF: {e}")) from e
     return str(LLMatcher.grammar_from_lark(text))
 
 

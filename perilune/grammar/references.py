@@ -6,6 +6,7 @@ anchors. Nothing is fetched: a reference to another document is refused by name.
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -64,6 +65,7 @@ class _Document:
         self._root = root
         self._resources: dict[str, Mapping[str, Any]] = {"": root}  # by URI without fragment
         self._anchors: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._dynamic = Counter[str]()  # schemas by their dynamic anchor
         self._left = MAX_PARTS
         self._pointers: dict[int, str] = {}  # of what has a plain name, by id()
         self._numbers = itertools.count()
@@ -92,7 +94,16 @@ class _Document:
         made = {word: v for word, v in made.items() if word not in _NAMES or not isinstance(v, str)}
         if "$ref" in node:
             made["$ref"] = self._pointer(node["$ref"], base)
+        if "$dynamicRef" in node:
+            self._check_dynamic(made.pop("$dynamicRef"))
+            made = {"$ref": self._pointer(node["$dynamicRef"], base)} | ({"allOf": [made]} if made else {})
         return made
+
+    def _check_dynamic(self, reference: Any) -> None:
+        """A dynamic reference is a plain one unless its name is a dynamic anchor of several schemas."""
+        name = urldefrag(reference).fragment if isinstance(reference, str) else ""
+        if self._dynamic[name] > 1:
+            raise SchemaError(f"$dynamicRef {reference!r:.200}: {self._dynamic[name]} schemas have this $dynamicAnchor")
 
     def _register(self, node: Any, base: str) -> None:
         """Takes down what the schemas from here on are called."""
@@ -106,6 +117,7 @@ class _Document:
             name = node.get(word)
             if isinstance(name, str):
                 name = urldefrag(name).fragment if word == "$id" else name
+                self._dynamic[name] += word == "$dynamicAnchor"
                 if name and not name.startswith("/"):
                     self._anchors.setdefault((inside, name), node)
         with_parts(node, lambda part: self._register(part, inside))

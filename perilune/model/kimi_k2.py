@@ -41,6 +41,8 @@ from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
+from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
+from perilune.ops.exchange.peers import Peers
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear.linear import linear
@@ -106,6 +108,7 @@ class KimiK2:
         self.weights = weights
         self.group = group
         self.vocabulary = Vocabulary(group, config.vocab_size)
+        self.peers: Peers | None = None  # exchange by peer memory instead of the group's collectives
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
@@ -127,7 +130,7 @@ class KimiK2:
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
-            if i > 0 and self.group.ranks == 1 and _absorbed(w, step):
+            if i > 0 and self.group.ranks == 1 and self.peers is None and _absorbed(w, step):
                 q_full = mla_pre_attention(h, x, layer.input_norm, w, rotary, latents, self.eps, self.qk_norm_eps)
             elif i > 0:
                 x = self._add(h, x, layer.input_norm)
@@ -159,6 +162,8 @@ class KimiK2:
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
+        if self.peers is not None:
+            return exchange_add_rmsnorm(h, x, norm, self.eps, self.peers)
         return add_rmsnorm(h, total(self.group, x), norm, self.eps)
 
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:

@@ -1,7 +1,7 @@
 """The HTTP application: every route and every wrapper in one expression, plus the endpoints too small for a file."""
 
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,10 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.errors import PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
-from perilune.server.middleware import ApiKey, BodyLimit, Observe
+from perilune.server.call import current
+from perilune.server.limits import BodyBudget, Limit
+from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
@@ -26,18 +28,15 @@ from perilune.server.service import ModelText, Service
 from perilune.server.sse import CLIENT_GONE
 from perilune.server.turn import rendered
 
-MAX_BODY = 32 << 20  # bytes
 _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
 
 
-def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
-    """The application around a running engine, which the caller closes after the application has shut down."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        service.stop()
-
+def build_app(service: Service) -> Starlette:
+    """The application around a running engine, which the caller closes after its last request."""
+    config = service.config
+    max_body = config.max_body_mb << 20
+    budget = BodyBudget(config.body_memory_mb << 20, max_body)
+    clients = Limit(concurrent=config.client_concurrency, requests=config.client_requests_per_minute)
     routes = [
         Route("/", page, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -48,21 +47,25 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
+        Route("/v1/usage", usage, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
+        Route("/health/ready", health, methods=["GET"]),
+        Route("/health/live", live, methods=["GET"]),
         Route("/metrics", metrics_page, methods=["GET"]),
     ]
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Observe, metrics=service.metrics, paths={r.endpoint: r.path for r in routes}),
+            Middleware(Observe, service=service, paths={r.endpoint: r.path for r in routes}),
             Middleware(messages.ErrorShape),
             # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
-            *_cors(service.config.cors_origins),
-            Middleware(ApiKey, key=service.config.api_key),
-            Middleware(BodyLimit, limit=max_body),
+            *_cors(config.cors_origins),
+            *([Middleware(ClientLimit, limit=clients)] if clients.bounds else []),
+            Middleware(ApiKey, keys=service.keys),
+            Middleware(BodyLimit, limit=max_body, budget=budget),
         ],
         exception_handlers={
             PeriluneError: errors.handle,
@@ -70,7 +73,6 @@ def build_app(service: Service, *, max_body: int = MAX_BODY) -> Starlette:
             ClientDisconnect: gone,
             Exception: errors.handle,
         },
-        lifespan=lifespan,
     )
     app.state.service = service
     app.state.responses = ResponseStore()
@@ -81,7 +83,11 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     if not origins:
         return []
     methods = ("GET", "POST", "DELETE")
-    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))]
+    shown = ("x-request-id", "retry-after")
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=shown
+    )
+    return [cors]
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -101,24 +107,46 @@ def _describe(service: Service) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_describe(request.app.state.service)]})
+    service: Service = request.app.state.service
+    allowed = current().account.grant.models
+    data = [_describe(service)] if allowed is None or service.model in allowed else []
+    return json_response({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(request.path_params["model"])
+    current().account.check_model(service.model)
     return json_response(_describe(service))
 
 
 async def health(request: Request) -> Response:
+    """Readiness: 200 while requests are taken."""
     service: Service = request.app.state.service
-    if not service.engine.alive:
-        return errors.response(EngineError("the engine has stopped: see the server's log, then restart it"))
+    service.check_ready()
     return json_response({"status": "ok", **service.engine.info.marks})
+
+
+async def live(request: Request) -> Response:
+    """Liveness: the server process answers. It needs no restart while it drains or starts its engine again."""
+    return json_response({"status": "ok"})
+
+
+async def usage(request: Request) -> Response:
+    """What the key of this request has used since the server's start, an operator's: what every key has."""
+    service: Service = request.app.state.service
+    account = current().account
+    shown = service.keys.accounts if account.grant.operator else [account]
+    data = [{"key": a.name or None, **dataclasses.asdict(a.usage), "in_flight": a.in_flight} for a in shown]
+    return json_response({"object": "usage", "since": service.keys.since, "data": data})
 
 
 async def metrics_page(request: Request) -> Response:
     service: Service = request.app.state.service
+    if not current().account.grant.operator:
+        raise RequestError(
+            "metrics show what all keys do: use a key with operator = true", code="operator_only", status=403
+        )
     return Response(service.metrics.render(), headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -5,6 +5,7 @@ beginning to its end, 340 ms for 31 MB. A large body is therefore parsed in many
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -16,19 +17,50 @@ from perilune.server import fields
 from perilune.server.errors import from_validation, not_json
 from perilune.server.fields import Fields
 
+MIN_VALUES = 500_000  # lists, objects and further members that any body may have: some 60 MB of memory
 WHOLE_BYTES = 1 << 20  # parsed in one call, which takes up to 10 ms; more bytes lengthen the pauses of all streams
 _LEVELS = 4  # of nesting taken apart: messages, a message, its parts, a part. Each level reads the bytes once more.
 _OBJECT = re.compile(rb"\s*\{")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")  # no numbers or short strings: every element costs an object of 60 bytes
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_Raw = bytes | msgspec.Raw
+# Strings, whole, and what begins a value or separates two. An open string ends at the end of the text: a search that
+# began again inside of it would take quadratic time.
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)|[\[{,]', re.DOTALL)
+_QUOTE = ord('"')
+_LONGEST_ESCAPE_BYTES = 6  # of JSON for one byte of UTF-8: \u0041
+_Raw = bytes | bytearray | msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What bounds a prompt: the model's context of `tokens`, and the bytes of its longest token."""
+
+    tokens: int
+    token_bytes: int
+
+    @property
+    def text_bytes(self) -> int:
+        """More bytes, and so more characters, cannot fit."""
+        return self.tokens * self.token_bytes
+
+    def check(self, size: int, param: str) -> None:
+        """RequestError for a prompt of at least `size` bytes that cannot fit, however it is tokenized."""
+        if size > self.text_bytes:
+            raise RequestError(
+                f"the prompt has at least {size} bytes of text, and the context of {self.tokens} tokens holds at most "
+                f"{self.text_bytes}: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
 
 class Body(BaseModel):
-    """An object of a request. `FIELDS`: what becomes of fields that are not declared."""
+    """An object of a request. `FIELDS`: what becomes of fields that are not declared. `PROMPT`: names of the fields
+    with text that must fit the context."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), validate_assignment=True)
     FIELDS: ClassVar[Fields] = {}
+    PROMPT: ClassVar[tuple[str, ...]] = ()
 
     def check_nested(self, *, lenient: bool) -> None:
         """RequestError for an unknown field of an object that is no Body."""
@@ -43,13 +75,14 @@ class RequestBody(Body):
 B = TypeVar("B", bound=Body)
 
 
-def parse(kind: type[B], raw: bytes, *, lenient: bool = False) -> B:
+def parse(kind: type[B], raw: bytes | bytearray, *, lenient: bool = False, context: Context | None = None) -> B:
     """The validated body; RequestError names the field that is wrong. `lenient`: unknown fields are ignored.
 
+    A large body that cannot be a request to a model of this `context` is refused before it is decoded.
     To be called on a thread if `raw` is large (Service.offload).
     """
     try:
-        parsed = kind.model_validate_json(raw) if len(raw) <= WHOLE_BYTES else _in_parts(kind, raw)
+        parsed = kind.model_validate_json(raw) if len(raw) <= WHOLE_BYTES else _in_parts(kind, raw, context)
     except ValidationError as e:
         if e.errors(include_url=False, include_input=False)[0]["type"] == "missing":  # perhaps it is there, misspelt
             unknown = {name: value for name, value in _taken_apart(raw).items() if name not in kind.model_fields}
@@ -60,14 +93,19 @@ def parse(kind: type[B], raw: bytes, *, lenient: bool = False) -> B:
                 "",
                 lenient=lenient,
             )
-        raise from_validation(e, raw) from e
+        raise from_validation(e, bytes(raw)) from e
     _check_fields(parsed, "", lenient)
     return parsed
 
 
-def _in_parts(kind: type[B], raw: bytes) -> B:
+def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) -> B:
     """The same body, parsed in short calls: large lists of objects are put in after the rest has been validated."""
+    _check_values(raw, max(MIN_VALUES, 4 * context.tokens if context else 0))
     given = _taken_apart(raw)
+    if context is not None and "truncate_prompt_tokens" not in given:
+        for name in kind.PROMPT:
+            if name in given and _size(given[name]) > WHOLE_BYTES:
+                context.check(_least_bytes(given[name], together=name != "prompt"), name)
     large = {name: value for name, value in given.items() if _size(value) > WHOLE_BYTES and _OBJECTS.match(value)}
     body = kind.model_validate_json(msgspec.json.encode({**given, **{name: [] for name in large}}))
     for name, value in large.items():
@@ -75,7 +113,39 @@ def _in_parts(kind: type[B], raw: bytes) -> B:
     return body
 
 
-def _taken_apart(raw: bytes) -> dict[str, msgspec.Raw]:
+def _check_values(raw: bytes | bytearray, most: int) -> None:
+    """RequestError for a body of more values than `most`: decoded, each takes up to 30 times its bytes."""
+    windows = range(0, len(raw), WHOLE_BYTES)
+    if sum(raw.count(mark, at, at + WHOLE_BYTES) for at in windows for mark in (b",", b"[", b"{")) <= most:
+        return  # some of them are in strings
+    values = 0
+    for found in _STRUCTURE.finditer(raw):
+        values += raw[found.start()] != _QUOTE
+        if values > most:
+            raise RequestError(f"the body has more than {most} values: split the request", code="too_many_values")
+
+
+def _least_bytes(value: _Raw, *, together: bool) -> int:
+    """The fewest bytes of UTF-8 that the texts of a prompt, or of a list of messages, can have.
+
+    `together`: of all parts of a list; otherwise of its longest.
+    """
+    try:
+        match bytes(memoryview(value)[:64]).lstrip()[:1]:
+            case b'"':
+                return (_size(value) - 2) // _LONGEST_ESCAPE_BYTES
+            case b"[":
+                parts = [_least_bytes(v, together=True) for v in msgspec.json.decode(value, type=list[msgspec.Raw])]
+                return sum(parts) if together else max(parts, default=0)
+            case b"{":
+                members = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+                return sum(_least_bytes(members[n], together=True) for n in ("content", "text") if n in members)
+    except (msgspec.DecodeError, RecursionError):  # malformed: what decodes it says how
+        pass
+    return 0
+
+
+def _taken_apart(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as e:
@@ -107,7 +177,7 @@ def _decoded(value: _Raw, levels: int, at: str) -> Any:
         raise not_json(str(e), bytes(value), at) from e
 
 
-def _half(raw: bytes) -> int | None:
+def _half(raw: bytes | bytearray) -> int | None:
     """Where the first escape of half a surrogate pair begins."""
     high: int | None = None
     for escape in _ESCAPE.finditer(raw):

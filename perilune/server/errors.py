@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perilune.core.errors import CheckpointError, EngineError, PeriluneError, RequestError
+from perilune.server.call import current
 from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
@@ -20,8 +21,10 @@ MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -57,13 +60,23 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def response(error: Exception) -> Response:
+    """The answer to the current request, which counts as failed by this error."""
+    current().error = error
     status, body = describe(error)
-    headers = {"retry-after": "1"} if status == 429 else {}
+    headers = {"retry-after": str(getattr(error, "retry_seconds", None) or 1)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers
     return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def phrase(status: int) -> bytes:
+    """The words of a status line; none for a status that HTTP does not name."""
+    try:
+        return http.HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
 
 
 async def handle(request: Request, error: Exception) -> Response:

@@ -79,7 +79,6 @@ _SAMPLING: Fields = {
     "logits_processors": Refused("use logit_bias, allowed_token_ids or bad_words"),
     "logprob_token_ids": Refused("use logprobs with the number of the likeliest tokens to report"),
     "detokenize": Refused("use return_token_ids, which come beside the text", (True,)),
-    "priority": Refused("requests are served in the order in which they come", (0,)),
     "kv_transfer_params": _TRANSFER,
     "ec_transfer_params": _TRANSFER,
     "vllm_xargs": Refused("there are no extensions that take them"),
@@ -189,7 +188,18 @@ MESSAGES: Fields = {
     "mcp_servers": Refused("only tools that the client runs are served"),
 }
 COUNT: Fields = dict.fromkeys(
-    ("cache_salt", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"), "it changes no prompt"
+    (
+        "cache_salt",
+        "deadline_seconds",
+        "max_tokens",
+        "priority",
+        "stop_sequences",
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+    ),
+    "it changes no prompt",
 )
 THINKING: Fields = {
     "display": "thoughts are always shown",

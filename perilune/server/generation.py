@@ -8,10 +8,12 @@ from typing import Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import Delta, EngineInfo, EngineStats
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
+from perilune.server.call import Run, current
 from perilune.server.errors import GenerationError
+from perilune.server.keys import Account
 from perilune.server.metrics import Metrics
 from perilune.server.openai.protocol import Predictions
 
@@ -31,6 +33,7 @@ class Engine(Protocol):
         params: SamplingParams,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        order: Order = FIRST_COME,
     ) -> AsyncGenerator[Delta, None]: ...
 
 
@@ -42,6 +45,14 @@ class Admission:
         self.metrics = metrics
         self.limit = engine.info.max_num_seqs + max_waiting
         self.in_flight = 0
+        self.draining = False
+
+    def check_open(self) -> None:
+        """EngineError unless generations are taken now."""
+        if self.draining:
+            raise EngineError("the server is shutting down: send the request to another one")
+        if not self.engine.alive:
+            raise EngineError("the engine is starting again after a failure: try again shortly")
 
     def take(self, count: int, param: str) -> Callable[[], None]:
         """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
@@ -56,12 +67,13 @@ class Admission:
                 code="too_many_requests",
                 status=429,
             )
-        if not self.engine.alive:
-            raise EngineError("the engine has stopped: see the server's log, then restart it")
-        self._occupy(count)
-        return lambda: self._occupy(-count)
+        self.check_open()
+        account = current().account
+        self._occupy(account, count)
+        return lambda: self._occupy(account, -count)
 
-    def _occupy(self, count: int) -> None:
+    def _occupy(self, account: Account, count: int) -> None:
+        account.take(count)
         self.in_flight += count
         self.metrics.in_flight.inc(count)
 
@@ -94,14 +106,21 @@ class Generation:
         params: SamplingParams,
         constraint: Constraint | None,
         cache_keys: tuple[str, ...],
+        order: Order,
+        first: bool = True,
     ) -> None:
-        """`cache_keys`: only prompts with the same ones share cached KV."""
+        """`cache_keys`: only prompts of one API key with the same ones share cached KV. `first` of the answers to its
+        prompt, which counts once."""
+        self.order = order
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt
         self.params = params
         self.constraint = constraint
-        self.cache_keys = cache_keys
+        self.account = current().account
+        self.cache_keys = (*self.account.cache_keys, *cache_keys)
+        self.run = Run(prompt_tokens=len(prompt) if first else 0)
+        current().add(self.run, prompt)
         self.finish_reason: str | None = None
         self._closed = False
         self.cached_tokens = 0
@@ -113,28 +132,36 @@ class Generation:
 
         With stop strings, which the consumer looks for, one token at a time: none is counted after the end.
         """
-        metrics = self.metrics
-        started = time.perf_counter()
-        last = 0.0
+        run, account = self.run, self.account
+        run.started = time.perf_counter()
+        account.begin(run.prompt_tokens)
         outcome = "error"
         try:
-            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys)
+            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys, self.order)
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
-                    now = time.perf_counter()
-                    if count := len(delta.tokens):
-                        if last:
-                            metrics.inter_token.observe((now - last) / count)
-                        else:
-                            metrics.first_token.observe(now - started)
-                        last = now
+                    self._time(delta)
+                    if delta.cached_tokens and run.prompt_tokens and not run.cached_tokens:
+                        run.cached_tokens = delta.cached_tokens
+                        account.usage.cached_tokens += delta.cached_tokens
                     self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
                     if delta.finish_reason == "error":
                         raise GenerationError(f"the generation failed: {delta.error}")
+                    if delta.finish_reason == "deadline":
+                        raise RequestError(
+                            f"the answer was not complete after {self.order.deadline_seconds:g} s, the request's own "
+                            "deadline",
+                            param="deadline_seconds",
+                            code="deadline_exceeded",
+                            status=504,
+                        )
                     if delta.finish_reason == "cancelled":
                         raise EngineError("the engine is shutting down")
                     for piece in delta.singly() if self.params.stop else (delta,):
                         self.completion_tokens += len(piece.tokens)
+                        account.add_output(len(piece.tokens))
+                        if run.prompt:
+                            run.ids += piece.tokens
                         self.predictions.add(piece)
                         if piece.finish_reason is not None:
                             self.finish_reason, self._closed = piece.finish_reason, piece.closed_by_grammar
@@ -144,9 +171,25 @@ class Generation:
             outcome = self.finish_reason or "cancelled"
             raise
         finally:
-            metrics.whole.observe(time.perf_counter() - started)
-            metrics.finished.labels(outcome).inc()
-            metrics.closed_by_grammar.inc(len(self.marks))
+            run.last, run.finish_reason, run.output_tokens = time.perf_counter(), outcome, self.completion_tokens
+            self.metrics.observe(run, len(self.prompt), closed=bool(self.marks))
+
+    def add_reasoning(self, count: int) -> None:
+        """Of the tokens so far, `count` more are a thought."""
+        self.run.reasoning_tokens += count
+        self.account.usage.reasoning_tokens += count
+
+    def _time(self, delta: Delta) -> None:
+        run = self.run
+        run.queue_seconds = run.queue_seconds or delta.queue_seconds
+        if count := len(delta.tokens):
+            now = time.perf_counter()
+            if run.first:
+                self.metrics.inter_token.observe((now - run.last) / count)
+            else:
+                run.first = now
+                self.metrics.first_token.observe(now - run.started)
+            run.last = now
 
     @property
     def marks(self) -> dict[str, bool]:

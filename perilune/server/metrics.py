@@ -1,72 +1,145 @@
-"""Prometheus metrics: what clients saw (histograms kept here) and what the engine counts (read at scrape time)."""
+"""Prometheus metrics: what clients saw (histograms kept here) and what the engine counts (read at scrape time).
 
+Names are vLLM's after `perilune_` instead of `vllm:`, where both servers measure the same; docs/operations.md has the
+table. deploy/grafana shows them.
+"""
+
+import platform
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from perilune.core.messages import EngineStats
+import perilune
+from perilune.core.messages import EngineInfo, EngineStats
+from perilune.server.call import Run
+from perilune.server.keys import Keyring
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 60)
 BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 WHOLE = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+WAITED_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
+LENGTH_TOKENS = (1, 10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
 class Metrics:
     """One per application, with its own registry, so that several servers can live in one process."""
 
-    def __init__(self, stats: Callable[[], EngineStats], alive: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "perilune_http_requests", "HTTP requests by route and status.", ("route", "status"), registry=self.registry
+        self.requests = self._counter("http_requests", "HTTP requests by route and status.", "route", "status")
+        self.errors = self._counter(
+            "request_errors", "Requests answered with an error, or streams ended by one.", "kind", "code"
         )
-        self.finished = Counter(
-            "perilune_generations", "Generations by how they ended.", ("reason",), registry=self.registry
-        )
-        self.closed_by_grammar = Counter(
-            "perilune_answers_closed_by_grammar",
+        self.finished = self._counter("request_success", "Generations by how they ended.", "finished_reason")
+        self.closed_by_grammar = self._counter(
+            "answers_closed_by_grammar",
             "Structured answers and tool calls that the grammar completed because max_tokens ran out.",
-            registry=self.registry,
         )
+        self.audit_lost = self._counter("audit_lost", "Lines of the audit log that could not be written.")
         self.in_flight = Gauge("perilune_generations_in_flight", "Generations not ended yet.", registry=self.registry)
-        self.first_token = Histogram(
-            "perilune_time_to_first_token_seconds",
-            "From the admitted request to its first token.",
-            buckets=FIRST,
-            registry=self.registry,
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From the admitted request to its first token.", FIRST
         )
-        self.inter_token = Histogram(
-            "perilune_inter_token_seconds",
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds",
             "Between consecutive tokens of a request (deltas of several tokens count once, divided).",
-            buckets=BETWEEN,
-            registry=self.registry,
+            BETWEEN,
         )
-        self.whole = Histogram(
-            "perilune_generation_seconds",
-            "From the admitted request to its last token.",
-            buckets=WHOLE,
-            registry=self.registry,
+        self.whole = self._histogram(
+            "e2e_request_latency_seconds", "From the admitted request to its last token.", WHOLE
         )
-        self.registry.register(EngineCollector(stats, alive))
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "From the scheduler's queue to the first step.", WAITED_SECONDS
+        )
+        self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", FIRST)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTH_TOKENS)
+        self.answer_length = self._histogram("request_generation_tokens", "Tokens of an answer.", LENGTH_TOKENS)
+        ProcessCollector(registry=self.registry)
+
+    def watch(
+        self, info: EngineInfo, stats: Callable[[], EngineStats], alive: Callable[[], bool], keys: Keyring, model: str
+    ) -> None:
+        """Adds what the engine counts, and the usage of keys."""
+        self.registry.register(EngineCollector(info, stats, alive, model))
+        self.registry.register(KeyCollector(keys))
+
+    def observe(self, run: Run, prompt_tokens: int, *, closed: bool) -> None:
+        """A generation has ended. `closed`: by the grammar, where max_tokens ran out."""
+        self.finished.labels(run.finish_reason).inc()
+        self.closed_by_grammar.inc(closed)
+        self.whole.observe(run.last - run.started)
+        self.prompt_length.observe(prompt_tokens)
+        self.answer_length.observe(run.output_tokens)
+        if run.first:
+            self.queue.observe(run.queue_seconds)
+            self.prefill.observe(max(run.first - run.started - run.queue_seconds, 0.0))
+            self.decode.observe(run.last - run.first)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"perilune_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"perilune_{name}", text, buckets=tuple(buckets), registry=self.registry)
+
+
+class KeyCollector(Collector):
+    """Usage by key; a server without keys has one, named "". At most MAX_KEYS label values."""
+
+    def __init__(self, keys: Keyring) -> None:
+        self.keys = keys
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily("perilune_key_requests", "Requests by API key.", labels=["key"])
+        tokens = CounterMetricFamily(
+            "perilune_key_tokens",
+            "Tokens by API key. Kind cached is part of input, reasoning of output.",
+            labels=["key", "kind"],
+        )
+        for account in self.keys.accounts:
+            used = account.usage
+            requests.add_metric([account.name], used.requests)
+            for kind in ("input", "cached", "output", "reasoning"):
+                tokens.add_metric([account.name, kind], getattr(used, f"{kind}_tokens"))
+        yield from (requests, tokens)
 
 
 class EngineCollector(Collector):
     """The engine's own counters, current as of its latest EngineStats (at most half a second old)."""
 
-    def __init__(self, stats: Callable[[], EngineStats], alive: Callable[[], bool]) -> None:
+    def __init__(
+        self, info: EngineInfo, stats: Callable[[], EngineStats], alive: Callable[[], bool], model: str
+    ) -> None:
+        self.info = info
         self.stats = stats
         self.alive = alive
+        self.model = model
 
     def collect(self) -> Iterable[Metric]:
-        s = self.stats()
+        s, info = self.stats(), self.info
+        build = {"version": perilune.__version__, "python": platform.python_version()}
+        yield InfoMetricFamily("perilune_build", "What is running.", value=build)
+        served = {
+            "model_name": self.model,
+            "max_model_len": str(info.max_model_len),
+            "max_num_seqs": str(info.max_num_seqs),
+            "block_size": str(info.block_size),
+            "num_blocks": str(info.num_blocks),
+        }
+        yield InfoMetricFamily("perilune_model", "What is served.", value=served)
         yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.alive()))
-        yield GaugeMetricFamily("perilune_requests_running", "Requests the engine computes.", value=s.running)
-        yield GaugeMetricFamily("perilune_requests_waiting", "Requests the engine queues.", value=s.waiting)
+        yield GaugeMetricFamily("perilune_num_requests_running", "Requests the engine computes.", value=s.running)
+        yield GaugeMetricFamily("perilune_num_requests_waiting", "Requests the engine queues.", value=s.waiting)
+        used = s.blocks_owned / s.blocks_total if s.blocks_total else 0.0
+        yield GaugeMetricFamily(
+            "perilune_kv_cache_usage_perc", "Share of the KV blocks that live requests hold; 1: all.", value=used
+        )
         blocks = GaugeMetricFamily("perilune_kv_blocks", "KV blocks by state.", labels=["state"])
         blocks.add_metric(["owned"], s.blocks_owned)
         blocks.add_metric(["cached"], s.blocks_cached)
@@ -76,9 +149,10 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("perilune_cuda_graph_bytes", "Device memory they hold.", value=s.graph_bytes)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of accepted requests.", s.prompt_tokens),
-            ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", s.cached_tokens),
-            ("generated_tokens", "Tokens generated.", s.generated_tokens),
-            ("preemptions", "Requests put back to make room in the KV cache.", s.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", s.cached_tokens),
+            ("generation_tokens", "Tokens generated.", s.generated_tokens),
+            ("num_preemptions", "Requests put back to make room in the KV cache.", s.preemptions),
             ("engine_steps", "Steps computed.", s.steps),
             ("engine_step_seconds", "Time spent in steps.", s.step_seconds),
         ):
@@ -88,13 +162,17 @@ class EngineCollector(Collector):
     @staticmethod
     def _drafts(s: EngineStats) -> Iterable[Metric]:
         yield CounterMetricFamily(
-            "perilune_verified_steps", "Shares of steps that had drafts: one request in one step.", value=s.verified
+            "perilune_spec_decode_num_drafts", "Requests in steps that verified drafts of theirs.", value=s.verified
         )
         drafted = CounterMetricFamily(
-            "perilune_drafted_tokens", "Tokens guessed ahead, by source and position.", labels=["source", "position"]
+            "perilune_spec_decode_num_draft_tokens",
+            "Drafted tokens by source and position.",
+            labels=["source", "position"],
         )
         accepted = CounterMetricFamily(
-            "perilune_accepted_tokens", "Of these, the ones that were right.", labels=["source", "position"]
+            "perilune_spec_decode_num_accepted_tokens",
+            "Of these, the ones that became part of an answer.",
+            labels=["source", "position"],
         )
         right = 0
         for source, position, count, hits in s.drafts:
@@ -105,5 +183,5 @@ class EngineCollector(Collector):
         yield accepted
         length = 1 + right / s.verified if s.verified else 1.0
         yield GaugeMetricFamily(
-            "perilune_acceptance_length", "Tokens per share of a step that had drafts, since the start.", value=length
+            "perilune_acceptance_length", "Tokens per request and step that had drafts, since the start.", value=length
         )

@@ -1,10 +1,9 @@
-"""Small ASGI wrappers: who may enter, how large a body may be, and one log line and one count per request."""
+"""Small ASGI wrappers: who may enter, how large a body may be, what every answer carries and what every request leaves
+behind in logs and metrics."""
 
-import hashlib
-import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -12,106 +11,194 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
-from perilune.server.metrics import Metrics
+from perilune.server.call import Call, current, entered, request_id
+from perilune.server.keys import Account, Keyring
+from perilune.server.limits import BodyBudget, BodyShare, Limit, Limiter
+from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 
-OPEN = ("/", "/health")
+OPEN = ("/", "/health", "/health/ready", "/health/live")
+# What browsers must not do with an answer. The page at / has a content policy of its own.
+SECURITY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"cache-control", b"no-store"),
+)
 access = logging.getLogger("perilune.access")
 
 
 class Observe:
-    """Counts and logs each request: method, route, status, seconds. Never headers, query strings or contents."""
+    """Gives each request its id and its headers, and says afterwards what became of it: to the log, the metrics and the
+    service's observers. Never headers, query strings or contents."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[Any, str]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, paths: Mapping[Any, str]) -> None:
         """`paths` names the route of each endpoint."""
         self.app = app
-        self.metrics = metrics
+        self.service = service
         self.paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = time.perf_counter()
-        status = CLIENT_GONE  # stays when the client left before an answer
+        headers = Headers(scope=scope)
+        call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
+        call.client = scope["client"][0] if scope.get("client") else None
+        call.keeps_text = self.service.config.audit_text
+        call.status = CLIENT_GONE  # stays when the client left before an answer
+        call.trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        answered = False
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                answered, call.status = True, message["status"]
+                message = {**message, "headers": [*message["headers"], *_added(scope, message["headers"], call)]}
             await send(message)
 
-        try:
-            await self.app(scope, receive, watch)
-        except Exception:
-            status = 500
-            raise
-        finally:
-            # Unknown paths share one label: clients must not be able to grow the metrics without bound.
-            name = self.paths.get(scope.get("endpoint"), "other")
-            self.metrics.requests.labels(name, str(status)).inc()
-            seconds = time.perf_counter() - started
-            access.info("%s %s %d %.3f s", scope["method"][:16], name, status, seconds)
+        with entered(call):
+            try:
+                await self.app(scope, receive, watch)
+            except Exception as error:
+                if not answered:  # here, so that this answer has an id too
+                    await errors.response(error)(scope, receive, watch)
+                call.status, call.error = 500, error
+                raise  # for the log
+            finally:
+                # Unknown paths share one label: clients must not be able to grow the metrics without bound.
+                # What is refused before it is routed has the path of a route, or not.
+                path = scope["path"] if scope["path"] in self.paths.values() else "other"
+                call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
+                self._report(call)
+
+    def _report(self, call: Call) -> None:
+        metrics = self.service.metrics
+        metrics.requests.labels(call.route, str(call.status)).inc()
+        if call.error is not None:
+            error = errors.describe(call.error)[1]["error"]
+            metrics.errors.labels(error["type"], error["code"] or "").inc()
+        seconds, key = call.ended - call.started, call.account.name or "-"
+        fields = {
+            "method": call.method,
+            "route": call.route,
+            "status": call.status,
+            "seconds": round(seconds, 6),
+            "prompt_tokens": call.total("prompt_tokens"),
+            "output_tokens": call.total("output_tokens"),
+        }
+        line = "%s %s %d %.3f s id=%s key=%s"
+        access.info(line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
+        for observer in self.service.observers:
+            observer(call)
+
+
+def _added(scope: Scope, given: Iterable[tuple[bytes, bytes]], call: Call) -> Iterator[tuple[bytes, bytes]]:
+    """Headers of every answer that does not have its own."""
+    names = {name.lower() for name, _ in given}
+    yield from (pair for pair in SECURITY if pair[0] not in names)
+    if scope.get("scheme") == "https":
+        yield b"strict-transport-security", b"max-age=31536000"
+    yield b"x-request-id", call.id.encode()
+    if scope["path"].startswith("/v1/messages"):
+        yield b"request-id", call.id.encode()  # Anthropic's name
+    yield from call.account.headers()
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it.
+    """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it, and counts the
+    request against the key's limits.
 
     /health is open to all, as probes must reach it without secrets, and so is the page, which asks for the key itself.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
         self.app = app
-        self.digest = _digest(key.encode()) if key is not None else None
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.digest is None or scope["type"] != "http" or scope["path"] in OPEN:
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        authorization = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
-        scheme, _, given = authorization.partition(" ")
-        # Digests have one length, so the comparison takes the same time for every wrong key.
-        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode()), self.digest):
-            await self.app(scope, receive, send)
-            return
-        error = RequestError(
-            "wrong or missing API key: send it as 'Authorization: Bearer <key>'", code="invalid_api_key", status=401
-        )
-        await errors.response(error)(scope, receive, send)
+        if scope["type"] == "http" and not (self.keys.locked and scope["path"] in OPEN):
+            try:
+                self._enter(Headers(scope=scope), scope["method"])
+            except RequestError as error:
+                await errors.response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _enter(self, headers: Headers, method: str) -> None:
+        account: Account | None = self.keys.open
+        if self.keys.locked:
+            authorization = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+            scheme, _, given = authorization.partition(" ")
+            account = self.keys.find(given.strip()) if scheme.lower() == "bearer" else None
+        if account is None:
+            raise RequestError(
+                "wrong or missing API key: send it as 'Authorization: Bearer <key>'", code="invalid_api_key", status=401
+            )
+        current().account = account
+        if method == "POST":
+            account.admit()
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+class ClientLimit:
+    """Bounds the requests of each client address, see limits.Proxies. What is open to probes is not counted."""
+
+    def __init__(self, app: ASGIApp, limit: Limit) -> None:
+        self.app = app
+        self.limit = limit
+        self.limiter = Limiter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        try:
+            end = self.limiter.take((scope.get("client") or ("",))[0], self.limit)
+        except RequestError as e:
+            await errors.response(e)(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            end()
 
 
 class BodyLimit:
-    """Refuses a body above `limit` bytes with 413: by its declared length, else once that many bytes have come."""
+    """Refuses a body above `limit` bytes with 413, and one that the budget has no room for with 503: by its declared
+    length before anything is read, else when that many bytes have come.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    What is left of the body's share in the budget is `scope["body_share"]`, which Service.receive releases when the
+    bytes are no longer needed.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, budget: BodyBudget) -> None:
         self.app = app
         self.limit = limit
+        self.budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        share = scope["body_share"] = BodyShare(self.budget, self.limit)
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.limit:
-            await errors.response(self._refusal())(scope, receive, send)
-            return
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self.limit:
-                raise self._refusal()
+            if not share.released:
+                share.grow(seen)
             return message
 
-        await self.app(scope, counted, send)
-
-    def _refusal(self) -> RequestError:
-        mib = self.limit / 2**20
-        return RequestError(f"the body is larger than {mib:g} MiB", code="body_too_large", status=413)
+        try:
+            if declared.isdecimal():
+                share.hold(int(declared))
+            await self.app(scope, counted, send)
+        except RequestError as e:  # only from hold: further in, the application answers
+            await errors.response(e)(scope, receive, send)
+        finally:
+            share.release()

@@ -16,8 +16,10 @@ from perilune.core.errors import CheckpointError, RequestError, quoted
 from perilune.core.files import read_regular
 from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
-from perilune.server.body import RequestBody, parse
+from perilune.server.body import WHOLE_BYTES, Context, RequestBody, parse
+from perilune.server.call import Call, current
 from perilune.server.generation import Admission, Engine
+from perilune.server.keys import Keyring
 from perilune.server.metrics import Metrics
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate
@@ -39,6 +41,9 @@ class ModelText:
     def defaults(self, *, thinking: bool | None = None) -> dict[str, float]:
         """Sampling parameters of requests that send none (`sampling_defaults`)."""
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
+
+    def context(self, info: EngineInfo) -> Context:
+        return Context(info.max_model_len, self.tokenizer.longest_bytes)
 
     def prepared(self, params: SamplingParams, info: EngineInfo) -> SamplingParams:
         """As the engine takes them: bad words as token ids. RequestError for ids that the model does not have."""
@@ -66,9 +71,13 @@ class Service:
         self.text = ModelText(tokenizer, template, generation_config or {})
         self.config = config
         self.model = config.served_model_name or engine.info.model
-        self.metrics = Metrics(lambda: engine.stats, lambda: engine.alive)
+        self.keys = Keyring(config.api_key, config.api_key_file)
+        self.metrics = Metrics()
+        self.metrics.watch(engine.info, lambda: engine.stats, lambda: engine.alive, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
+        self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()
+        self._large = asyncio.Semaphore(1)
         self.started = int(time.time())
 
     @property
@@ -77,8 +86,17 @@ class Service:
         found = self.engine.info.fingerprint
         return {"system_fingerprint": found} if found else {}
 
+    def drain(self) -> None:
+        """Takes no more generations; those in flight go on."""
+        self.admission.draining = True
+
     def stop(self) -> None:
+        self.drain()
         self.stopping.set()
+
+    def check_ready(self) -> None:
+        """EngineError unless generations are taken."""
+        self.admission.check_open()
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
@@ -91,15 +109,27 @@ class Service:
 
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
-        raw = await request.body()
-        body = await self.offload(len(raw), lambda: parse(kind, raw, lenient=self.config.lenient_fields))
+        raw = bytearray()  # one copy: Request.body() keeps all pieces and their sum
+        async for piece in request.stream():
+            raw += piece
+        size, lenient = len(raw), self.config.lenient_fields
+        context = self.text.context(self.engine.info)
+        body = await self.offload(size, lambda: parse(kind, raw, lenient=lenient, context=context))
+        raw.clear()
+        request.scope["body_share"].release()
         self.check_model(body.model)
-        return body, len(raw)
+        current().account.check_model(self.model)
+        return body, size
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:
         """Runs `work`, whose input has `size` bytes: a small one here, a large one on a thread, as it would stall all
-        streams of the event loop."""
-        return work() if size < OFFLOAD_BYTES else await asyncio.to_thread(work)
+        streams of the event loop. Of the largest one runs at a time: each takes several times its bytes of memory."""
+        if size < OFFLOAD_BYTES:
+            return work()
+        if size < WHOLE_BYTES:
+            return await asyncio.to_thread(work)
+        async with self._large:
+            return await asyncio.to_thread(work)
 
 
 def sampling_defaults(

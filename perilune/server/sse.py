@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from perilune.core.errors import EngineError
 from perilune.server import errors
+from perilune.server.call import current
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -80,13 +81,12 @@ async def gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     """The frames of all sources as they come; the first failure, or closing this, ends every source."""
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]) as only:
-            async for frame in only:
-                yield frame
-        return
+    return sources[0] if len(sources) == 1 else _interleaved(sources)
+
+
+async def _interleaved(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
     async def drain(source: AsyncGenerator[bytes, None]) -> None:
@@ -155,6 +155,7 @@ class EventStream(Response, Generic[E]):
             except (ClientGone, OSError):
                 return
             except Exception as error:
+                current().error = error
                 errors.log_failure(f"a stream of {scope['path'][:200]}", error)
                 await self._send(send, self.failure(error))
             if self.end:

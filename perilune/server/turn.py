@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from perilune.core.errors import RequestError
@@ -12,12 +13,13 @@ from perilune.core.sampling import SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
+from perilune.server.body import Context
 from perilune.server.generation import Generation, fit
 from perilune.server.openai.protocol import ChatBody, Predictions, usage
 from perilune.server.service import ModelText, Service
 from perilune.text.beginning import Beginning
 from perilune.text.chat import PromptOptions, RenderedPrompt
-from perilune.text.stream import ChatStream, Content, Event, Reasoning
+from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Declared, Tool, parse_tools
 
@@ -52,6 +54,10 @@ class Turn:
                     # The stream counts the marker that ends a thought as part of it; clients do not count markers.
                     closed = any(delta.tokens[i] in self._ends for i in kept)
                     self.reasoning_tokens += thought - closed
+                    self.generation.add_reasoning(thought - closed)
+                for event in events:
+                    if isinstance(event, ToolStart):
+                        self.generation.run.add_tool(event.name)
                 if self.stream.stopped:
                     self.generation.finish_reason = "stop"
                 logprobs = [delta.logprobs[i] for i in kept] if delta.logprobs else []
@@ -129,7 +135,8 @@ def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bo
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)
-    prompt = rendered(body, text, shown)
+    context = text.context(info)
+    prompt = rendered(body, text, shown, context if body.truncate_prompt_tokens is None else None)
     if body.add_generation_prompt is False and not prompt.beginning.given:
         raise RequestError(
             "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
@@ -149,10 +156,15 @@ def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bo
     return ReadRequest(ids, prompt.beginning, calls, shown, answer if free else None, budget, params)
 
 
-def rendered(body: ChatBody, text: ModelText, tools: Declared) -> RenderedPrompt:
-    """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`."""
+def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context | None = None) -> RenderedPrompt:
+    """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`.
+
+    `context`: what is too long for it is refused before it is tokenized.
+    """
     options: PromptOptions = {**body.prompt_options(), "tools": tools}
-    return text.template.read(text.tokenizer, body.messages, **options)
+    if context is None:
+        return text.template.read(text.tokenizer, body.messages, **options)
+    return text.template.read(text.tokenizer, body.messages, partial(context.check, param="messages"), **options)
 
 
 async def begin(service: Service, size: int, body: ChatBody) -> Turns:
@@ -174,8 +186,17 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
             budget=asked.budget,
         )
         generations = [
-            Generation(service.engine, service.metrics, asked.ids, params, constraint, body.cache_keys)
-            for params in _siblings(asked.params, 1 if body.n is None else body.n)
+            Generation(
+                service.engine,
+                service.metrics,
+                asked.ids,
+                params,
+                constraint,
+                body.cache_keys,
+                body.order,
+                first=not i,
+            )
+            for i, params in enumerate(_siblings(asked.params, 1 if body.n is None else body.n))
         ]
         return Turns([_turn(g, asked, body, text.tokenizer) for g in generations], held.pop_all().close)
 

@@ -64,10 +64,10 @@ class Speculator:
         """Steps, at most, for which nothing is asked here: see `record_paused`."""
         return self._pause.steps
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
+    def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
         if self._pause.steps and self.longest and self._pause.until_trial <= PROMPT_WINDOW_STEPS:
             self._resume()
-        self._requests.open(rid, prompt)
+        self._requests.open(rid, prompt, root)
 
     def drop(self, rid: int) -> None:
         """The request has ended; unknown ids are ignored."""

@@ -14,8 +14,9 @@ from perilune.core.step import Output, StepPlan
 class Observer(Protocol):
     """Hears of every request of an engine. `rid` is unique among unfinished requests."""
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
-        """A request has entered the scheduler."""
+    def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
+        """A request has entered the scheduler. `root`: kv.prefix.root_of its cache keys; texts are shared only with
+        requests of the same one."""
         ...
 
     def drop(self, rid: int) -> None:

@@ -110,7 +110,7 @@ class RejectedLog:
         except OSError as e:
             raise ConfigError(f"cannot log rejected drafts in {directory}: {e.strerror}; choose another") from e
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
+    def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
         if self._lot.random() < self._share:
             self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT))
 

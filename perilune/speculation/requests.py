@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from perilune.core.messages import Delta
 from perilune.speculation.acceptance_rates import AcceptanceRates, Draft, of_match
 from perilune.speculation.request_state import RequestState
-from perilune.speculation.suffix import Store, SuffixMatcher
+from perilune.speculation.suffix import Store, SuffixMatcher, salted
 
 INDEX_TOKENS = 4096  # Prompt tokens indexed per step: 1-2 ms. Larger: first matches earlier, longer pauses in Python.
 
@@ -24,8 +24,10 @@ class Requests:
         self._finished: list[SuffixMatcher] = []
         self._rates = rates
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
-        self.states[rid] = RequestState(SuffixMatcher(prompt, self._store) if self.suffix else None, len(prompt))
+    def open(self, rid: int, prompt: Sequence[int], root: bytes) -> None:
+        """`root`: as Observer.open."""
+        matcher = SuffixMatcher(prompt, self._store, salted(root)) if self.suffix else None
+        self.states[rid] = RequestState(matcher, len(prompt))
 
     def drop(self, rid: int) -> None:
         """The request has ended; unknown ids are ignored."""
@@ -57,7 +59,7 @@ class Requests:
                 room -= state.matcher.index_prompt(room)
         for matcher in self._finished:
             assert self._store is not None
-            self._store.add(matcher.answer())
+            self._store.add(matcher.answer(), matcher.salt)
         self._finished.clear()
 
     def drafts(self, rid: int, state: RequestState, max_drafts: int) -> tuple[list[Draft], list[float]]:

@@ -6,6 +6,9 @@ by one and the others are dropped; new pointers come from an index of all positi
 before them. So a token costs a few microseconds whatever the length of the text, and the length of a match, which
 says how reliable it is, is known without a search.
 
+Texts are matched only with texts of equal cache keys (`salt`): a draft from another tenant's answer would show, by its
+speed, what that answer says.
+
 Memory: about 250 bytes per token of a live request. The texts of finished requests are kept up to STORE_BYTES, and the
 least recently used one is dropped first.
 """
@@ -26,6 +29,11 @@ _BITS = 21  # of an id; grams of larger ids may share a key, which `_match_lengt
 _MASK = (1 << (_BITS * GRAM_TOKENS)) - 1
 _NOWHERE = -1
 _POSITION_BITS = 32  # a place in the store is the number of the text, then the position
+
+
+def salted(root: bytes) -> int:
+    """Joined with a gram, the key of the store's index for requests of this root of cache keys (b"": none)."""
+    return int.from_bytes(root, "big") << _BITS * GRAM_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +60,27 @@ class Store:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int], salt: int = 0) -> None:
+        """Keeps a text for requests with the same `salt` (see `salted`)."""
         if len(tokens) <= GRAM_TOKENS or len(tokens) * TOKEN_BYTES > self._limit:
             return
         number, self._count = self._count, self._count + 1
-        text = self._texts[number] = _Text(list(tokens), [])
+        text = self._texts[number] = _Text(list(tokens), [], salt)
         key = 0
         for position, token in enumerate(tokens, 1):
             key = (key << _BITS | token) & _MASK
             if position < GRAM_TOKENS:
                 text.before.append(_NOWHERE)
                 continue
-            text.before.append(self._latest.get(key, _NOWHERE))
-            self._latest[key] = number << _POSITION_BITS | position
+            text.before.append(self._latest.get(salt | key, _NOWHERE))
+            self._latest[salt | key] = number << _POSITION_BITS | position
         self.bytes += len(tokens) * TOKEN_BYTES
         while self.bytes > self._limit:
             self._drop(*self._texts.popitem(last=False))
 
-    def places(self, key: int) -> Iterator[tuple[int, list[int], int]]:
-        """(number of the text, its tokens, position after this gram), latest first."""
-        place = self._latest.get(key, _NOWHERE)
+    def places(self, key: int, salt: int = 0) -> Iterator[tuple[int, list[int], int]]:
+        """(number of the text, its tokens, position after this gram) of texts with this salt, latest first."""
+        place = self._latest.get(salt | key, _NOWHERE)
         for _ in range(MAX_PLACES):
             if place == _NOWHERE:
                 return
@@ -91,16 +100,16 @@ class Store:
         key = 0
         for position, token in enumerate(text.tokens, 1):
             key = (key << _BITS | token) & _MASK
-            place = number << _POSITION_BITS | position
-            if self._latest.get(key) == place:
+            place, salted_key = number << _POSITION_BITS | position, text.salt | key
+            if self._latest.get(salted_key) == place:
                 # The index holds the latest place of a gram in this text; the one before it may be in this text too.
                 above = text.before[position - 1]
                 while above != _NOWHERE and above >> _POSITION_BITS == number:
                     above = text.before[(above & ((1 << _POSITION_BITS) - 1)) - 1]
                 if above != _NOWHERE and above >> _POSITION_BITS in self._texts:
-                    self._latest[key] = above
+                    self._latest[salted_key] = above
                 else:
-                    del self._latest[key]
+                    del self._latest[salted_key]
         self.bytes -= len(text.tokens) * TOKEN_BYTES
 
 
@@ -108,6 +117,7 @@ class Store:
 class _Text:
     tokens: list[int]
     before: list[int]  # by position - 1: the place after the same gram that was the latest until this one
+    salt: int
 
 
 @dataclass(slots=True)
@@ -121,7 +131,8 @@ class _Pointer:
 class SuffixMatcher:
     """One request's text, and the positions where the same tokens came before."""
 
-    def __init__(self, prompt: Sequence[int], store: Store | None) -> None:
+    def __init__(self, prompt: Sequence[int], store: Store | None, salt: int = 0) -> None:
+        self.salt = salt
         self.tokens: list[int] = []
         self.prompt_len = len(prompt)
         self._unindexed = list(reversed(prompt))  # the prompt in reverse, as far as it is not indexed
@@ -244,7 +255,7 @@ class SuffixMatcher:
             yield _NOWHERE, self.tokens, place
             place = self._before[place - 1]
         if self._store is not None:
-            yield from self._store.places(key)
+            yield from self._store.places(key, self.salt)
 
     def answer(self) -> list[int]:
         """The text to store when the request has finished: its output and CONTEXT_TOKENS tokens before it."""

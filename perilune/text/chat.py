@@ -4,7 +4,7 @@ The grammar of a turn is the same in the whole family; what its members write di
 docs/formats.md section 5.4).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
@@ -106,16 +106,24 @@ class ChatTemplate:
         return self.member.sampling if thinking else self.member.instant_sampling
 
     def read(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        check: Callable[[int], None] = lambda chars: None,
+        **options: Unpack[PromptOptions],
     ) -> RenderedPrompt:
         """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
+
+        `check` may refuse the prompt by its number of characters, before it is tokenized.
 
         A last message of the assistant's is continued, unless there is no generation prompt or the options or the
         message say otherwise (text/beginning.py).
         """
         tools, turns, begun = self._read(messages, options)
         ids: list[int] = []
-        for p in self._pieces(tools, turns, begun, options):
+        pieces = self._pieces(tools, turns, begun, options)
+        check(sum(len(p) for p in pieces if isinstance(p, str)))
+        for p in pieces:
             ids += [tokenizer.special(p.name)] if isinstance(p, Special) else tokenizer.encode(p)
         return RenderedPrompt(ids, begun, next_counter(turns))
 

@@ -20,6 +20,7 @@ class StopMatcher:
         self._firsts = {s[0] for s in self._stops}
         self.pending = ""  # held back: the longest beginning of a stop string that the text ends with
         self.matched: str | None = None
+        self.active = bool(self._stops)  # whether there is anything to look for
 
     def push(self, text: str) -> str:
         """The text that is certainly wanted. After a match: what precedes it (with `keep`, and the match), and nothing

@@ -93,6 +93,9 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that is now certain."""
+        if ids and not self._stops.active and self._tokenizer.all_ordinary(ids) and self._ends.isdisjoint(ids):
+            self.kept = tuple(range(len(ids)))
+            return self._detokenizer.push_ordinary(ids)
         text, kept = "", []
         for offset, id in enumerate(ids):
             if self.stopped:
@@ -207,6 +210,12 @@ class ChatStream:
 
     def feed(self, ids: Sequence[int]) -> list[Event]:
         """The events that are now certain; neighbours of one kind are joined."""
+        if ids and not self._stops.active and self._tokenizer.all_ordinary(ids) and self._ends.isdisjoint(ids):
+            self.kept = tuple(range(len(ids)))
+            if self._state is _State.REASONING:
+                self.reasoning_tokens += len(ids)
+            self._text(self._detokenizer.push_ordinary(ids))
+            return self._flush_events()
         kept = []
         for offset, id in enumerate(ids):
             if self.stopped:
@@ -376,6 +385,9 @@ class ChatStream:
             self._argument_text(text)
 
     def _flush_events(self) -> list[Event]:
+        if len(self._events) < 2:
+            events, self._events = self._events, []
+            return events
         joined: list[Event] = []
         for event in self._events:
             match (joined[-1] if joined else None), event:

@@ -55,8 +55,8 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.match(r"curl (http://[^/]+)/v1", line):
-                self.url = found[1]
+            if found := re.match(r'curl (https?://[^/]+)/v1|.*"message": "ready", "url": "([^"]+)', line):
+                self.url = found[1] or found[2]
                 self.ready.set()
         self.ready.set()
 

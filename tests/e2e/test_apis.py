@@ -297,6 +297,6 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, path: str) -> Non
             if i == 12:
                 break
     deadline = time.monotonic() + 3
-    while server.metric("perilune_generations_in_flight") or server.metric("perilune_requests_running"):
+    while server.metric("perilune_generations_in_flight") or server.metric("perilune_num_requests_running"):
         assert time.monotonic() < deadline, "the engine still works for a client that left"
         time.sleep(0.05)

@@ -59,6 +59,19 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     show_default=True,
     help="With --shape and --draft: the draft model's weights, as the engine has them by default, or in bfloat16.",
 )
+@click.option(
+    "--slice",
+    "ranks",
+    type=click.Choice(["2", "4", "8"]),
+    help="With --shape: one rank of so many tensor-parallel ones. Its exchanges stay on this GPU.",
+)
+@click.option(
+    "--expert-format",
+    type=click.Choice(["int4-g32", "int4-compact"]),
+    default="int4-g32",
+    show_default=True,
+    help="With --shape: routed experts.",
+)
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
@@ -77,6 +90,8 @@ def command(
     rest_dtype: str,
     kv_dtype: str,
     draft_dtype: str,
+    ranks: str | None,
+    expert_format: str,
     kernels: bool,
     tokens: int,
     device: str,
@@ -99,8 +114,10 @@ def command(
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     if shape is not None and tp > 1:
         raise click.BadParameter("runs checkpoints; --shape runs one GPU", param_hint="--tp")
+    if ranks is not None and (shape is None or draft):
+        raise click.BadParameter("goes with --shape, and without --draft", param_hint="--slice")
     if shape is not None:
-        bench = microscope.Bench(shape, layers)
+        bench = microscope.Bench(shape, layers, ranks=int(ranks or 1), expert_format=expert_format)
         form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
         rows = []
         for c in contexts:

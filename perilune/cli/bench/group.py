@@ -7,7 +7,9 @@ from perilune.cli.shared.verbs import Verbs
 VERBS = {
     "decode": "decode speed of the real engine, or per layer on large shapes",
     "prefill": "time per layer of a prompt, on large shapes (needs a GPU)",
+    "exchange": "what tensor-parallel ranks exchange, between GPUs",
     "aa": "TTFT, output speed and more, as Artificial Analysis takes them",
+    "serve": "tokens/s per user against all, and goodput, by concurrency",
     "drafts": "what speculation gains on a mixed trace",
     "loading": "load a large checkpoint, with the page cache cold and warm",
     "rivals": "CPU decode speed beside transformers and llama.cpp",

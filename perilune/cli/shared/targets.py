@@ -1,13 +1,15 @@
 """Options of the verbs that work on any OpenAI endpoint as well as on a model served for the occasion."""
 
+import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from perilune.cli.serve import read_key
 from perilune.client.endpoint import READ_SECONDS
+from perilune.core.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +36,20 @@ def target_options(function: F) -> F:
 
 
 def key(file: Path | None) -> str | None:
-    return read_key(file) if file is not None else None
+    """The only key of a file; ConfigError if it is not one."""
+    if file is None:
+        return None
+    try:
+        with file.open() as opened:
+            others = os.fstat(opened.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
+            found = opened.read().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read the API key file {file}: {e}") from e
+    if not found or any(c.isspace() for c in found):
+        raise ConfigError(f"the API key file {file} must hold one key without spaces")
+    if others:
+        click.echo(f"warning: the API key file {file} is readable by others: chmod 600 {file}", err=True)
+    return found
 
 
 def serve_options(given: dict[str, Any], assignments: Sequence[str]) -> list[str]:

@@ -214,8 +214,9 @@ def attend(
 
 
 def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor, int]:
-    """Results of `attend` for one token of 32 or 64 heads, and the least positions of a range: fewer where the table is
-    so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it (split_kv_short.cuh).
+    """Results of `attend` for one token of 16, 32 or 64 heads, and the least positions of a range: fewer where the
+    table is so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it
+    (split_kv_short.cuh).
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device

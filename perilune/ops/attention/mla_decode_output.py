@@ -26,7 +26,7 @@ from perilune.ops.harness.tensors import address
 from perilune.ops.layouts.operands import Attention, Matrix, Span
 from perilune.ops.linear import linear, linear_fp8
 
-HEADS = (32, 64)
+HEADS = (16, 32, 64)
 MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # of o, for each processor
 
@@ -53,7 +53,8 @@ CASES = [
     *(_one(c, H=32, block_size=16) for c in (48, 1999, 3152, 3153)),
     _one(1500, scale=200.0),
     _one(0),
-    _one(130, H=16),
+    *(_one(c, H=16, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
+    _one(130, H=8),
     _one(300, block_size=8),
     Case(counts=(0, 1, 0), contexts=(0, 777, 0), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
@@ -110,7 +111,7 @@ def fits(q_full: Tensor, pages: Tensor, D: int, device: torch.device) -> bool | 
         device,
         (T == 1, "one token"),
         *mla_decode.needs(q_full, pages),
-        (H in HEADS, f"{' or '.join(map(str, HEADS))} heads"),
+        (H in HEADS, f"{', '.join(map(str, HEADS))} heads"),
         (D % 8 == 0, "an output width in 8s"),
     )
     if found is not True:

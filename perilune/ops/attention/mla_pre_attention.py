@@ -143,7 +143,7 @@ def _processors(device: torch.device) -> int:
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (H, n, R) = a.residual.shape, a.weights.w_uk.shape
     kimi = D == K2.hidden and len(a.weights.q_a_norm) == K2.q_rank and n == K2.nope and R == K2.latent
-    least, most = mla_project_query.LEAST_HEADS, (PROCESSORS - 1) // 2
+    least, most = mla_project_query.PAIRED_HEADS, (PROCESSORS - 1) // 2
     return build.on_hopper(
         "mla_pre_attention_t1.cu" if T == 1 else "mla_pre_attention_mma.cu",
         device,
@@ -227,7 +227,7 @@ def mla_pre_attention(
     (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
     fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
     assert fits and x.shape[0] == T and x.shape[-1] == D and residual.is_contiguous(), f"{residual.shape=} {x.shape=}"
-    outputs = len(weights.q_a_norm) + len(weights.kv_a_norm) + r
+    outputs = weights.q_a_norm.shape[0] + weights.kv_a_norm.shape[0] + r
     assert a.weight.shape == (outputs, D), f"{a.weight.shape=} {outputs=} {D=}"
     assert norm.shape == (D,) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
     mla_project_query.check_matrix(a, residual.dtype)

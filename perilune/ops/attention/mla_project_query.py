@@ -5,7 +5,7 @@
 q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] dense or FP8, kv_a_norm [R], w_uk
 [H, n, R]; ckv, rotary and latents as `mla_absorb_query` has them; q_full [T, H, R + r] as q_a.
 
-"cuda" (mla_project_query.cu) is one launch for up to 8 tokens where heads fill the GPU: it saves the start and the end
+"cuda" (mla_project_query.cu) is one launch for up to 8 tokens: it saves the start and the end
 of a kernel. A token's result does not depend on the batch. "composed" is the two ops.
 """
 
@@ -26,7 +26,8 @@ from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 from perilune.ops.linear import linear_fp8, rmsnorm_linear
 
 FEW_TOKENS = 8
-LEAST_HEADS = 48  # two processors to a head
+LEAST_HEADS = 8  # eight processors to a head
+PAIRED_HEADS = 48  # from so many on, two processors to a head
 WIDEST = 1536  # columns of q_a: a wider row does not fit shared memory together with the weights
 
 
@@ -46,6 +47,7 @@ CASES = [
     *(Case(t, K2.heads, K2.q_rank, fp8=fp8, big=True) for t in (1, 2, 3, 8, 16) for fp8 in (False, True)),
     Case(7, K2.heads, 512, fp8=True, padding=2, big=True),
     Case(5, 48, 512, padding=5, big=True),
+    *(Case(t, h, K2.q_rank, fp8=fp8, big=True) for h in (32, 16, 8) for t in (1, 4, 8) for fp8 in (False, True)),
     *(Case(t, fp8=fp8) for t in (1, 5) for fp8 in (False, True)),
     Case(3, 2, 40, 16, 24, 8, padding=1),
     Case(0),
@@ -77,7 +79,8 @@ def reference(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, late
         q = rmsnorm_linear.reference(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
         q = linear_fp8.reference(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps, False)
-    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    T, H = q_a.shape[0], w.w_uk.shape[0]
+    q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.reference(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
 
 
@@ -98,6 +101,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (1 <= T <= FEW_TOKENS, f"1 to {FEW_TOKENS} tokens"),
         (H >= LEAST_HEADS, f"at least {LEAST_HEADS} heads"),
         (i % 512 == 0 and i <= WIDEST, f"an input width in 512s up to {WIDEST}"),
+        (H >= PAIRED_HEADS or i == WIDEST, f"an input width of {WIDEST} below {PAIRED_HEADS} heads"),
         (n == K2.nope and R == K2.latent, "Kimi's head widths"),
         *cache_rows.needs(a.latents.pages),
     )
@@ -133,7 +137,8 @@ def composed(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, laten
         q = rmsnorm_linear.rmsnorm_linear(q_a, w.q_a_norm, w.q_b.weight, eps)
     else:
         q = linear_fp8.linear_fp8(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps)
-    q = q.view(len(q_a), len(w.w_uk), q.shape[1] // len(w.w_uk))
+    T, H = q_a.shape[0], w.w_uk.shape[0]
+    q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.mla_absorb_query(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
 
 
@@ -161,5 +166,5 @@ def mla_project_query(
 ) -> Tensor:
     check_weights(weights, ckv.shape[1] - weights.w_uk.shape[2], q_a.dtype)
     assert q_a.shape[1:] == weights.q_a_norm.shape and q_a.dtype == ckv.dtype, f"{q_a.shape=} {q_a.dtype=} {ckv.dtype=}"
-    cache_rows.check(len(q_a), ckv, weights.kv_a_norm, rotary, latents)
+    cache_rows.check(q_a.shape[0], ckv, weights.kv_a_norm, rotary, latents)
     return op(q_a, ckv, weights, rotary, latents, eps)

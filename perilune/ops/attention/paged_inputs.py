@@ -51,7 +51,7 @@ def slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 def check(pages: Tensor, span: Span, R: int, r: int) -> None:
     """Of any op that reads latents of width R and rope keys of width r."""
-    tables, start, context, B = span.tables, span.query_start, span.context, len(span.tables)
+    tables, start, context, B = span.tables, span.query_start, span.context, span.tables.shape[0]
     assert pages.shape[2] == latent_cache.width(R, r, pages.dtype), f"{pages.shape=} {pages.dtype=} {R=} {r=}"
     assert pages.is_contiguous(), f"{pages.shape=} {pages.stride()=}"
     assert start.shape == (B + 1,) and context.shape == (B,), f"{tables.shape=} {start.shape=} {context.shape=}"

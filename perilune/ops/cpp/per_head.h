@@ -27,7 +27,7 @@ INLINE void strip(const float* x, int64_t stride, const T* w, float* y, int64_t 
   for (; c < wide; c += 8) columns<N, 1>(x, stride, w + c, y + c, ldy, a, b);
 }
 
-// x's tokens and heads are as far apart as told, y's heads `ldy`.
+// x's tokens and heads have the given strides, y's heads `ldy`.
 template <class T>
 INLINE void heads_matmul(const float* x, int64_t token_stride, int64_t head_stride, const T* w, float* y, int64_t ldy,
                          int64_t tokens, int64_t H, int64_t a, int64_t b, int64_t threads) {

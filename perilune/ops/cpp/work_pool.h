@@ -43,7 +43,7 @@ class Pool {
     done.store(0, std::memory_order_release);
     turn++;
     ticket.store(turn << 32, std::memory_order_seq_cst);
-    if (asleep.load(std::memory_order_seq_cst) > 0) {
+    if (sleepers.load(std::memory_order_seq_cst) > 0) {
       { std::lock_guard<std::mutex> guard(mutex); }
       wake.notify_all();
     }
@@ -68,7 +68,7 @@ class Pool {
   std::atomic<const void*> what{nullptr};
   std::atomic<uint32_t> pieces{0};
   std::atomic<int> threads{0};
-  std::atomic<int> asleep{0};
+  std::atomic<int> sleepers{0};
   std::atomic<bool> taken{false};
   uint64_t turn = 0;
   int helpers = 0;
@@ -106,9 +106,9 @@ class Pool {
         sched_yield();
       } else {
         std::unique_lock<std::mutex> guard(mutex);
-        asleep.fetch_add(1, std::memory_order_seq_cst);
+        sleepers.fetch_add(1, std::memory_order_seq_cst);
         if (!open(ticket.load(std::memory_order_seq_cst), worker)) wake.wait(guard);
-        asleep.fetch_sub(1, std::memory_order_seq_cst);
+        sleepers.fetch_sub(1, std::memory_order_seq_cst);
         idle = 0;
       }
     }

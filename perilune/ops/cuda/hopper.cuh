@@ -5,7 +5,7 @@
 // Every CTA calls it, whether it has work or not, before its first read of an activation and before its first write of
 // anything: then all earlier kernels of the stream have finished and their writes are visible, not only the last one's.
 // `let_successor_start()` may stand anywhere; early is best. A kernel that makes it wait for its own predecessor says
-// so: whoever starts after such a kernel may also read, before its wait, what was written before that kernel.
+// so: a kernel that starts after such a kernel may also read, before its wait, what was written before that kernel.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -27,10 +27,10 @@ __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, i
   bool waits = false;
 #pragma unroll
   for (int n = 0; n < PIECES; n++) {
-    if (piece_of(n) < pieces && announce::misses(v[n])) v[n] = announce::glance16(half + piece_of(n) * 4);
+    if (piece_of(n) < pieces && mailbox::misses(v[n])) v[n] = mailbox::glance16(half + piece_of(n) * 4);
   }
 #pragma unroll
-  for (int n = 0; n < PIECES; n++) waits |= piece_of(n) < pieces && announce::misses(v[n]);
+  for (int n = 0; n < PIECES; n++) waits |= piece_of(n) < pieces && mailbox::misses(v[n]);
   return !__any_sync(~0u, waits);
 }
 

@@ -21,7 +21,7 @@
 #pragma once
 #include "cuda/hopper.cuh"
 
-namespace announce {
+namespace mailbox {
 
 constexpr int ID_BITS = 10, MAX_CHOICES = 32;
 constexpr int CHOICES = 32;  // the word of the first id
@@ -48,21 +48,21 @@ __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
 }
 
 // Word 1: which half of the residual's mailbox is written in this launch, and on which SM the experts are chosen.
-constexpr int PROCESSOR_BITS = 8;
-__device__ __forceinline__ uint32_t processor() {
+constexpr int SM_BITS = 8;
+__device__ __forceinline__ uint32_t sm_id() {
   uint32_t v;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
-  return v & ((1 << PROCESSOR_BITS) - 1);
+  return v & ((1 << SM_BITS) - 1);
 }
-__device__ __forceinline__ void tell_turn(uint32_t* mailbox, uint32_t launch, uint32_t turn) {
-  put(mailbox + 1, (launch << PROCESSOR_BITS | processor()) << 1 | turn);
+__device__ __forceinline__ void publish_turn(uint32_t* mailbox, uint32_t launch, uint32_t turn) {
+  put(mailbox + 1, (launch << SM_BITS | sm_id()) << 1 | turn);
 }
-__device__ __forceinline__ bool told_turn(uint32_t word, uint32_t launch) {
-  return word >> (PROCESSOR_BITS + 1) == launch;
+__device__ __forceinline__ bool arrived_turn(uint32_t word, uint32_t launch) {
+  return word >> (SM_BITS + 1) == launch;
 }
-__device__ __forceinline__ uint32_t processor_of(uint32_t word) { return word >> 1 & ((1 << PROCESSOR_BITS) - 1); }
+__device__ __forceinline__ uint32_t sm_of(uint32_t word) { return word >> 1 & ((1 << SM_BITS) - 1); }
 
-__device__ __forceinline__ void tell_x(uint32_t* mailbox, uint32_t launch) {
+__device__ __forceinline__ void publish_x(uint32_t* mailbox, uint32_t launch) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(mailbox), "r"(launch) : "memory");
 }
 // By a whole warp, which may read x afterwards.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void wait_for_x(const uint32_t* mailbox, uint32_t lau
   __syncwarp();
 }
 
-__device__ __forceinline__ void tell_choice(uint32_t* mailbox, uint32_t launch, int n, int id) {
+__device__ __forceinline__ void publish_choice(uint32_t* mailbox, uint32_t launch, int n, int id) {
   put(mailbox + CHOICES + n, launch << ID_BITS | id);
 }
 // Lane n of a warp: the word of choice n of k as it is now.
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t glance_choice(const uint32_t* mailbox, int k
   const int lane = threadIdx.x % 32;
   return lane < k ? glance(mailbox + CHOICES + lane) : 0;
 }
-__device__ __forceinline__ bool told(uint32_t word, uint32_t launch) { return word >> ID_BITS == launch; }
+__device__ __forceinline__ bool arrived(uint32_t word, uint32_t launch) { return word >> ID_BITS == launch; }
 __device__ __forceinline__ int choice_of(uint32_t word) { return static_cast<int>(word & ((1 << ID_BITS) - 1)); }
 
 // Clears it. By one warp of a kernel that starts after the last reader.
@@ -94,4 +94,4 @@ __device__ __forceinline__ void wipe(uint32_t* mailbox) {
   mailbox[CHOICES + lane] = 0;
 }
 
-}  // namespace announce
+}  // namespace mailbox

@@ -15,7 +15,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
-// Of weights, which nobody reads again in this step.
+// Of weights, which no kernel reads again in this step.
 __device__ __forceinline__ void tensor_load_once(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                  uint64_t* barrier) {
   asm volatile(

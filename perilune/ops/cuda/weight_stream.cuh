@@ -80,7 +80,7 @@ __device__ __forceinline__ void hand_over(int warp) {
 
 // x to shared memory, normalised if asked; `norm` are the norm's weights, best in shared memory. In a block of 64, lane
 // t of four finds at 32 t bytes the even pairs of its k, and the odd ones 16 bytes on. A row's sums are those of its
-// segments in order: the same whoever else is in the batch. lowered[row]: what sums of e4m3 weights are multiplied by.
+// segments in order: the same for any other requests of the batch. lowered[row]: what sums of e4m3 weights are multiplied by.
 // This is what every CTA does between its predecessor's end and its first product, by its warps from FIRST on: segments
 // are read four at a time, and go through shared memory only if a row's sums must be known before they can be written.
 template <typename W, int FIRST>

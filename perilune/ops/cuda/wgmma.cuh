@@ -65,7 +65,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// Of weights, which nobody reads again in this step.
+// Of weights, which no kernel reads again in this step.
 __device__ __forceinline__ void bulk_load_once(void* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -198,7 +198,7 @@ __device__ void wgmma(float (&d)[N / 2], const uint32_t* a, uint64_t b);
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
   }
 #define PERILUNE_LIST(...) __VA_ARGS__
-// Whole units of 16 columns; or 8 columns more, whose registers are i0 to i3.
+// Whole units of 16 columns; or 8 columns more, in registers i0 to i3.
 #define PERILUNE_EVEN(N, UNITS, a0, a1, a2, a3, b0) \
   PERILUNE_WGMMA(N, PERILUNE_D##UNITS, (PERILUNE_C##UNITS), a0, a1, a2, a3, b0)
 #define PERILUNE_ODD(N, UNITS, i0, i1, i2, i3, a0, a1, a2, a3, b0)                                      \

@@ -78,7 +78,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
-    return costs.verdict(c.B, c.m)
+    return costs.acceptance(c.B, c.m)
 
 
 def reference(

@@ -5,6 +5,7 @@ processor, so that a shared home directory serves unlike machines. It is written
 several processes may build at once, and each loads a whole file.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,9 +16,11 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)  # by its path below SOURCES
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one source is built once, several at a time
 _loaded: dict[str, "ctypes.CDLL | str"] = {}
+_aside: set[str] = set()  # stems of kernels that compile_aside has not compiled yet
 
 
 def library(source: str) -> "ctypes.CDLL | str":
@@ -46,6 +50,72 @@ def library(source: str) -> "ctypes.CDLL | str":
 
     `source` is the name of a .cu file, or a stem, which means the .cpp file.
     """
+    return "it is being compiled" if source in _aside else _library(source)
+
+
+def compile_aside(done: Callable[[], None]) -> int:
+    """Compiles the kernels for CPUs that the cache lacks, on threads; returns how many. Until one is there, `library`
+    refuses it, so that slower implementations run meanwhile. `done` is called on a thread after each."""
+    absent = sorted(stem for stem, path in _paths().items() if path.suffix == ".cpp" and _absent(path))
+    _aside.update(absent)
+    begun = time.monotonic()
+
+    def build(stem: str) -> None:
+        try:
+            _library(stem)
+        finally:
+            _aside.discard(stem)
+            done()
+        if not _aside:
+            print(
+                f"{len(absent)} kernels were compiled in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True
+            )
+
+    if absent:
+        print(
+            f"compiling {len(absent)} kernels for this processor, once; slower ones serve meanwhile, without drafts",
+            file=sys.stderr,
+            flush=True,
+        )
+        waiting = deque(absent)
+
+        def work() -> None:
+            while waiting:
+                with contextlib.suppress(IndexError):
+                    build(waiting.popleft())
+
+        for _ in range(min(os.cpu_count() or 1, len(absent))):
+            threading.Thread(target=work, daemon=True).start()  # the process may end before they do
+    return len(absent)
+
+
+def compiling() -> bool:
+    """Whether `compile_aside` has not compiled all kernels yet."""
+    return bool(_aside)
+
+
+def _absent(source: Path) -> bool:
+    """Whether a kernel for CPUs can be compiled here and has not been."""
+    compiler, openmp = shutil.which("g++"), _torch_openmp()
+    if compiler is None or openmp is None:
+        return False
+    try:
+        return not _target(source, compiler, openmp).exists()
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _target(source: Path, compiler: str, openmp: str | None) -> Path:
+    """Where the library of a source is kept."""
+    return cache_directory("ops") / f"{source.stem}-{_digest(source, compiler, _version(compiler), openmp or '')}.so"
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _library(source: str) -> "ctypes.CDLL | str":
     found = _loaded.get(source)
     if found is None:
         with _locks[source]:
@@ -137,12 +207,10 @@ def _build(source: Path) -> "ctypes.CDLL | str":
     if openmp is None and not on_gpu:
         return "torch's OpenMP library was not found in this process"
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-        directory = _cache_directory()
-        target = directory / f"{source.stem}-{_digest(source, compiler, version, openmp or '')}.so"
+        target = _target(source, compiler, openmp)
         if not target.exists():
             _compile(compiler, source, openmp, target)
-            _prune(directory, source.stem)
+            _prune(target.parent, source.stem)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as e:
         lines = [line for line in (e.stderr or "").splitlines() if "error" in line] or ["no message"]
@@ -175,7 +243,7 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
 
 
 def _digest(source: Path, compiler: str, version: str, openmp: str) -> str:
-    flags = CUDA_FLAGS if source.suffix == ".cu" else (openmp, *FLAGS, _processor())
+    flags = CUDA_FLAGS if source.suffix == ".cu" else (openmp, *FLAGS, processor())
     parts = [*(path.read_text() for path in _with_headers(source)), compiler, version, *flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -193,7 +261,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -219,10 +287,10 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="perilune-ops-")  # removed when the process ends
 
 
-def _cache_directory() -> Path:
-    """Ours alone: a library that others can write is code they can run as us."""
+def cache_directory(name: str) -> Path:
+    """A directory of the user's cache, ours alone: a library that others can write is code they can run as us."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / "ops"
+    directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / name
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = directory.stat()

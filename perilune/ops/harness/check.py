@@ -14,7 +14,7 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """What became of one implementation on one case: it passed, refused (why), or failed (how)."""
 
     impl: str
@@ -29,8 +29,8 @@ def cases(op: Op[..., Any], device: torch.device, pattern: str | None = None) ->
 
 def check(
     op: Op[..., Any], case: Any, dtype: torch.dtype, device: torch.device, names: Iterable[str] | None = None
-) -> Iterator[Verdict]:
-    """A verdict for each implementation (of `names`, if given) but the reference.
+) -> Iterator[Outcome]:
+    """The outcome of each implementation (of `names`, if given) but the reference.
 
     Compared in this order: shapes and types; where nan and infinity are; each value; the distance over the whole
     output; that inputs not written to are untouched; that a second run gives the same bits.
@@ -42,11 +42,11 @@ def check(
             continue
         reason = op.refusal(impl.name, list(args.values()))
         if reason is not None:
-            yield Verdict(impl.name, refused=reason)
+            yield Outcome(impl.name, refused=reason)
             continue
         if want is None:
             want = outputs(op, op.candidates[-1], clone(args))
-        yield Verdict(impl.name, failed=_compare(op, impl, args, dtype, want))
+        yield Outcome(impl.name, failed=_compare(op, impl, args, dtype, want))
 
 
 def outputs(op: Op[..., Any], impl: Impl, args: dict[str, Any]) -> dict[str, Tensor]:

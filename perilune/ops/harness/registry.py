@@ -162,7 +162,12 @@ class Op(Generic[P, R]):
     def _named(self, args: Sequence[Any]) -> tuple[SimpleNamespace, torch.device]:
         return SimpleNamespace(**dict(zip(self.parameters, args))), args[self._deciding[0]].device
 
+    def forget(self) -> None:
+        """Decides anew from the next call on."""
+        self._decisions = {}
+
     def _decide(self, key: Any, args: Sequence[Any], wanted: str | None) -> Callable[P, R]:
+        decisions = self._decisions  # of before: what is decided while another thread calls `forget` is not kept
         if wanted is None:
             chosen, refused = self.explain(args)
             if chosen is None:
@@ -175,10 +180,10 @@ class Op(Generic[P, R]):
             (chosen,) = (c for c in self.candidates if c.name == wanted)
             refused = {}
         self._log_once(args, chosen.name, refused, wanted)
-        if len(self._decisions) >= MAX_DECISIONS:
-            self._decisions.clear()
+        if len(decisions) >= MAX_DECISIONS:
+            decisions.clear()
             self._logged.clear()
-        self._decisions[key] = chosen.run
+        decisions[key] = chosen.run
         return chosen.run
 
     def _log_once(self, args: Sequence[Any], name: str, refused: dict[str, str], wanted: str | None) -> None:
@@ -192,6 +197,12 @@ class Op(Generic[P, R]):
         why = "".join(f"; {other} refused: {reason}" for other, reason in refused.items())
         asked = " (asked for)" if wanted else ""
         log.info("%s on %s, %s, size < %d: %s%s%s", self.name, lead.device, types, 1 << size, name, asked, why)
+
+
+def forget() -> None:
+    """Lets all ops decide anew: implementations that could not run before may run now."""
+    for op in list(_ops.values()):
+        op.forget()
 
 
 def _key(deciding: Sequence[tuple[int, Any]]) -> Callable[[Sequence[Any]], Any]:

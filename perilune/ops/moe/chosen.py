@@ -1,4 +1,5 @@
-"""What a router chose, and how the expert kernel of one token may learn it before the router has ended."""
+"""The experts that a router chose, and the mailbox from which the expert kernel of one token reads them while the
+router runs."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Source:
     eps: float
 
 
-class Announcement(NamedTuple):
+class Publication(NamedTuple):
     """One launch's use of a mailbox: it will write "x is ready" and the ids there, each word with `number`."""
 
     mailbox: "Mailbox"
@@ -37,7 +38,7 @@ class Mailbox:
 
     moe_int4's first kernel may start while the router still runs, if it finds "x is ready" and the ids here. It waits
     for words with the number of that router launch, so words of other launches mean nothing; but it would wait for ever
-    for words that a later launch has overwritten or that a reader has cleared. `take` therefore gives the announcement
+    for words that a later launch has overwritten or that a reader has cleared. `take` therefore gives the publication
     of the latest launch only, and once: in every other case the expert kernel waits for the end of the kernel before
     it, which is always right. In a CUDA graph the numbers are those of the capture, and the same in every replay: the
     kernel that reads the ids last clears the words (moe_int4's second kernel).
@@ -46,15 +47,15 @@ class Mailbox:
     def __init__(self, memory: Workspace) -> None:
         self.words = memory.zeros("router.mailbox", 64)
         self._launches = 0
-        self._latest = 0  # 0: nothing is announced, or it was taken
+        self._latest = 0  # 0: nothing is published, or it was taken
 
-    def announce(self, x: Tensor, source: Source | None = None) -> Announcement:
+    def publish(self, x: Tensor, source: Source | None = None) -> Publication:
         """For the launch that comes next on the mailbox's stream."""
         self._launches += 1
         self._latest = (self._launches - 1) % MAX_NUMBER + 1
-        return Announcement(self, self._latest, x, source)
+        return Publication(self, self._latest, x, source)
 
-    def take(self, found: Announcement | None, x: Tensor) -> Announcement | None:
+    def take(self, found: Publication | None, x: Tensor) -> Publication | None:
         """`found` if the launch that comes next on this stream may read it; x is what that launch reads."""
         if found is None:
             return None
@@ -76,7 +77,7 @@ class Chosen:
 
     ids: Tensor
     weights: Tensor
-    announcement: Announcement | None = None
+    publication: Publication | None = None
 
     @property
     def kind(self) -> Hashable:

@@ -8,7 +8,7 @@ these ops and of `add_rmsnorm`; y is rounded before it is added.
 "cuda" is for one token: the launch of attention; one that adds each row of y to the residual and writes the sums to a
 mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first still runs
 (mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between. The experts
-may take x from the same mailbox: `Chosen.announcement` names it (chosen.py). "composed" is the ops one by one.
+may take x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" is the ops one by one.
 """
 
 import functools
@@ -185,16 +185,16 @@ def cuda(
     x = torch.empty_like(residual)
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)
-    announcement = box.announce(x, Source(sums, norm.weight, norm.eps))
+    publication = box.publish(x, Source(sums, norm.weight, norm.eps))
     mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums))
     failed = _choose()(
         sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
         x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-        announcement.number, D, E, routing.top_k, routing.normalise, _rows(E, device), norm.eps, routing.factor,
+        publication.number, D, E, routing.top_k, routing.normalise, _rows(E, device), norm.eps, routing.factor,
         memory.stream,
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
-    return x, Chosen(ids, weights, announcement)
+    return x, Chosen(ids, weights, publication)
 
 
 @op.impl("composed")
@@ -224,10 +224,9 @@ def mla_decode_router(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     mla_decode_output.check(q_full, pages, span, attention)
-    assert residual.shape == (len(q_full), len(attention.o.weight)) and residual.dtype == q_full.dtype, (
-        f"{residual.shape=}"
-    )
+    T, D = q_full.shape[0], attention.o.weight.shape[0]
+    assert residual.shape == (T, D) and residual.dtype == q_full.dtype, f"{residual.shape=}"
     assert residual.is_contiguous(), f"{residual.stride()=}"
-    assert len(norm.weight) == len(attention.o.weight) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
+    assert norm.weight.shape == (D,) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
     router.check(residual, gate.weight, gate.bias, gate.routing)
     return op(q_full, pages, span, attention, scale, residual, norm, gate)

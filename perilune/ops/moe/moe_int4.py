@@ -17,7 +17,7 @@ is faster for more tokens. An id that is no expert is skipped and its row left u
 
 Overlap with the router: from 2 tokens on x must be older than ids, because gate_up may read x while the kernel that
 writes ids still runs (router.py's does not let it start before x is ready). One token's gate_up starts before that
-kernel has ended if `chosen` carries an announcement that is still valid (`chosen.Mailbox.take`), and waits for its end
+kernel has ended if `chosen` carries an publication that is still valid (`chosen.Mailbox.take`), and waits for its end
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
@@ -199,7 +199,7 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     many = T > MAX_MMA_TMA and gate_up.row_scale is None
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_CPASYNC if many else MMA_TMA
-    announced = mailbox(memory).take(chosen.announcement, x) if source == T1 else None
+    published = mailbox(memory).take(chosen.publication, x) if source == T1 else None
     x, ids, weights = x.contiguous(), chosen.ids.contiguous(), chosen.weights.contiguous()
     fused = shared if shared is not None and T <= MAX_SHARED and shared.down.weight.shape[1] <= I else None
     S = 0 if fused is None else fused.down.weight.shape[1]
@@ -220,8 +220,8 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     taken: tuple[int, ...] = () if many else (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
     if source == T1:
-        taken += (mailbox(memory).words.data_ptr(), announced.number if announced else 0)
-        found = announced.source if announced else None
+        taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)
+        found = published.source if published else None
         begin = (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
     failed = _gate_up(source)(
         x.data_ptr(), ids.data_ptr(), *places(gate_up, fused.gate_up if fused else None), *hidden, *taken, *begin,

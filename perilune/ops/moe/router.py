@@ -7,9 +7,9 @@ x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds;
 `Routing` -> `Chosen`: ids [T, top_k] int32, weights [T, top_k] float32.
 
 "cuda" (router_mma.cu) is one launch for up to 16 rows. For one row it writes "x is ready" and the ids to a mailbox
-while it runs; the `Announcement` in `Chosen` carries mailbox and launch number to moe_int4, whose kernel may then start
+while it runs; the `Publication` in `Chosen` carries mailbox and launch number to moe_int4, whose kernel may then start
 before this one ends. With more rows, the next kernel may start when x is ready (see moe_int4.py). `mla_decode_router`
-announces in the same way. "cuda_many" (router_topk.cu) chooses from fp32 logits that a matrix product gives.
+publishes in the same way. "cuda_many" (router_topk.cu) chooses from fp32 logits that a matrix product gives.
 """
 
 import functools
@@ -185,7 +185,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     parts, box = _parts(D), mailbox(memory)
     ids = torch.empty(T, routing.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, routing.top_k, device=x.device)
-    announcement = box.announce(x) if T == 1 else None
+    publication = box.publish(x) if T == 1 else None
     # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
     sums = memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS)
     x = x.contiguous()
@@ -197,7 +197,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
         box.words.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
-        announcement.number if announcement else 0,
+        publication.number if publication else 0,
         T,
         D,
         E,
@@ -209,7 +209,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
         memory.stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
-    return Chosen(ids, weights, announcement)
+    return Chosen(ids, weights, publication)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ ids [T] int64; where an id is PENDING, the token is last[rows[t]], with rows [T]
 id is pending); positions [T] int64; table [V, D]; norm [D] -> h and x [T, D] as table; cos, sin [P, r] float32 ->
 [T, r] each. Squares are summed in fp32, x is rounded once. Tokens lie in the table and positions in the rope tables:
 they are checked where requests come in. "cuda" is one launch in place of eight, and reads the nearest row of the table
-for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops it stands for.
+for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops that it replaces.
 """
 
 import functools

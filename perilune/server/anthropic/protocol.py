@@ -134,6 +134,7 @@ class CountBody(RequestBody):
 
 class MessagesBody(CountBody):
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES}
+    PROMPT: ClassVar = ("messages",)
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -141,6 +142,8 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_seconds: float | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -160,6 +163,8 @@ class MessagesBody(CountBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "cache_salt": self.cache_salt,
+            "priority": self.priority,
+            "deadline_seconds": self.deadline_seconds,
         }
 
 

@@ -94,13 +94,21 @@ async def _chunks(
     # Everything but the choice is the same in every chunk of a stream: spelled once, ahead of the loop.
     start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1]
     end = b'],"usage":null}' if body.include_usage else b"]}"
-    encoder = msgspec.json.Encoder()
+    encode = msgspec.json.Encoder().encode
     prompt = b""  # in the first chunk
     if body.return_token_ids:
-        prompt = b',"prompt_token_ids":' + encoder.encode(turns.turns[0].generation.prompt)
+        prompt = b',"prompt_token_ids":' + encode(turns.turns[0].generation.prompt)
+
+    def ready(index: int, field: str) -> tuple[bytes, bytes]:
+        """What a frame has before and after its piece of text."""
+        choice = b'{"index":%d,"delta":{"%b":' % (index, field.encode())
+        return b"data: " + start + b',"choices":[' + choice, b'},"finish_reason":null}' + end + b"\n\n"
 
     async def frames(index: int, turn: Turn) -> AsyncGenerator[bytes, None]:
         sent = 0  # of the turn's ids
+        # Nearly all frames differ in their text alone.
+        constant = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        around_content, around_reasoning = ready(index, "content"), ready(index, "reasoning_content")
 
         def chunk(
             delta: Mapping[str, Any], entries: Sequence[TokenLogprob], finish_reason: str | None, **more: Any
@@ -113,27 +121,34 @@ async def _chunks(
                 choice["token_ids"], sent = turn.ids[sent:], len(turn.ids)
             first, prompt = start + prompt + b',"choices":[', b""
             if body.continuous_usage:
-                return event(first + encoder.encode(choice) + b'],"usage":' + encoder.encode(turns.usage()) + b"}")
-            return event(first + encoder.encode(choice) + end)
+                return event(first + encode(choice) + b'],"usage":' + encode(turns.usage()) + b"}")
+            return event(first + encode(choice) + end)
 
         yield chunk({"role": "assistant", "content": ""}, (), None)
         async with contextlib.aclosing(turn.events()) as stream:
             async for events, entries in stream:
                 shown: Sequence[TokenLogprob] = entries if body.logprobs else ()
+                made = []
                 for e in events:
                     if isinstance(e, Reasoning) and body.include_reasoning is False:
                         continue
-                    yield chunk(_delta(e), shown, None)
+                    if constant and isinstance(e, Content | Reasoning):
+                        before, after = around_content if isinstance(e, Content) else around_reasoning
+                        made.append(before + encode(e.text) + after)
+                    else:
+                        made.append(chunk(_delta(e), shown, None))
                     shown = ()
                 if shown:  # tokens whose text is held back (part of a character, a marker or a stop string)
-                    yield chunk({}, shown, None)
+                    made.append(chunk({}, shown, None))
+                if made:
+                    yield made[0] if len(made) == 1 else b"".join(made)  # one write
         yield chunk({}, (), turn.finish_reason, **turn.generation.marks)
 
     async with contextlib.aclosing(merged([frames(i, t) for i, t in enumerate(turns.turns)])) as all_frames:
         async for frame in all_frames:
             yield frame
     if body.include_usage:
-        yield event(start + b',"choices":[],"usage":' + encoder.encode(turns.usage()) + b"}")
+        yield event(start + b',"choices":[],"usage":' + encode(turns.usage()) + b"}")
 
 
 def _delta(e: Event) -> dict[str, Any]:

@@ -165,8 +165,17 @@ async def completions(request: Request) -> Response:
             constraint = None if answer is None else await enforced(text.tokenizer, prompt.params, answer=answer)
             siblings = [sibling(prompt.params, i) for i in range(count)]
             runs = [
-                Generation(service.engine, service.metrics, prompt.ids, params, constraint, body.cache_keys)
-                for params in siblings
+                Generation(
+                    service.engine,
+                    service.metrics,
+                    prompt.ids,
+                    params,
+                    constraint,
+                    body.cache_keys,
+                    body.order,
+                    first=not i,
+                )
+                for i, params in enumerate(siblings)
             ]
             groups.append([Choice(text.tokenizer, body, prompt.text, run) for run in runs])
         choices = [choice for group in groups for choice in group]
@@ -204,6 +213,8 @@ class _Prompt:
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
     """A prompt as text or token ids, of which `count` continuations are generated."""
     # The caller of this endpoint writes the template itself, control tokens included.
+    if isinstance(given, str) and body.truncate_prompt_tokens is None:
+        text.context(info).check(len(given), "prompt")
     ids = text.tokenizer.encode(given, allow_special=True) if isinstance(given, str) else given
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from starlette.responses import Response
 
 from perilune.core.errors import RequestError
-from perilune.core.messages import Delta
+from perilune.core.messages import Delta, Order
 from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
@@ -38,6 +38,8 @@ SAMPLING_FIELDS = (
     "min_tokens",
 )
 MAX_SALT_CHARS = 256
+MAX_PRIORITIES = 100
+MAX_DEADLINE_SECONDS = 86_400
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -69,7 +71,8 @@ class SamplingBody(RequestBody):
 
     `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
     context holds beside max_tokens. `request_id` becomes part of the response's id. `cache_salt`: only requests with
-    the same one share cached KV.
+    the same one share cached KV. `priority`: 0 to 100, larger ones are admitted later. `deadline_seconds`: the answer
+    is wanted by then or not at all.
     """
 
     max_tokens: int | None = None
@@ -100,6 +103,8 @@ class SamplingBody(RequestBody):
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_seconds: float | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -120,6 +125,16 @@ class SamplingBody(RequestBody):
             )
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARS:
             raise RequestError(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+        if self.priority is not None and not 0 <= self.priority <= MAX_PRIORITIES:
+            raise RequestError(
+                f"priority must be 0 to {MAX_PRIORITIES}, not {self.priority}: larger ones are served later",
+                param="priority",
+            )
+        if (seconds := self.deadline_seconds) is not None and not 0 < seconds <= MAX_DEADLINE_SECONDS:
+            raise RequestError(
+                f"deadline_seconds must be above 0 and at most {MAX_DEADLINE_SECONDS}, not {seconds:g}",
+                param="deadline_seconds",
+            )
         if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 "request_id must be 1 to 128 printable ASCII characters without spaces", param="request_id"
@@ -144,6 +159,10 @@ class SamplingBody(RequestBody):
     def cache_keys(self) -> tuple[str, ...]:
         """What the engine shares cached KV by, besides the token ids."""
         return () if self.cache_salt is None else (f"salt:{self.cache_salt}",)
+
+    @property
+    def order(self) -> Order:
+        return Order(self.priority or 0, self.deadline_seconds)
 
     def response_id(self, prefix: str) -> str:
         return f"{prefix}-{self.request_id or uuid.uuid4().hex}"
@@ -220,6 +239,7 @@ class ChatBody(SamplingBody, ContinuedBody):
     """
 
     FIELDS: ClassVar = fields.CHAT
+    PROMPT: ClassVar = ("messages",)
     messages: list[dict[str, Any]]
     echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -309,6 +329,7 @@ class ChatBody(SamplingBody, ContinuedBody):
 
 class CompletionBody(SamplingBody):
     FIELDS: ClassVar = fields.COMPLETION
+    PROMPT: ClassVar = ("prompt",)
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
@@ -389,7 +410,7 @@ class Predictions:
     accepted: int = 0
 
     def add(self, delta: Delta) -> None:
-        self.steps += delta.drafted > 0
+        self.steps += delta.verified or delta.drafted > 0
         self.drafted += delta.drafted
         self.accepted += delta.accepted
 

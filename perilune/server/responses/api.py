@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
+from perilune.server.call import current
 from perilune.server.conversation import Conversation, spelled
 from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.responses.protocol import FIELDS, ResponsesBody
@@ -124,6 +125,7 @@ class Answer:
     ) -> None:
         """`sent`: the messages that the request adds to the conversation it continues, of which `last` is the last."""
         self.store = store
+        self.owner = current().account.name
         self.body = body
         self.turn = turn
         self.sent = sent
@@ -177,7 +179,7 @@ class Answer:
                     say = conversation.think if item["type"] == _REASONING else conversation.answer
                     say(item["content"][0]["text"])
             added: list[Mapping[str, Any] | msgspec.Raw] = [*self.sent[:-1], *conversation.messages]
-            self.store.put(self.head["id"], response, added, self.body.previous_response_id)
+            self.store.put(self.owner, self.head["id"], response, added, self.body.previous_response_id)
         return response
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -244,7 +246,8 @@ async def create_response(request: Request) -> Response:
     store: ResponseStore = request.app.state.responses
     body, size = await service.receive(request, ResponsesBody)
     body.check_supported()
-    stored = [] if body.previous_response_id is None else store.conversation(body.previous_response_id)
+    owner = current().account.name
+    stored = [] if body.previous_response_id is None else store.conversation(owner, body.previous_response_id)
     size += sum(len(turn) for turn in stored)
 
     def translate() -> tuple[ChatBody, list[msgspec.Raw], Mapping[str, Any]]:
@@ -271,10 +274,10 @@ async def create_response(request: Request) -> Response:
 async def response_by_id(request: Request) -> Response:
     """GET and DELETE."""
     store: ResponseStore = request.app.state.responses
-    id = request.path_params["id"]
+    id, owner = request.path_params["id"], current().account.name
     if request.method == "DELETE":
-        store.delete(id)
+        store.delete(owner, id)
         return json_response({"id": id, "object": "response", "deleted": True})
     if request.query_params.get("stream", "false").lower() == "true":
         raise RequestError("a stored response cannot be streamed again: get it whole", param="stream")
-    return Response(store.get(id), media_type="application/json")
+    return Response(store.get(owner, id), media_type="application/json")

@@ -46,6 +46,7 @@ class StreamOptions(Body):
 
 class ResponsesBody(RequestBody):
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
+    PROMPT: ClassVar = ("input",)
     input: Any  # a text or a list of items
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -65,6 +66,8 @@ class ResponsesBody(RequestBody):
     metadata: dict[str, str] | None = None
     user: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_seconds: float | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
     # Known, not acted on.
     background: bool | None = None
@@ -136,6 +139,8 @@ class ResponsesBody(RequestBody):
             "response_format": _format(self.text.format) if self.text and self.text.format else None,
             "max_tokens": self.max_output_tokens,
             "cache_salt": self.cache_salt,
+            "priority": self.priority,
+            "deadline_seconds": self.deadline_seconds,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.effort(),

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,24 +26,38 @@ class Stored:
         return len(self.response) + len(self.messages)
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """The responses of one owner, least recently used first."""
+
+    entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+
 class ResponseStore:
-    """At most `max_responses` responses of at most `max_bytes` together; the least recently used go first.
+    """At most `max_responses` responses of at most `max_bytes` together. Each belongs to the API key (`owner`) that it
+    was made for, and does not exist for any other.
 
     A response holds only its own turn, so that a conversation of n turns costs n turns and not n squared. Using one
-    makes everything it continues more recent than itself: a conversation is forgotten from its end.
+    makes everything it continues more recent than itself: a conversation is forgotten from its end. When the store is
+    full, the owner with the most bytes loses its least recently used response: one key cannot push out the others'.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
-        self.bytes = 0
-        self._entries: OrderedDict[str, Stored] = OrderedDict()
+        self._shelves: dict[str, _Shelf] = {}  # by owner; none is empty
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(len(shelf.entries) for shelf in self._shelves.values())
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shelf.bytes for shelf in self._shelves.values())
 
     def put(
         self,
+        owner: str,
         id: str,
         response: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any] | msgspec.Raw],
@@ -51,39 +65,41 @@ class ResponseStore:
     ) -> None:
         """Keeps a response; `messages` are those that it added to the conversation, `previous` what it continues."""
         entry = Stored(msgspec.json.encode(response), msgspec.json.encode(messages), previous)
-        self._entries[id] = entry
-        self.bytes += entry.size
-        self._touch(id)
-        while len(self._entries) > self.max_responses or self.bytes > self.max_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self.bytes -= oldest.size
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.entries[id] = entry
+        shelf.bytes += entry.size
+        self._touch(owner, id)
+        while len(self) > self.max_responses or self.size_bytes > self.max_bytes:
+            largest = max(self._shelves, key=lambda o: self._shelves[o].bytes)
+            self._forget(largest, next(iter(self._shelves[largest].entries)))
 
-    def get(self, id: str) -> bytes:
-        """The response as JSON; RequestError 404 if it is unknown."""
-        self._touch(id)
-        return self._entry(id, "response_id").response
+    def get(self, owner: str, id: str) -> bytes:
+        """The response as JSON; RequestError 404 if the owner has none of this id."""
+        self._touch(owner, id)
+        return self._entry(owner, id, "response_id").response
 
-    def delete(self, id: str) -> None:
-        """Forgets a response; what continues it can then no longer be continued. RequestError 404 if it is unknown."""
-        self.bytes -= self._entry(id, "response_id").size
-        del self._entries[id]
+    def delete(self, owner: str, id: str) -> None:
+        """Forgets a response; what continues it can then no longer be continued. RequestError 404 as in `get`."""
+        self._entry(owner, id, "response_id")
+        self._forget(owner, id)
 
-    def conversation(self, id: str) -> list[bytes]:
+    def conversation(self, owner: str, id: str) -> list[bytes]:
         """The chat messages up to and with this response: JSON lists, one per response, for `decoded`.
 
         RequestError 404 if this response or one it continues is gone.
         """
-        self._touch(id)
+        self._touch(owner, id)
         turns: list[bytes] = []
         at: str | None = id
         while at is not None:
-            entry = self._entry(at, "previous_response_id")
+            entry = self._entry(owner, at, "previous_response_id")
             turns.append(entry.messages)
             at = entry.previous
         return turns[::-1]
 
-    def _entry(self, id: str, param: str) -> Stored:
-        entry = self._entries.get(id)
+    def _entry(self, owner: str, id: str, param: str) -> Stored:
+        shelf = self._shelves.get(owner)
+        entry = None if shelf is None else shelf.entries.get(id)
         if entry is None:
             raise RequestError(
                 f"response {id[:100]!r} is not stored here (never was, deleted, or dropped for newer ones): "
@@ -94,10 +110,17 @@ class ResponseStore:
             )
         return entry
 
-    def _touch(self, id: str | None) -> None:
-        while id is not None and id in self._entries:
-            self._entries.move_to_end(id)
-            id = self._entries[id].previous
+    def _forget(self, owner: str, id: str) -> None:
+        shelf = self._shelves[owner]
+        shelf.bytes -= shelf.entries.pop(id).size
+        if not shelf.entries:
+            del self._shelves[owner]
+
+    def _touch(self, owner: str, id: str | None) -> None:
+        entries = self._shelves.get(owner, _Shelf()).entries
+        while id is not None and id in entries:
+            entries.move_to_end(id)
+            id = entries[id].previous
 
 
 def decoded(turns: Sequence[bytes]) -> list[Mapping[str, Any]]:

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from perilune.cli import generate, main, serve
 from perilune.cli.bench import group as bench
 from perilune.cli.draft import group as draft
-from perilune.cli.shared import options
+from perilune.cli.shared import options, targets
 from perilune.cli.shared.verbs import Verbs
-from perilune.core.config import EngineConfig, build
+from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, RequestError
 
 
@@ -91,17 +91,36 @@ def test_the_key_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file = tmp_path / "key"
     file.write_text("s3cret\n")
     file.chmod(0o600)
-    assert serve.read_key(file) == "s3cret" and capsys.readouterr().err == ""
+    assert targets.key(file) == "s3cret" and capsys.readouterr().err == ""
     file.chmod(0o644)
-    assert serve.read_key(file) == "s3cret"
+    assert targets.key(file) == "s3cret"
     warning = capsys.readouterr().err
     assert "chmod 600" in warning and "s3cret" not in warning
     for bad in ("", "two words", "two\nlines"):
         file.write_text(bad)
         with pytest.raises(ConfigError, match="one key"):
-            serve.read_key(file)
+            targets.key(file)
     with pytest.raises(ConfigError, match="cannot read"):
-        serve.read_key(tmp_path / "absent")
+        targets.key(tmp_path / "absent")
+
+
+def test_the_servers_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    config = ServerConfig(api_key_file=str(file))
+    file.chmod(0o600)
+    serve.check_access(config)
+    assert not caplog.records
+    file.chmod(0o644)
+    serve.check_access(config)
+    assert "chmod 600" in caplog.text and "s3cret" not in caplog.text
+    for bad in ("", "two words", "two\nlines"):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match="key"):
+            serve.check_access(config)
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        serve.check_access(config)
 
 
 def test_the_printed_address_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +131,9 @@ def test_the_printed_address_can_be_used(capsys: pytest.CaptureFixture[str]) -> 
     info = EngineInfo("m", 64, 512, (), 4, 16, 4, (("dtype", "float32", "[a] reason"),))
     with socket.socket() as sock:
         sock.bind(("0.0.0.0", 0))
-        serve.show_ready(Console(stderr=True), info, "m", sock, locked=True)
+        url = serve.address(sock, https=False)
+        assert serve.address(sock, https=True) == url.replace("http:", "https:")
+        serve.show_ready(Console(stderr=True), info, "m", sock, locked=True, https=False)
         port = sock.getsockname()[1]
     printed = capsys.readouterr().err
     assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in printed and "Authorization: Bearer" in printed

@@ -1,10 +1,14 @@
 """What steps cost, measured by an engine that nobody uses yet."""
 
 import math
+import os
 from pathlib import Path
 
+import pytest
+
 from perilune.core.config import EngineConfig
-from perilune.engine.cost_table import measure_costs
+from perilune.engine import cost_table
+from perilune.engine.cost_table import measure_costs, time_steps
 from perilune.engine.engine import Engine
 from perilune.speculation.step_cost import ONE_REQUEST_TOKENS, STEP_TOKENS
 from tests import oracle
@@ -18,7 +22,7 @@ def test_an_engine_measures_what_it_can_run(tmp_path: Path) -> None:
         )
         engine = Engine(path, config)
         try:
-            costs = measure_costs(engine.runner, engine.config)
+            costs = time_steps(engine.runner, engine.config)
         finally:
             engine.close()
         largest = min(most_tokens, 4 * most_requests if most_requests > 1 else ONE_REQUEST_TOKENS)
@@ -29,3 +33,36 @@ def test_an_engine_measures_what_it_can_run(tmp_path: Path) -> None:
         for curve in (costs.base, costs.overlapped):
             assert all(0 < y < math.inf for y in curve.ys) and list(curve.ys) == sorted(curve.ys)
         assert costs.draft_token(1) == 0 and min(costs.attention.ys) >= 0
+
+
+def test_a_measured_table_is_kept_for_the_same_engine_only(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = 0
+
+    def count(*args: object) -> object:
+        nonlocal measured
+        measured += 1
+        return time_steps(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cost_table, "time_steps", count)
+
+    def costs(**options: object) -> object:
+        engine = Engine(tiny, EngineConfig(device="cpu", threads=1, draft="off", max_step_tokens=4, **options))  # type: ignore[arg-type]
+        try:
+            return measure_costs(engine.runner, engine.config)
+        finally:
+            engine.close()
+
+    first = costs(max_model_len=64)
+    assert costs(max_model_len=64) == first and measured == 1
+    (kept,) = (tmp_path / "perilune" / "costs").glob("*.json")
+    costs(max_model_len=32)
+    assert measured == 2
+    os.utime(kept, (0, 0))  # old
+    costs(max_model_len=64)
+    assert measured == 3
+    kept.write_text("{")
+    costs(max_model_len=64)
+    assert measured == 4

@@ -14,7 +14,9 @@ from perilune.core.sampling import SamplingParams
 from perilune.core.step import Work
 from perilune.engine.declared import Declared
 from perilune.engine.engine import Engine
+from perilune.engine.graphs.decode import DecodeGraphs
 from perilune.text.tokenizer import Tokenizer
+from tests.cpu.engine.test_graphs import Running
 from tests.e2e.server import NANO
 
 
@@ -57,6 +59,30 @@ def test_steps_bring_so_many_tokens_on_average(tiny: Path, declared: float, draf
         e.scheduler.check_integrity()
     finally:
         e.close()
+
+
+def test_graphs_bring_what_calls_bring(tiny: Path) -> None:
+    """The classes of CUDA graphs, running: chained steps, and their positions on the device alone."""
+    answers = []
+    for graphs in (False, True):
+        e = engine(tiny, declared_acceptance=2.5, draft_tokens=3)
+        try:
+            if graphs:
+                recorder = Running(torch.device("cpu"))
+                runner = e.runner
+                runner.graphs = DecodeGraphs(
+                    runner.model, runner.pages, runner.last_tokens, 512, recorder, declared=runner._declared
+                )
+                runner.follow(runner.drafter)
+                assert runner.can_chain
+            got, mean, _ = run(e, 3, 81)
+            assert mean == pytest.approx(2.5, abs=0.06)
+            assert not graphs or len(runner.graphs) > 0
+            answers.append(got)
+        finally:
+            e.close()
+    # The last step may have fewer drafts in one mode than in the other.
+    assert all(answers[0][rid][:77] == answers[1][rid][:77] for rid in range(3))
 
 
 def test_log_probabilities_are_those_of_the_tokens_that_count(tiny: Path) -> None:

@@ -212,7 +212,7 @@ class TestClient:
             client = await EngineClient.start(tiny, EngineConfig(**CONFIG))
             stream = client.generate(PROMPTS[0], SamplingParams(ignore_eos=True))
             await anext(stream)
-            client._process.kill()
+            client._process.process.kill()
             with pytest.raises(EngineError, match="ended unexpectedly"):
                 async for _ in stream:
                     pass

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
-from perilune.core.messages import Delta, Submit
+from perilune.core.messages import FIRST_COME, Delta, Order, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.scheduler import Scheduler
@@ -223,10 +223,13 @@ class Rig:
         self.params: dict[int, SamplingParams] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.order: list[int] = []  # live requests, oldest first
+        self.ranked = False  # requests have priorities or deadlines
+        self.ended: list[int] = []
 
-    def submit(self, rid, prompt, seed=0, keys=(), **params) -> None:
+    def submit(self, rid, prompt, seed=0, keys=(), order=FIRST_COME, now=0.0, **params) -> None:
         self.prompts[rid], self.params[rid] = tuple(prompt), SamplingParams(**params)
-        self.scheduler.submit(Submit(rid, tuple(prompt), self.params[rid], cache_keys=keys), seed)
+        self.ranked = self.ranked or order != FIRST_COME
+        self.scheduler.submit(Submit(rid, tuple(prompt), self.params[rid], cache_keys=keys, order=order), seed, now)
         self.runner.submit(rid, tuple(prompt))
         self.answers[rid] = Answer()
         self.order.append(rid)
@@ -237,6 +240,16 @@ class Rig:
         if rid in self.order:
             self.order.remove(rid)
         self.scheduler.check_integrity()
+
+    def expire(self, now) -> list[int]:
+        rids = []
+        for delta in self.scheduler.expire(now):
+            assert delta == Delta(delta.rid, finish_reason="deadline")
+            self.answers[delta.rid].finish = "deadline"
+            self.order.remove(delta.rid)
+            rids.append(delta.rid)
+        self.scheduler.check_integrity()
+        return rids
 
     def tick(self, between=lambda: None) -> StepPlan | None:
         """Plans and runs one step; commits its predecessor (overlapped) or itself."""
@@ -307,6 +320,8 @@ class Rig:
                 not work.sample or work.output_index == work.end - work.drafts - len(self.prompts[work.rid])
             )
             assert work.drafts <= MAX_DRAFTS and (not work.drafts or work.drafts < work.left)
+        if self.ranked:
+            return
         # The oldest is never held up, but for a result it is waiting for.
         oldest = self.order[0]
         waits = self.flying is not None and any(w.rid == oldest and w.sample for w in self.plans[-1].work)
@@ -329,6 +344,7 @@ class Rig:
             if delta.finish_reason is not None:
                 answer.finish, answer.error = delta.finish_reason, delta.error
                 self.order.remove(delta.rid)
+                self.ended.append(delta.rid)
 
 
 modes = pytest.mark.parametrize("overlapped", [False, True], ids=["sequential", "overlapped"])
@@ -838,6 +854,89 @@ def test_any_trace_gives_everybody_the_tokens_it_gets_alone(rng, seed):
         judge(trace, play(trace, overlapped, random.Random(seed), random.Random(seed)))
 
 
+@modes
+def test_waiting_requests_are_admitted_by_priority_then_deadline_then_arrival(overlapped):
+    rig = Rig(overlapped=overlapped, max_num_seqs=1)
+    orders = [FIRST_COME, Order(5), Order(1), Order(1, 60.0), Order(1, 30.0), FIRST_COME]
+    for rid, order in enumerate(orders):
+        rig.submit(rid, prompt_of(5, seed=rid), max_tokens=3, order=order)
+        if rid == 0:
+            rig.tick()  # runs: no later request stops it
+    rig.finish()
+    assert rig.ended == [0, 5, 4, 3, 2, 1]
+    for rid in range(len(orders)):
+        rig.expect(rid)
+
+
+def test_the_last_priority_gives_its_blocks_back_first():
+    rig = Rig(num_blocks=6, max_model_len=24)
+    rig.submit(1, prompt_of(5, seed=1), max_tokens=14, order=Order(9))
+    rig.tick()
+    rig.submit(2, prompt_of(5, seed=2), max_tokens=14)
+    rig.submit(3, prompt_of(5, seed=3), max_tokens=14)
+    rig.finish()
+    assert rig.scheduler.stats().preemptions > 0
+    assert [w.start for w in rig.works(2)] == [0, *range(5, 18)] and sum(w.count > 1 for w in rig.works(1)) > 1
+    for rid in (1, 2, 3):
+        rig.expect(rid)
+
+
+@modes
+def test_a_deadline_ends_waiting_and_running_requests(overlapped):
+    rig = Rig(overlapped=overlapped, max_num_seqs=1)
+    rig.submit(0, prompt_of(5, seed=0), max_tokens=30, order=Order(0, 10.0), now=100.0)
+    rig.submit(1, prompt_of(5, seed=1), max_tokens=3, order=Order(0, 5.0), now=101.0)  # admitted first
+    rig.submit(2, prompt_of(5, seed=2), max_tokens=3)
+    rig.submit(3, prompt_of(5, seed=3), max_tokens=30, order=Order(0, 8.0), now=101.0)
+    for _ in range(6):
+        rig.tick()
+    assert rig.expire(105.9) == [] and rig.expire(109.5) == [3]
+    rig.tick()
+    assert rig.expire(111.0) == [0]
+    rig.finish()
+    rig.expect(1)
+    rig.expect(2)
+    assert rig.expire(1e9) == []
+
+
+def test_deadlines_of_ended_requests_take_bounded_room():
+    rig = Rig()
+    for rid in range(1000):
+        rig.submit(rid, (1, 2), max_tokens=1, order=Order(0, 1e6))
+        rig.finish()
+    assert len(rig.scheduler._deadlines) < 200
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_any_trace_with_priorities_and_deadlines_gives_the_same_tokens(rng):
+    trace = make_trace(rng)
+    rig = Rig(overlapped=rng.random() < 0.5, errors=trace.errors, **trace.limits)
+    left, tick = dict(enumerate(trace.requests)), 0
+    while left or rig.scheduler.has_work or rig.flying is not None:
+        assert tick < 5_000, "no end"
+        for rid in [rid for rid, (when, _, _) in left.items() if when == tick]:
+            _, prompt, params = left.pop(rid)
+            order = Order(rng.randrange(3), rng.choice([None, None, rng.randint(1, 40)]))
+            rig.params[rid], rig.prompts[rid], rig.ranked = params, prompt, True
+            rig.scheduler.submit(Submit(rid, prompt, params, order=order), seed=rid, now=tick)
+            rig.runner.submit(rid, prompt)
+            rig.answers[rid] = Answer()
+            rig.order.append(rid)
+        rig.expire(tick)
+        rig.tick()
+        tick += 1
+    rig.finish()
+    room = trace.limits["num_blocks"] * trace.limits["block_size"] + 1
+    for rid, (_, prompt, params) in enumerate(trace.requests):
+        tokens, finish = alone(prompt, params, min(trace.limits["max_model_len"], room))
+        answer = rig.answers[rid]
+        if answer.finish in ("deadline", "error"):
+            assert tuple(answer.tokens) == tokens[: len(answer.tokens)]
+        else:
+            assert (tuple(answer.tokens), answer.finish) == (tokens, finish)
+
+
 KEYS = ((), ("salt:a",), ("salt:b",), ("adapter:a",), ("salt:a", "image:1"), ("image:1", "salt:a"), ("salt:aimage:1",))
 
 
@@ -890,6 +989,7 @@ def test_no_block_is_shared_across_keys():
     assert sum(n > 0 for n in hits) > 100
 
 
+@pytest.mark.slow
 def test_seeded_traces_reach_what_they_are_for():
     """The same with well-mixed numbers, and proof that the rare events do occur in such traces."""
     seen = {"preempted": 0, "preempted again": 0, "hit": 0, "pending": 0, "in vain": 0}

@@ -271,6 +271,7 @@ def test_tools_and_a_form_together_give_one_or_the_other(nano: Tokenizer) -> Non
     [
         ("regex", "[a-c]{3,5} (x|yy)+", lambda s: __import__("re").fullmatch("[a-c]{3,5} (x|yy)+", s)),
         ("choice", ["alpha", "be ta", 'é|"]'], lambda s: s in ("alpha", "be ta", 'é|"]')),
+        ("grammar", 'root ::= "(" root ")" | digit\ndigit ::= [0-9]\n', lambda s: s.strip("()").isdigit()),
         ("grammar", 'start: "(" start ")" | /[0-9]/', lambda s: s.count("(") == s.count(")") == len(s) // 2),
     ],
 )
@@ -290,13 +291,14 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
     "schema, word",
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"not": {"type": "string"}}, "not"),
+        ({"not": {"pattern": "^a"}}, "pattern inside it cannot be negated"),
+        ({"if": {"format": "uuid"}, "then": {"maxLength": 3}}, "format inside it cannot be negated"),
         ({"type": "string", "format": "phase-of-moon"}, "phase-of-moon"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "minProperties": 2.0}, "minProperties"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
-        ({"x-guidance": {"lenient": True}, "if": {}}, "if"),
+        ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
@@ -318,6 +320,8 @@ def test_bad_requests_are_refused(nano: Tokenizer) -> None:
         ("choice", []),
         ("choice", "ab"),
         ("grammar", "start: nowhere"),
+        ("grammar", "root ::= nowhere"),
+        ("grammar", "root ::= ("),
     ):
         with pytest.raises(RequestError, match=r"expression|choices|grammar"):
             constrain(nano, answer=AnswerFormat(kind, value))  # type: ignore[arg-type]

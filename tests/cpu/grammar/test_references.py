@@ -91,7 +91,10 @@ def test_a_pointer_into_what_is_rewritten_still_leads_there(nano: Tokenizer) -> 
         ({"$ref": "#/type", "type": "object"}, "names no schema"),
         ({"$ref": "#/anyOf/7", "anyOf": [True]}, "names no schema"),
         ({"$id": "http://[", "anyOf": [{"$ref": "x"}]}, "\\$ref 'x' is not a URI reference"),
-        ({"$defs": {"a": {"$dynamicAnchor": "x"}}, "$dynamicRef": "#x"}, "dynamicRef"),
+        (
+            {"$defs": {"a": {"$dynamicAnchor": "x"}, "b": {"$id": "b", "$dynamicAnchor": "x"}}, "$dynamicRef": "#x"},
+            "dynamicRef '#x': 2 schemas",
+        ),
     ],
 )
 def test_what_leads_nowhere_is_refused_by_name(nano: Tokenizer, schema: Any, words: str) -> None:

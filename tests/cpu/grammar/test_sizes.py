@@ -169,6 +169,7 @@ def has_value(schema: Any, definitions: Any, finite: set[str]) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(definitions=GRAPHS)
+@pytest.mark.slow
 def test_graphs_of_references_are_judged_as_by_trying(nano: Tokenizer, definitions: Any) -> None:
     finite = set[str]()
     for _ in definitions:

@@ -20,6 +20,7 @@ MAY: dict[str, set[str] | None] = {
     "ops.linear": {"ops.pointwise", "ops.layouts", "ops.harness", "core"},
     "ops.attention": {"ops.linear", "ops.pointwise", "ops.layouts", "ops.harness", "core"},
     "ops.moe": {"ops.attention", "ops.linear", "ops.pointwise", "ops.layouts", "ops.harness", "core"},
+    "ops.exchange": {"ops.pointwise", "ops.harness", "core"},
     "ops.sampling": {"ops.harness", "core"},
     "ops.drafts": {"ops.pointwise", "ops.layouts", "ops.sampling", "ops.harness", "core"},
     "ops.quantize": {"ops.harness", "core"},

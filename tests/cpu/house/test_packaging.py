@@ -35,6 +35,8 @@ def test_what_the_package_imports_is_declared_and_training_alone_needs_its_extra
             if top not in (*sys.stdlib_module_names, "perilune"):
                 rooms.setdefault(top, set()).add(name_of(path).split(".")[0])
     assert rooms.pop("llama_cpp") == {"bench"}  # built by runs/llama-cpp.sh
+    assert {name.partition("_")[0] for name in extras["otel"]} == {"opentelemetry"}  # one name for several packages
+    assert rooms.pop("opentelemetry") == {"server"}
     assert set(rooms) <= needed | extras["draft"] | extras["bench"]
     assert needed <= set(rooms), "nothing imports a dependency"
     assert {top for top in rooms if rooms[top] == {"draft"}} == extras["draft"]

@@ -47,7 +47,7 @@ def test_no_implementation_names_another() -> None:
     [
         ({}, None),
         ({"q_full": (2, 64, 576)}, "one token"),
-        ({"q_full": (1, 16, 576)}, "32 or 64 heads"),
+        ({"q_full": (1, 8, 576)}, "16, 32, 64 heads"),
         ({"pages": (8, 8, 576)}, "cache blocks of a multiple of 16"),
         ({"pages": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
         ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),

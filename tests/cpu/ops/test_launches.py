@@ -27,7 +27,7 @@ from perilune.ops.linear import linear_fp8
 
 PINNED = Path(__file__).with_suffix("").with_name("launches.json")
 CUDA, STREAM, PROCESSORS = torch.device("cuda", 0), 77, 132
-ROOMS = ("attention", "linear", "pointwise", "quantize")
+ROOMS = ("attention", "exchange", "linear", "pointwise", "quantize")
 IMPLEMENTATIONS = [
     (op.name, impl.name)
     for op in registry.all_ops().values()

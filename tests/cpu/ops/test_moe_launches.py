@@ -38,7 +38,7 @@ def _routed(seen: Recorder) -> None:
     x = Make(BFLOAT16, CPU, 2).randn(1, case.D)
     found = _run(seen, router, router.Case(1, case.D, 16, 2, narrow=True), x=x)
     _run(seen, moe_int4, case, x=x, chosen=found, partial=True)
-    _run(seen, moe_int4, case, x=x, chosen=found, partial=True)  # the announcement is taken
+    _run(seen, moe_int4, case, x=x, chosen=found, partial=True)  # the publication is taken
     _run(seen, moe_int4, case, x=x.clone(), chosen=Chosen(found.ids, found.weights), partial=True)
 
 

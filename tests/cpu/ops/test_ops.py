@@ -113,7 +113,7 @@ def doubling() -> Iterator[registry.Op[..., Any]]:
     del registry._ops["doubling"]
 
 
-def verdicts(op: registry.Op[..., Any]) -> dict[str, check.Verdict]:
+def outcomes(op: registry.Op[..., Any]) -> dict[str, check.Outcome]:
     return {v.impl: v for case in op.cases for v in check.check(op, case, FLOAT32, CPU)}
 
 
@@ -144,7 +144,7 @@ def test_check_reports_wrong_values_written_inputs_and_unrepeatable_results(doub
     def elsewhere(x: Tensor) -> Tensor:
         raise AssertionError("must not run")
 
-    found = verdicts(doubling)
+    found = outcomes(doubling)
     assert found["right"].failed is None and found["right"].refused is None
     assert "instead of" in (found["wrong"].failed or "")
     assert found["scribbles"].failed == "the input x was written to"
@@ -330,9 +330,9 @@ def test_libraries_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ours = tmp_path / "perilune" / "ops"
-    assert build._cache_directory() == ours
+    assert build.cache_directory("ops") == ours
     ours.chmod(0o777)
-    assert build._cache_directory() != ours
+    assert build.cache_directory("ops") != ours
 
 
 @needs_compiler

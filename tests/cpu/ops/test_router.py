@@ -1,4 +1,4 @@
-"""How the router's launch is cut, and whose choice it announces: no GPU needed."""
+"""How the router's launch is cut, and when it publishes its choice: no GPU needed."""
 
 from collections.abc import Iterator
 
@@ -31,10 +31,10 @@ def box() -> Iterator[Mailbox]:
         yield mailbox(workspace.current(CPU))
 
 
-def test_an_announcement_is_taken_once(box: Mailbox) -> None:
+def test_a_publication_is_taken_once(box: Mailbox) -> None:
     """A second reader of the words would wait for ever: the first one's second kernel clears them."""
     x, source = torch.zeros(1, 4), Source(torch.zeros(4), torch.ones(4), 1e-5)
-    made = box.announce(x, source)
+    made = box.publish(x, source)
     assert made.number > 0 and made.source is source
     assert box.take(made, x) is made and box.take(made, x) is None and box.take(None, x) is None
 
@@ -42,14 +42,14 @@ def test_an_announcement_is_taken_once(box: Mailbox) -> None:
 def test_only_the_latest_launch_may_be_read_while_it_runs(box: Mailbox) -> None:
     """A later launch has overwritten the words of an earlier one."""
     x, y = torch.zeros(1, 4), torch.zeros(1, 4)
-    first, second = box.announce(x), box.announce(y)
+    first, second = box.publish(x), box.publish(y)
     assert first.number != second.number
     assert box.take(first, x) is None and box.take(second, y) is second and box.take(first, x) is None
 
 
-def test_the_experts_read_the_x_and_the_mailbox_that_were_announced(box: Mailbox) -> None:
+def test_the_experts_read_the_x_and_the_mailbox_that_were_published(box: Mailbox) -> None:
     x = torch.zeros(1, 4)
-    made = box.announce(x)
+    made = box.publish(x)
     with pytest.raises(AssertionError, match="for another x"):
         box.take(made, x.clone())
     with workspace.owned(), pytest.raises(AssertionError, match="on another stream"):
@@ -60,4 +60,4 @@ def test_the_experts_read_the_x_and_the_mailbox_that_were_announced(box: Mailbox
 def test_launch_numbers_begin_again_before_they_outgrow_a_word(box: Mailbox) -> None:
     box._launches = MAX_NUMBER - 1
     x = torch.zeros(1, 4)
-    assert [box.announce(x).number for _ in range(2)] == [MAX_NUMBER, 1]
+    assert [box.publish(x).number for _ in range(2)] == [MAX_NUMBER, 1]

@@ -426,7 +426,7 @@ def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.Mo
         assert error(await s.client.post(PATH, {**HELLO, "model": "x"}))[:2] == (404, "not_found_error")
         assert error(await s.client.get(PATH))[:2] == (405, "invalid_request_error")
         assert error(await s.client.get(f"{PATH}/nowhere"))[:2] == (404, "not_found_error")
-        assert error(await s.client.post(PATH, b" " * 5000))[:2] == (413, "request_too_large")
+        assert error(await s.client.post(PATH, b" " * 2_000_000))[:2] == (413, "request_too_large")
         assert "message" in (await s.client.post("/v1/chat/completions", b"{nope")).error
         s.engine.alive = False
         assert error(await s.client.post(PATH, HELLO))[:2] == (503, "overloaded_error")
@@ -441,7 +441,7 @@ def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.Mo
         raise ZeroDivisionError("secret")
 
     seen: list[bytes] = []
-    serve(test, max_body=4096)
+    serve(test, max_body_mb=1)
 
 
 def test_answers_that_are_not_ours_pass_as_they_are() -> None:

@@ -344,15 +344,15 @@ def test_prompts_beyond_the_context() -> None:
 
 def test_large_bodies_are_refused() -> None:
     async def test(s: Served) -> None:
-        pieces = [b" " * 400] * 3
+        pieces = [b" " * 400_000] * 3
         reply = await s.client.request("POST", CHAT, pieces)
         assert reply.status == 413 and reply.error["code"] == "body_too_large"
-        s.client.headers = {"content-length": "5000"}
+        s.client.headers = {"content-length": "2000000"}
         assert (await s.client.request("POST", CHAT, [])).status == 413
         s.client.headers = {}
         assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
-    serve(test, max_body=1000)
+    serve(test, max_body_mb=1)
 
 
 def test_unknown_model_route_and_method() -> None:

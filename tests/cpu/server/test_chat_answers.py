@@ -183,7 +183,7 @@ def test_a_stop_string_ends_the_turn_and_frees_the_engine(width: int) -> None:
         chunks = (await s.client.post(CHAT, {**body, "stream": True})).chunks
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "one "
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and s.engine.cancelled == [0, 1]
-        assert 'perilune_generations_total{reason="stop"} 2.0' in (await s.client.get("/metrics")).text
+        assert 'perilune_request_success_total{finished_reason="stop"} 2.0' in (await s.client.get("/metrics")).text
 
     serve(test, answer="one END two", width=width)
 

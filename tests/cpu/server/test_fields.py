@@ -326,7 +326,6 @@ def test_vllms_names_are_known_and_their_defaults_accepted(path: str, others: se
         (CHAT, "use_beam_search", True, "best_of"),
         (CHAT, "length_penalty", 1.2, "best_of"),
         (CHAT, "logits_processors", ["x"], "logit_bias"),
-        (CHAT, "priority", 5, "order"),
         (CHAT, "kv_transfer_params", {"do_remote_decode": True}, "disaggregated"),
         (CHAT, "vllm_xargs", {"a": 1}, "extensions"),
         (CHAT, "documents", [{"title": "a", "text": "b"}], "message"),

@@ -172,7 +172,7 @@ class TestClosedByTheGrammar:
             assert whole["finish_reason"] == "stop" and "closed_by_grammar" not in str([whole, chunks])
             text = (await s.client.get("/metrics")).text
             assert "perilune_answers_closed_by_grammar_total 2.0" in text
-            assert 'perilune_generations_total{reason="length"} 2.0' in text
+            assert 'perilune_request_success_total{finished_reason="length"} 2.0' in text
 
         serve(test, answer="</think>{}" if path == CHAT else "{}", closed=True)
 

@@ -234,46 +234,46 @@ def test_stored_responses_can_be_fetched_and_deleted() -> None:
 
 def filled(store: ResponseStore, *entries: tuple[str, str | None]) -> None:
     for id, previous in entries:
-        store.put(id, {"id": id}, [{"role": "user", "content": id}], previous)
+        store.put("", id, {"id": id}, [{"role": "user", "content": id}], previous)
 
 
 def test_the_store_is_bounded_by_count_and_keeps_conversations_in_use() -> None:
     store = ResponseStore(max_responses=4)
     filled(store, ("a1", None), ("b1", None), ("a2", "a1"), ("c1", None))
-    turns = store.conversation("a2")
+    turns = store.conversation("", "a2")
     messages, size = decoded(turns), sum(map(len, turns))
     assert [m["content"] for m in messages] == ["a1", "a2"] and size > 0
     filled(store, ("d1", None))  # b1 was used least recently
     assert len(store) == 4
     with pytest.raises(RequestError, match="'b1' is not stored"):
-        store.get("b1")
-    assert json.loads(store.get("a1")) == {"id": "a1"}
+        store.get("", "b1")
+    assert json.loads(store.get("", "a1")) == {"id": "a1"}
     filled(store, ("e1", None), ("f1", None), ("g1", None))
     assert len(store) == 4
     with pytest.raises(RequestError, match="'a2'"):  # the end of a conversation goes before its beginning
-        store.conversation("a2")
-    store.conversation("a1")
+        store.conversation("", "a2")
+    store.conversation("", "a1")
 
 
 def test_the_store_is_bounded_by_bytes() -> None:
     store = ResponseStore(max_bytes=1000)
     for i in range(20):
-        store.put(f"r{i}", {"id": i}, [{"content": "x" * 200}], None)
-        assert store.bytes <= 1000
+        store.put("", f"r{i}", {"id": i}, [{"content": "x" * 200}], None)
+        assert store.size_bytes <= 1000
     assert 3 <= len(store) <= 4
     for i in range(20 - len(store), 20):
-        store.delete(f"r{i}")
-    assert store.bytes == 0 == len(store)
-    store.put("big", {}, [{"content": "x" * 2000}], None)
-    assert store.bytes == 0 == len(store)
+        store.delete("", f"r{i}")
+    assert store.size_bytes == 0 == len(store)
+    store.put("", "big", {}, [{"content": "x" * 2000}], None)
+    assert store.size_bytes == 0 == len(store)
 
 
 def test_a_deleted_link_breaks_the_chain_with_a_clear_error() -> None:
     store = ResponseStore()
     filled(store, ("a", None), ("b", "a"), ("c", "b"))
-    store.delete("b")
+    store.delete("", "b")
     with pytest.raises(RequestError, match="'b' is not stored") as refused:
-        store.conversation("c")
+        store.conversation("", "c")
     assert refused.value.status == 404 and refused.value.param == "previous_response_id"
 
 

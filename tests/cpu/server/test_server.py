@@ -131,7 +131,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(path: str, body: Any, str
         await asyncio.wait_for(call, 0.5)
         assert sorted(s.engine.cancelled) == list(range(len(s.engine.seen))) and s.engine.live == 0
         page = (await s.client.get("/metrics")).text
-        assert f'perilune_generations_total{{reason="cancelled"}} {float(len(s.engine.seen))}' in page
+        assert f'perilune_request_success_total{{finished_reason="cancelled"}} {float(len(s.engine.seen))}' in page
 
     serve(test, hold=3)
 
@@ -273,27 +273,27 @@ def test_metrics_page() -> None:
             'perilune_http_requests_total{route="/v1/chat/completions",status="200"} 1.0',
             'perilune_http_requests_total{route="/v1/completions",status="200"} 1.0',
             'perilune_http_requests_total{route="other",status="404"} 1.0',
-            'perilune_generations_total{reason="stop"} 2.0',
+            'perilune_request_success_total{finished_reason="stop"} 2.0',
             "perilune_generations_in_flight 0.0",
             "perilune_time_to_first_token_seconds_count 2.0",
-            "perilune_inter_token_seconds_count 10.0",
-            "perilune_generation_seconds_count 2.0",
+            "perilune_inter_token_latency_seconds_count 10.0",
+            "perilune_e2e_request_latency_seconds_count 2.0",
             "perilune_engine_up 1.0",
-            "perilune_requests_running 2.0",
-            "perilune_requests_waiting 1.0",
+            "perilune_num_requests_running 2.0",
+            "perilune_num_requests_waiting 1.0",
             'perilune_kv_blocks{state="owned"} 20.0',
             "perilune_cuda_graphs 3.0",
             "perilune_cuda_graph_bytes 4000.0",
             'perilune_kv_blocks{state="cached"} 10.0',
             'perilune_kv_blocks{state="free"} 34.0',
             "perilune_prompt_tokens_total 1000.0",
-            "perilune_cached_prompt_tokens_total 300.0",
-            "perilune_generated_tokens_total 77.0",
-            "perilune_verified_steps_total 8.0",
-            'perilune_drafted_tokens_total{position="2",source="suffix"} 5.0',
-            'perilune_accepted_tokens_total{position="1",source="suffix"} 6.0',
+            "perilune_prefix_cache_hits_total 300.0",
+            "perilune_generation_tokens_total 77.0",
+            "perilune_spec_decode_num_drafts_total 8.0",
+            'perilune_spec_decode_num_draft_tokens_total{position="2",source="suffix"} 5.0',
+            'perilune_spec_decode_num_accepted_tokens_total{position="1",source="suffix"} 6.0',
             "perilune_acceptance_length 2.0",
-            "perilune_preemptions_total 1.0",
+            "perilune_num_preemptions_total 1.0",
         ):
             assert line in lines, f"{line} is missing"
         assert "secret" not in reply.text

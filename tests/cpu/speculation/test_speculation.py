@@ -59,7 +59,7 @@ class Scripted:
         self.by_rid: dict[int, Sequence[int]] = {}
         self.drafted = self.accepted = self.steps = 0
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
+    def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
         if self.truths:
             self.by_rid[rid] = self.truths.pop(0)
 
@@ -196,6 +196,18 @@ class TestIdentity:
                 assert stats.verified > 0 and {s for s, *_ in stats.drafts} == {"suffix"}
                 assert max(position for _, position, _, _ in stats.drafts) == draft_tokens - 1
                 assert all(0 <= accepted <= drafted for _, _, drafted, accepted in stats.drafts)
+
+    def test_tenants_get_neither_the_cache_nor_drafts_of_each_other(self, tiny: Path) -> None:
+        """Both would answer a prompt sooner that another tenant has sent before."""
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        prompt = list(range(20, 60))
+        with LLM(tiny, **CONFIG, draft="suffix", draft_tokens=4) as llm:
+            (first,) = llm.generate(prompt, params, cache_keys=("key:a",))
+            (other,) = llm.generate(prompt, params, cache_keys=("key:b",))
+            (again,) = llm.generate(prompt, params, cache_keys=("key:a",))
+        assert first.token_ids == other.token_ids == again.token_ids
+        assert again.cached_tokens and again.accepted_tokens > first.accepted_tokens
+        assert not other.cached_tokens and other.drafted_tokens == first.drafted_tokens
 
     def test_n_and_best_of(self, tiny: Path, plain: LLM) -> None:
         params = SamplingParams(seed=11, max_tokens=20)
@@ -418,8 +430,8 @@ class Recorder(Scripted):
         self.texts: dict[int, list[int]] = {}
         self.chains: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def open(self, rid: int, prompt: Sequence[int]) -> None:
-        super().open(rid, prompt)
+    def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
+        super().open(rid, prompt, root)
         self.texts[rid] = list(prompt)
 
     def chain_length(self, plan: StepPlan) -> int:

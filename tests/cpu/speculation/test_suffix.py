@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from perilune.kv.prefix import root_of
 from perilune.speculation import suffix
-from perilune.speculation.suffix import GRAM_TOKENS, MAX_MATCH_TOKENS, TOKEN_BYTES, Store, SuffixMatcher
+from perilune.speculation.suffix import GRAM_TOKENS, MAX_MATCH_TOKENS, TOKEN_BYTES, Store, SuffixMatcher, salted
 
 
 def matcher(text: Sequence[int], store: Store | None = None) -> SuffixMatcher:
@@ -77,6 +78,21 @@ class TestStore:
             first.append(token)
         store.add(first.answer())
         assert tokens(matcher([9, 9, 2, 3], store), 5) == [4, 5, 6, 7]
+
+    def test_texts_of_another_salt_are_never_found(self) -> None:
+        """Drafts from them would show, by their speed, what another tenant was answered."""
+        store = Store(6 * 7 * TOKEN_BYTES)
+        one, other = salted(root_of(["key:a"])), salted(root_of(["key:b"]))
+        assert salted(root_of([])) == 0 != one != other
+        text = [1, 2, 3, 4, 5, 6, 7]
+        store.add(text, one)
+        for salt, found in ((one, [4, 5]), (other, []), (0, [])):
+            made = SuffixMatcher([9, 2, 3], store, salt)
+            made.index_prompt(3)
+            assert tokens(made, 2) == found and tokens(made, 1, after=[4, 5]) == ([6] if found else [])
+        for _ in range(6):
+            store.add(text, other)
+        assert len(store) == 6 and {key >> 42 << 42 for key in store._latest} == {other}
 
     def test_it_is_bounded_and_forgets_what_was_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rng = random.Random(3)

@@ -37,7 +37,7 @@ def _run(args: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
     """One board serves them in turns, replay after replay, whatever their number and the kernels between."""
-    inputs = [_inputs(c, h, fp8, c) for c, h in ((1024, 64), (70, 64), (5000, 64), (700, 32), (1, 64))]
+    inputs = [_inputs(c, h, fp8, c) for c, h in ((1024, 64), (70, 64), (5000, 64), (700, 32), (1, 64), (900, 16))]
     want = [_run(args) for args in inputs]
     flood = Make(BFLOAT16, CUDA, 3).randn(4096, K2.hidden)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

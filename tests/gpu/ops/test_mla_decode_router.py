@@ -66,7 +66,7 @@ def test_experts_make_the_very_same_x(fp8: bool, compact: bool) -> None:
         _, x, chosen = _run(args)
         early = _mixed(x, chosen, experts)
         assert torch.equal(early, _mixed(x, Chosen(chosen.ids, chosen.weights), experts))  # waits for the router's end
-        assert torch.equal(early, _mixed(x, chosen, experts))  # so does a second call: the announcement is taken
+        assert torch.equal(early, _mixed(x, chosen, experts))  # so does a second call: the publication is taken
 
 
 @pytest.mark.parametrize("fp8", [False, True])

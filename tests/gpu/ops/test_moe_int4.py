@@ -63,7 +63,7 @@ def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: boo
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_choice_that_is_announced(fp8: bool) -> None:
+def test_a_choice_that_is_published(fp8: bool) -> None:
     """In a graph, where the experts start before x is there: the same bits as those of a call that waits."""
     case = moe_int4.Case(1, K2.top_k, 24, K2.hidden, K2.width, S=K2.width, shared_fp8=fp8)
     make = Make(torch.bfloat16, CUDA, 5)
@@ -74,7 +74,7 @@ def test_a_choice_that_is_announced(fp8: bool) -> None:
     def step() -> tuple[Tensor, Chosen, Tensor]:
         x = given * 2
         chosen = router.op.impls["cuda"].run(x, gate, bias, Routing(case.k, 1, 1, 1.0, True))
-        assert chosen.announcement is not None and chosen.announcement.number > 0
+        assert chosen.publication is not None and chosen.publication.number > 0
         return x, chosen, _run({**args, "x": x, "chosen": chosen}, [])
 
     graph = torch.cuda.CUDAGraph()

@@ -72,7 +72,7 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
 }
 
 // What the ranges of one token give, of 48 positions at most, over a bf16 cache: in the first of `slots` places, of
-// which there is one for each 48 positions that the table [M] can hold. H: 32 or 64.
+// which there is one for each 48 positions that the table [M] can hold. H: 16, 32 or 64.
 API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t block, const void* tables,
                        int64_t M, const void* query_start, const void* context, void* partials, void* weights,
                        int64_t H, int64_t slots, float scale, void* stream) {

@@ -1,11 +1,11 @@
 // One token's attention from its ranges' outputs on: they are weighed, multiplied by W_UV, and by the output projection
 // w, in one launch. Contract in mla_decode_output.py.
 //
-// CTA h makes the values of head h, if there is such a head, and hands them to all by a board in global memory. Then
+// CTA h makes the values of head h, if there is such a head, and hands them to all by a mailbox in global memory. Then
 // each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
 // the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
 // attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
-// handed over too, by another board, to mla_decode_router_t1.cu and the experts' kernel. A CTA takes no more than 166
+// handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. A CTA takes no more than 166
 // KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
 // router's.
 //
@@ -26,20 +26,20 @@ constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way,
 constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
-constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the board
+constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the mailbox
 constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the consumers; of those of a part of k, and on
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
-// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there.
-template <typename W>
-struct Ring;
-template <>
-struct Ring<Bf16> {
+// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
+// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3.
+constexpr int FEW_HEADS = 16;
+template <typename W, bool FEW>
+struct Ring {
   static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
 };
 template <>
-struct Ring<E4m3> {
+struct Ring<E4m3, false> {
   static constexpr int ROW = 512, STAGES = 2, OPEN = 1;
 };
 
@@ -51,10 +51,10 @@ struct Args {
   const float* uv_scale;  // [H, VALUE], of e4m3
   const uint8_t* w;       // [D, H VALUE]
   const float* scale;     // [D], of e4m3
-  uint32_t* board;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
+  uint32_t* mailbox;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
   bf16* y;                // [D]; null if there is a residual
   bf16* residual;         // [D], to which y is added; or null
-  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the board
+  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the mailbox
   int ctas, B, H, D, least;
 };
 
@@ -97,9 +97,9 @@ __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32
   to[2] = make_uint2(pairs[1], pairs[3]);
 }
 
-template <typename W>
+template <typename W, bool FEW>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
-  using R = Ring<W>;
+  using R = Ring<W, FEW>;
   using S = Stage<R::ROW>;
   using X = Sums<4>;
   using Value = typename W::Value;
@@ -176,11 +176,11 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int second = s >= loads;  // a ring holds two tiles at most
+      const int later = FEW ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
 #pragma unroll 1
       for (int w = first; w < end; w++) {
-        const int tile = blockIdx.x + w / KS * gridDim.x + second * step, ahead = s - second * loads;
-        ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
+        const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
+        if (!FEW || tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
       }
     }
     return;
@@ -192,7 +192,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
   const auto take_turn = [&] {
     if (threadIdx.x == 0) {
-      auto* launches = reinterpret_cast<unsigned long long*>(a.board + i);
+      auto* launches = reinterpret_cast<unsigned long long*>(a.mailbox + i);
       turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
     }
   };
@@ -295,9 +295,9 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
         low += p.x, high += p.y;
       }
       if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
-      uint32_t* to = a.board + head * (mla::VALUE / 2) + threadIdx.x;
-      announce::put(to + turn_shared * (i / 2), announce::written(narrow(low, high)));
-      announce::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
+      uint32_t* to = a.mailbox + head * (mla::VALUE / 2) + threadIdx.x;
+      mailbox::put(to + turn_shared * (i / 2), mailbox::written(narrow(low, high)));
+      mailbox::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
     }
   } else {
     wait_for_predecessor();
@@ -308,7 +308,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
 
   {  // the values of part `part` to shared memory, for the warps that multiply by them: each brings as many
     const int of_part = chunks * W::CHUNK, count = of_part / GROUPS, at = part * of_part + group * count;
-    const uint32_t* words = a.board + turn_shared * (i / 2) + at / 2 + lane * 4;
+    const uint32_t* words = a.mailbox + turn_shared * (i / 2) + at / 2 + lane * 4;
     const auto real = [&](int n) { return lane * 8 + n * 256 < count; };
     uint4 v[PIECES] = {};
     bool waits;
@@ -316,10 +316,10 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       waits = false;
 #pragma unroll
       for (int n = 0; n < PIECES; n++) {
-        if (real(n) && announce::misses(v[n])) v[n] = announce::glance16(words + n * 128);
+        if (real(n) && mailbox::misses(v[n])) v[n] = mailbox::glance16(words + n * 128);
       }
 #pragma unroll
-      for (int n = 0; n < PIECES; n++) waits |= real(n) && announce::misses(v[n]);
+      for (int n = 0; n < PIECES; n++) waits |= real(n) && mailbox::misses(v[n]);
     } while (__any_sync(~0u, waits));
     uint32_t most = 0;
 #pragma unroll
@@ -401,32 +401,33 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
         const bf16 sum = __float2bfloat16(old + __bfloat162float(y));
         const uint32_t mine = __bfloat16_as_ushort(sum), pair = mine | __shfl_down_sync(0xff, mine, 1) << 16;
         uint32_t* to = a.fresh + row / 2;
-        if (lane % 2 == 0) announce::put(to + turn_shared * (a.D / 2), announce::written(pair));
+        if (lane % 2 == 0) mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
         a.residual[row] = sum;
-        if (lane % 2 == 0) announce::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+        if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
       }
     }
   }
 }
 
-template <typename W>
+template <typename W, bool FEW>
 int start(const Args& a, int64_t sms, void* stream) {
+  using R = Ring<W, FEW>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
-  const int bytes = WARPS * Ring<W>::STAGES * Stage<Ring<W>::ROW>::BYTES + values;
+  const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
   // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
-  cudaFuncSetAttribute(output_kernel<W>, cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncSetAttribute(output_kernel<W, FEW>, cudaFuncAttributePreferredSharedMemoryCarveout,
                        cudaSharedmemCarveoutMaxShared);
-  return launch(output_kernel<W>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
+  return launch(output_kernel<W, FEW>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (32 or 64), with as many CTAs (at most 160)
-// and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values. board:
-// H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least H; D at
-// least 32 for each.
+// partials, weights: as `mla_decode` leaves them for one token of H heads (16, 32 or 64), with as many CTAs (at most
+// 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values.
+// mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
+// H; D at least 32 for each.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
-                   const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* board, void* y,
+                   const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
                    void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
                    int64_t sms, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
@@ -437,7 +438,7 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<const float*>(uv_scale),
                static_cast<const uint8_t*>(w),
                static_cast<const float*>(scale),
-               static_cast<uint32_t*>(board),
+               static_cast<uint32_t*>(mailbox),
                static_cast<bf16*>(y),
                static_cast<bf16*>(residual),
                static_cast<uint32_t*>(fresh),
@@ -446,5 +447,7 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(H),
                static_cast<int>(D),
                static_cast<int>(least)};
-  return scale == nullptr ? start<Bf16>(a, sms, stream) : start<E4m3>(a, sms, stream);
+  return scale == nullptr ? start<Bf16, false>(a, sms, stream)
+         : H <= FEW_HEADS ? start<E4m3, true>(a, sms, stream)
+                            : start<E4m3, false>(a, sms, stream);
 }

@@ -1,12 +1,12 @@
 // What the kernels share that make the input of absorbed attention, for one token (mla_pre_attention_t1.cu) and for two
 // to four (mla_pre_attention_mma.cu): what a CTA streams.
 //
-// CTAs tell each other their results through a board in global memory, which counts the launches. CTA 0 advances the
-// count when it has seen all of q_a: a tile of every CTA, so that every CTA has read the count.
+// CTAs exchange results through a mailbox in global memory, which counts the launches. CTA 0 advances the count after
+// it has read all of q_a: a tile of every CTA, so that every CTA has read the count.
 //
-// While weights are in flight, every other trip to memory waits behind them: telling took 4 us with all of the ring on
-// its way, 1.2 us with none. So the copying warp asks for a few slots at a time. For the same reason nobody looks at
-// the board before its own piece is there, and the pieces' sums are read by one warp of each CTA for a token.
+// While weights are in flight, every other access to memory waits behind them: publishing took 4 us with the whole ring
+// in flight, 1.2 us with none. So the copying warp requests a few slots at a time. For the same reason a CTA polls the
+// mailbox only after its own piece is published, and one warp of each CTA reads the pieces' sums of a token.
 #pragma once
 #include "attention/sm90/cache_row.cuh"
 #include "cuda/weight_stream.cuh"
@@ -50,7 +50,7 @@ struct Slots {
   static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES && UK_SLOTS % 2 == 0);
 };
 
-template <typename Board>
+template <typename Mailbox>
 struct Arguments {
   bf16* residual;  // [T, HIDDEN]
   const void* x;
@@ -64,7 +64,7 @@ struct Arguments {
   NewRows rows;
   const bf16* w_uk;  // [H, NOPE, LATENT]
   bf16* out;         // [T, H, WIDTH]
-  Board* board;
+  Mailbox* mailbox;
   int H;
   float eps;
 };
@@ -98,15 +98,15 @@ __device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
 // 4 bytes to the same place in CTA `rank` of the cluster, where `barrier` counts them.
 __device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier, int rank, uint32_t v) {
   const uint32_t there = address_in(static_cast<const float*>(to), rank);
-  const uint32_t told = address_in(reinterpret_cast<const float*>(barrier), rank);
+  const uint32_t remote = address_in(reinterpret_cast<const float*>(barrier), rank);
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
-               "r"(told)
+               "r"(remote)
                : "memory");
 }
 
 // What the copying warp does.
-template <typename P, typename Board, typename Shared>
-__device__ __forceinline__ void copy(const Arguments<Board>& a, Shared& shared, uint8_t* memory) {
+template <typename P, typename Mailbox, typename Shared>
+__device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared, uint8_t* memory) {
   using W = typename P::Weights;
   static_assert(P::SHARED + sizeof(Shared) <= ROOM && P::EARLY <= P::WINDOW && P::WINDOW <= P::EARLY + 1);
   const int cta = blockIdx.x, head = cta / 2, rank = cluster_rank(), slots = head < a.H ? P::SLOTS : P::A_SLOTS;

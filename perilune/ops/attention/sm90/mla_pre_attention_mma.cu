@@ -1,11 +1,11 @@
-// What stands before absorbed attention for two to four tokens, in one launch. Contract in mla_pre_attention.py.
+// The operations before absorbed attention for two to four tokens, in one launch. Contract in mla_pre_attention.py.
 //
-// As mla_pre_attention_t1.cu, but for more tokens there is more to tell and less room for the ring beside it: of the
-// residual each lane takes from the board what it will multiply, into registers, and W_UK is multiplied by the tensor
+// As mla_pre_attention_t1.cu, but more tokens publish more and leave less shared memory for the ring: each lane copies
+// the part of the residual that it will multiply from the mailbox into registers, and W_UK is multiplied by the tensor
 // cores.
 //
-// CTAs tell in words that are zero until they are told. There are two sets of them, in turns: a launch empties the next
-// one's.
+// CTAs publish results as words that are zero until they are written. There are two sets of words; launches alternate
+// between them, and each launch zeroes the set of the next launch.
 //
 // All CTAs must be on the GPU together, one to a processor: every one waits for all. A token's sums are the same
 // whatever their number.
@@ -16,7 +16,7 @@ using namespace before_attention;
 
 namespace {
 
-using announce::glance16, announce::misses, announce::put;
+using mailbox::glance16, mailbox::misses, mailbox::put;
 
 constexpr int MOST_TOKENS = 4;
 constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
@@ -33,23 +33,23 @@ struct Plan : Slots<W> {
 };
 
 // Words are pairs of values, or a float, inverted: no result is all ones.
-struct Board {
+struct Mailbox {
   uint32_t launches, unused[31];
   uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order
   uint32_t pieces[2][MOST_TOKENS][PIECES];  // sums of squares of x before the weights
   uint32_t qkv[2][MOST_TOKENS][OUTER / 2];
 };
 
-using Args = Arguments<Board>;
+using Args = Arguments<Mailbox>;
 
 // Word `at` of a token, which is emptied in the next launch's set.
 template <int WORDS>
-__device__ __forceinline__ void tell(uint32_t (&set)[2][MOST_TOKENS][WORDS], int turn, int token, int at, uint32_t v) {
+__device__ __forceinline__ void publish(uint32_t (&set)[2][MOST_TOKENS][WORDS], int turn, int token, int at, uint32_t v) {
   put(&set[turn][token][at], ~v);
   set[turn ^ 1][token][at] = 0;
 }
 __device__ __forceinline__ uint4 inverted(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
-// Four words, once they are told. A warp that has waited comes together by __syncwarp().
+// Waits until four words are written. A warp that has waited reconverges by __syncwarp().
 __device__ __forceinline__ uint4 seen(const uint32_t* p) {
   uint4 v;
   do v = glance16(p);
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint4 seen(const uint32_t* p) {
 
 template <typename W, int T>
 struct Shared {
-  union {  // of qkv_a, and when those have been told of q_b
+  union {  // of qkv_a; of q_b once qkv_a's results are published
     float a_sums[WARPS][TILES_A][T * TILE];
     float q_sums[KS_Q][TILES][T * TILE];
   };
@@ -67,7 +67,7 @@ struct Shared {
   uint32_t most[T * INNER_WARPS];
   float x_scale[T], q_scale[T];
   uint32_t nope[2][T][NOPE_ROWS / 2 + 4];  // by each CTA of the cluster; the tokens' rows share no bank
-  uint64_t full[Plan<W, T>::STAGES], empty[Plan<W, T>::STAGES], told, handed;
+  uint64_t full[Plan<W, T>::STAGES], empty[Plan<W, T>::STAGES], published, handed;
 };
 
 // A pair as fp16, times `by`.
@@ -90,10 +90,10 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
   }
 }
 
-// By a warp: adds a token's x to this CTA's piece of the residual and tells it, times the norm's weights, of which each
-// lane that `publishes` has four.
+// By a warp: adds a token's x to this CTA's piece of the residual and publishes it, times the norm's weights, of which
+// each lane that `publishes` has four.
 template <typename W>
-__device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, int turn, int token, uint2 weight,
+__device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, int turn, int token, uint2 weight,
                                            bool publishes) {
   const int lane = threadIdx.x % 32;
   float squares = 0;
@@ -118,15 +118,15 @@ __device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, int tu
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     const uint2 y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
     const int at = place_of<W>(quad * 4) / 2;
-    tell(a.board->x, turn, token, at, y.x), tell(a.board->x, turn, token, at + 4, y.y);
+    publish(a.mailbox->x, turn, token, at, y.x), publish(a.mailbox->x, turn, token, at + 4, y.y);
     squares = squares_of(fresh.x, fresh.y);
     *mine = fresh;
   }
   __syncwarp();
   squares = warp_sum(squares);
   if (lane == 0) {
-    if (blockIdx.x < PIECES) tell(a.board->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
-    barrier_arrive(&told);
+    if (blockIdx.x < PIECES) publish(a.mailbox->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
+    barrier_arrive(&published);
   }
 }
 
@@ -137,13 +137,13 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int 
                                        uint4 (&x)[Plan<W, T>::A_SLOTS], float& lowered) {
   constexpr int APART = WARPS * stream::BLOCK / 2;  // words
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t* from = a.board->x[turn][min(g % 4, T - 1)] + warp * (stream::BLOCK / 2) + t * 8 + g / 4 * 4;
-  barrier_wait(&shared.told, 0);  // looking earlier slows down who publishes
+  const uint32_t* from = a.mailbox->x[turn][min(g % 4, T - 1)] + warp * (stream::BLOCK / 2) + t * 8 + g / 4 * 4;
+  barrier_wait(&shared.published, 0);  // polling earlier slows down the CTAs that publish
 #pragma unroll
   for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) x[n] = glance16(from + n * APART);
   if (warp >= WARPS - T) {
     const int token = WARPS - 1 - warp;
-    const uint4 v = seen(a.board->pieces[turn][token] + lane * 4);
+    const uint4 v = seen(a.mailbox->pieces[turn][token] + lane * 4);
     __syncwarp();
     const float squares = warp_sum(__uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) +
                                    __uint_as_float(v.w));
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply(stream::Sums<4>& acc, const uint8_t* w,
 // A token's cache row, by a warp.
 __device__ __forceinline__ void write_new_row(const Args& a, int turn, int token, const uint4 (&kv_norm)[2]) {
   const int lane = threadIdx.x % 32;
-  const uint32_t* from = a.board->qkv[turn][token] + INNER / 2;
+  const uint32_t* from = a.mailbox->qkv[turn][token] + INNER / 2;
   NewRow row;
 #pragma unroll
   for (int i = 0; i < 2; i++) row.latent[i] = seen(from + i * 128 + lane * 4);
@@ -225,7 +225,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
   const bool has_head = head < a.H;
   if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
-  if (tid == 32) barrier_init(&shared.told, T), barrier_init(&shared.handed, 1);
+  if (tid == 32) barrier_init(&shared.published, T), barrier_init(&shared.handed, 1);
   barriers_visible();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();  // the barriers are there, and the other's memory
@@ -246,11 +246,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     const int octet = tid + n * CONSUMERS;
     if (octet < Q_ALL) q_weight[n] = __ldg(reinterpret_cast<const uint4*>(a.q_norm) + octet % OCTETS);
   }
-  // The pair of rows of qkv_a, and the token, whose results this lane of the first warp tells.
-  const int telling = lane / (TILE / 2) % T, told_row = (cta + lane / (TILE / 2 * T) * CTAS) * TILE + lane % 4 * 2;
-  const bool tells = warp == 0 && lane < TILES_A * T * (TILE / 2);
+  // This lane of the first warp publishes the results of a pair of rows of qkv_a for one token.
+  const int published_token = lane / (TILE / 2) % T;
+  const int published_row = (cta + lane / (TILE / 2 * T) * CTAS) * TILE + lane % 4 * 2;
+  const bool writes = warp == 0 && lane < TILES_A * T * (TILE / 2);
   float2 scale = make_float2(1, 1);
-  if (RAISED && tells) scale = *reinterpret_cast<const float2*>(a.scale_a + told_row);
+  if (RAISED && writes) scale = *reinterpret_cast<const float2*>(a.scale_a + published_row);
   const bool scaled = RAISED && has_head && tid < ROWS;
   const int own_row = tid < NOPE_ROWS ? rank * NOPE_ROWS + tid : NOPE + rank * ROPE_ROWS + tid - NOPE_ROWS;
   const float row_scale = scaled ? a.scale_q[head * (NOPE + ROPE) + own_row] : 1;
@@ -261,7 +262,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   }
   wait_for_predecessor();
   let_successor_start();
-  const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(&a.board->launches);
+  const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(&a.mailbox->launches);
   const int turn = launch % 2;
   float cosine = 0, sine = 0;
   const int rotating = warp - T;  // a token
@@ -270,7 +271,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     const int angle = rotating * (ROPE / 2) + rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp < T) tell_piece<W>(a, shared.told, turn, warp, weight, publishes);
+  if (warp < T) publish_piece<W>(a, shared.published, turn, warp, weight, publishes);
   uint4 x[P::A_SLOTS];
   float lowered = 1;
   take_x<W, T>(a, shared, turn, x, lowered);
@@ -299,15 +300,16 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   }
   if (warp == 0) {
     named_sync(2, CONSUMERS);
-    if (tells) {
+    if (writes) {
       float v[2] = {0, 0};
 #pragma unroll
       for (int s = 0; s < WARPS; s++) {
         const float2 f = *reinterpret_cast<const float2*>(&shared.a_sums[s][0][lane * 2]);
         v[0] += f.x, v[1] += f.y;
       }
-      const float f = shared.x_scale[telling];
-      tell(a.board->qkv, turn, telling, told_row / 2, narrow(v[0] * (f * scale.x), v[1] * (f * scale.y)));
+      const float f = shared.x_scale[published_token];
+      publish(a.mailbox->qkv, turn, published_token, published_row / 2,
+              narrow(v[0] * (f * scale.x), v[1] * (f * scale.y)));
     }
     __syncwarp();
   } else {
@@ -321,7 +323,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   {
     const auto at = [&](int n) {  // the words of a thread's octet n
       const int octet = tid + n * CONSUMERS, token = octet / OCTETS;
-      return a.board->qkv[turn][token] + (octet - token * OCTETS) * 4;
+      return a.mailbox->qkv[turn][token] + (octet - token * OCTETS) * 4;
     };
     uint4 v[Q_EACH];
 #pragma unroll
@@ -366,7 +368,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     }
   }
   meet();
-  if (cta == 0 && tid == 0) a.board->launches = launch + 1;
+  if (cta == 0 && tid == 0) a.mailbox->launches = launch + 1;
   if (tid == 0) barrier_expect(&shared.handed, T * NOPE * 2);
   if (warp == WARPS - 1 && lane < T) {
     float squares = 0;
@@ -445,11 +447,11 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. T is 2 to 4, H at most 65; the GPU
-// has at least 132 processors. board: 160 KB, zero at first, of this stream and T.
+// has at least 132 processors. mailbox: 160 KB, zero at first, of this stream and T.
 API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                       const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                       const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
-                      const void* slot, float norm_eps, const void* w_uk, void* out, void* board, int64_t T, int64_t H,
+                      const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t T, int64_t H,
                       void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
@@ -464,7 +466,7 @@ API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int6
                new_rows(nullptr, 0, kv_norm, cos, sin, cache, slots, packed, slot, T, norm_eps),
                static_cast<const bf16*>(w_uk),
                static_cast<bf16*>(out),
-               static_cast<Board*>(board),
+               static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
                eps};
   const auto start = [&](auto kind) {

@@ -1,11 +1,11 @@
-// What stands before absorbed attention for one token, in one launch: the residual's sum and norm, qkv_a, and the
+// The operations before absorbed attention for one token, in one launch: the residual's sum and norm, qkv_a, and the
 // queries (q_b, W_UK, rope) with the step's cache row. Contract in mla_pre_attention.py.
 //
-// As three launches, the memory idles at two seams, while sums of one product become the input of the next. Here one
-// ring of slots brings a CTA its part of all three matrices, in order, so that what follows is on its way while the
-// CTAs tell each other their results: first each its piece of the residual, then its rows of qkv_a. They do so in words
-// of a pair of values and a tag, the number of the launch, which says that the pair is this launch's: there is no flag
-// to wait for before reading.
+// As three launches, the memory idles twice, while sums of one product become the input of the next. Here one ring of
+// slots streams each CTA its part of all three matrices, in order, so that the next weights are in flight while CTAs
+// publish results: first each CTA its piece of the residual, then its rows of qkv_a. A published word holds a pair of
+// values and a tag, the number of the launch: a matching tag says that the pair is of this launch, so no separate flag
+// has to be read first.
 //
 // All CTAs must be on the GPU together, one to a processor: every one waits for all.
 #include "attention/sm90/mla_pre_attention.cuh"
@@ -31,24 +31,24 @@ struct Plan : Slots<W> {
 };
 
 // A word: low half a pair, high half a tag.
-struct Board {
+struct Mailbox {
   uint32_t launches, unused[31];
   uint64_t x[HIDDEN / 2];       // times the norm's weights
   uint64_t pieces[PIECES * 2];  // of x: sum of squares before the weights, largest value after
   uint64_t qkv[OUTER / 2];
 };
 
-using Args = Arguments<Board>;
+using Args = Arguments<Mailbox>;
 
 __device__ __forceinline__ ulonglong2 look(const uint64_t* p) {
   ulonglong2 v;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ void tell(uint64_t* p, uint64_t a, uint64_t b) {
+__device__ __forceinline__ void publish(uint64_t* p, uint64_t a, uint64_t b) {
   asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
-__device__ __forceinline__ bool told(const ulonglong2& v, uint32_t tag) { return v.x >> 32 == tag && v.y >> 32 == tag; }
+__device__ __forceinline__ bool arrived(const ulonglong2& v, uint32_t tag) { return v.x >> 32 == tag && v.y >> 32 == tag; }
 __device__ __forceinline__ uint64_t word(uint32_t tag, uint32_t pair) {
   return static_cast<uint64_t>(tag) << 32 | pair;
 }
@@ -59,7 +59,7 @@ struct Shared {
   uint32_t most[INNER_WARPS];
   float x_scale, x_raise;
   __align__(16) uint32_t nope[NOPE_ROWS / 2];  // the other CTA's
-  uint64_t full[Plan<W>::STAGES], empty[Plan<W>::STAGES], told, handed;
+  uint64_t full[Plan<W>::STAGES], empty[Plan<W>::STAGES], published, handed;
 };
 
 template <typename W>
@@ -84,10 +84,11 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
   if (t == 0) to[g] = v;
 }
 
-// By a warp: adds x to this CTA's piece of the residual and tells it, times the norm's weights, of which each lane that
-// `publishes` has four.
+// By a warp: adds x to this CTA's piece of the residual and publishes it, times the norm's weights, of which each lane
+// that `publishes` has four.
 template <bool RAISED>
-__device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, uint32_t tag, uint2 weight, bool publishes) {
+__device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, uint32_t tag, uint2 weight,
+                                              bool publishes) {
   const int lane = threadIdx.x % 32;
   float squares = 0;
   uint2 y = make_uint2(0, 0);
@@ -111,7 +112,7 @@ __device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, uint32
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
-    tell(a.board->x + quad * 2, word(tag, y.x), word(tag, y.y));
+    publish(a.mailbox->x + quad * 2, word(tag, y.x), word(tag, y.y));
     squares = squares_of(fresh.x, fresh.y);
     *at = fresh;
   }
@@ -120,8 +121,8 @@ __device__ __forceinline__ void tell_piece(const Args& a, uint64_t& told, uint32
   const uint32_t most = RAISED ? most_of(y.x, y.y) : 0;
   if (lane == 0) {
     const int piece = blockIdx.x;
-    if (piece < PIECES) tell(a.board->pieces + piece * 2, word(tag, __float_as_uint(squares)), word(tag, most));
-    barrier_arrive(&told);
+    if (piece < PIECES) publish(a.mailbox->pieces + piece * 2, word(tag, __float_as_uint(squares)), word(tag, most));
+    barrier_arrive(&published);
   }
 }
 
@@ -131,23 +132,23 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W>& shared, typenam
   constexpr bool RAISED = W::BYTES == 1;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   ulonglong2 v[QUADS_EACH], w[PIECES / 32];
-  const uint64_t* from = a.board->x + tid * 2;
+  const uint64_t* from = a.mailbox->x + tid * 2;
   float raise = 1;
-  barrier_wait(&shared.told, 0);  // looking earlier slows down who publishes
+  barrier_wait(&shared.published, 0);  // polling earlier slows down the CTAs that publish
 #pragma unroll
   for (int n = 0; n < QUADS_EACH; n++) {
     if (tid + n * CONSUMERS < QUADS) v[n] = look(from + n * CONSUMERS * 2);
   }
   bool missing;
   if (warp == WARPS - 1) {
-    const uint64_t* pieces = a.board->pieces + lane * 2;
+    const uint64_t* pieces = a.mailbox->pieces + lane * 2;
 #pragma unroll
     for (int n = 0; n < PIECES / 32; n++) w[n] = look(pieces + n * 64);
     do {
       missing = false;
 #pragma unroll
       for (int n = 0; n < PIECES / 32; n++) {
-        if (!told(w[n], tag)) w[n] = look(pieces + n * 64), missing = true;
+        if (!arrived(w[n], tag)) w[n] = look(pieces + n * 64), missing = true;
       }
     } while (missing);
     __syncwarp();
@@ -168,7 +169,7 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W>& shared, typenam
     missing = false;
 #pragma unroll
     for (int n = 0; n < QUADS_EACH; n++) {
-      if (tid + n * CONSUMERS < QUADS && !told(v[n], tag)) v[n] = look(from + n * CONSUMERS * 2), missing = true;
+      if (tid + n * CONSUMERS < QUADS && !arrived(v[n], tag)) v[n] = look(from + n * CONSUMERS * 2), missing = true;
     }
   } while (missing);
   __syncwarp();
@@ -189,8 +190,8 @@ __device__ __forceinline__ void write_new_row(const Args& a, uint32_t tag, const
   const int lane = threadIdx.x % 32;
   const auto see = [&](int at) {  // the pairs of two words
     ulonglong2 v;
-    do v = look(a.board->qkv + at);
-    while (!told(v, tag));
+    do v = look(a.mailbox->qkv + at);
+    while (!arrived(v, tag));
     __syncwarp();
     return make_uint2(static_cast<uint32_t>(v.x), static_cast<uint32_t>(v.y));
   };
@@ -222,7 +223,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
   const bool has_head = head < a.H;
   if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
-  if (tid == 32) barrier_init(&shared.told, 1), barrier_init(&shared.handed, 1);
+  if (tid == 32) barrier_init(&shared.published, 1), barrier_init(&shared.handed, 1);
   barriers_visible();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();  // the barriers are there, and the other's memory
@@ -250,13 +251,13 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   }
   wait_for_predecessor();
   let_successor_start();
-  const uint32_t tag = *reinterpret_cast<const volatile uint32_t*>(&a.board->launches) + 1;
+  const uint32_t tag = *reinterpret_cast<const volatile uint32_t*>(&a.mailbox->launches) + 1;
   float cosine = 0, sine = 0;
   if (warp == 1 && has_head && lane < ROPE_ROWS / 2) {
     const int angle = rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp == 0) tell_piece<RAISED>(a, shared.told, tag, weight, publishes);
+  if (warp == 0) publish_piece<RAISED>(a, shared.published, tag, weight, publishes);
   take_x<W>(a, shared, xs, tag);
   if (scaled) shared.q_scales[tid] = row_scale;
   __syncwarp();
@@ -289,7 +290,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
       v[0] += f.x, v[1] += f.y;
     }
     const uint64_t both = word(tag, narrow(v[0] * (shared.x_scale * scale.x), v[1] * (shared.x_scale * scale.y)));
-    uint64_t* to = a.board->qkv + first / 2 + in_group;
+    uint64_t* to = a.mailbox->qkv + first / 2 + in_group;
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
   }
   if (!has_head) {
@@ -301,8 +302,8 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     uint32_t low = 0, high = 0;
     if (tid < INNER_QUADS) {
       ulonglong2 v;
-      do v = look(a.board->qkv + tid * 2);
-      while (!told(v, tag));
+      do v = look(a.mailbox->qkv + tid * 2);
+      while (!arrived(v, tag));
       __syncwarp();
       low = static_cast<uint32_t>(v.x), high = static_cast<uint32_t>(v.y);
       const float squares = warp_sum(squares_of(low, high));
@@ -321,7 +322,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     if (tid < INNER_QUADS) put<W>(qs + place_of<W>(tid * 4), low, high, raise);
   }
   meet();
-  if (cta == 0 && tid == 0) a.board->launches = tag;
+  if (cta == 0 && tid == 0) a.mailbox->launches = tag;
   if (tid == 0) barrier_expect(&shared.handed, NOPE_ROWS * 2);
   {
     const Value* x[1] = {X::from(qs, 0, 1, 0) + warp % KS_Q * SHARE};
@@ -408,11 +409,11 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
-// least 132 processors. board: 64 KB, zero at first, of this stream.
+// least 132 processors. mailbox: 64 KB, zero at first, of this stream.
 API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
-                  const void* slot, float norm_eps, const void* w_uk, void* out, void* board, int64_t H, void* stream) {
+                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),
@@ -426,7 +427,7 @@ API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64
                new_rows(nullptr, 0, kv_norm, cos, sin, cache, slots, packed, slot, 1, norm_eps),
                static_cast<const bf16*>(w_uk),
                static_cast<bf16*>(out),
-               static_cast<Board*>(board),
+               static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
                eps};
   const auto start = [&](auto kind, auto kernel) {

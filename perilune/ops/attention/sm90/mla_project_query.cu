@@ -1,11 +1,14 @@
 // Queries from the input of their projection, in one launch: q_b with its norm, W_UK, rope, and the step's cache rows.
 // Contract in mla_project_query.py.
 //
-// A cluster of two CTAs makes a head. Each streams half of the head's rows of q_b past the tokens (weight_stream.cuh),
-// gives the other its half of q_nope, and multiplies all of it by half of the columns of W_UK, which come while the
-// rows do: both are asked for before the wait. The CTAs after the heads' write the cache, a warp per token.
+// A cluster of C CTAs makes a head: two of 64 heads, more of fewer. Each streams its share of the head's rows of q_b
+// past the tokens (weight_stream.cuh), gives the others its share of q_nope, and multiplies all of it by its share of
+// the columns of W_UK, which come while the rows do: both are asked for before the wait. The CTAs after the heads' write
+// the cache, a warp per token.
 #include "attention/sm90/cache_row.cuh"
 #include "cuda/weight_stream.cuh"
+
+#include <type_traits>
 
 using namespace mla;
 using stream::Bf16;
@@ -16,14 +19,21 @@ using stream::ASKING, stream::WARPS;
 namespace {
 
 constexpr int MOST = 8, THREADS = WARPS * 32;
-constexpr int KS = 4, GROUPS = WARPS / KS;                 // warps that share a tile; tiles at once
-constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2;  // of a CTA
-constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE, EACH = TILES / GROUPS;
 constexpr int MOST_STAGES = 8;
-template <typename W>
-using StageOf = stream::Stage<W::BYTES == 2 ? 256 : 128>;
-constexpr int COLUMNS = LATENT / 2, PITCH = COLUMNS * 2 + 16;  // of W_UK; its rows: eight meet no bank twice
-constexpr int STRIDE = NOPE + 8;                               // of q_nope, likewise
+constexpr int STRIDE = NOPE + 8;  // of q_nope; its rows: eight meet no bank twice
+
+// How C CTAs share a head.
+template <int C>
+struct Share {
+  static constexpr int KS = C == 2 ? 4 : 8, GROUPS = WARPS / KS;       // warps that share a tile; tiles at once
+  static constexpr int NOPE_ROWS = NOPE / C, ROPE_ROWS = ROPE / C;     // of a CTA
+  static constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE;
+  static constexpr int COLUMNS = LATENT / C, PITCH = COLUMNS * 2 + 16;  // of W_UK, likewise
+  // Clusters of two fill the GPU with a CTA per SM. Not so larger ones: two CTAs share an SM.
+  static constexpr int CTAS = C == 2 ? 1 : 2, MEMORY = (C == 2 ? 208 : 94) * 1024;
+};
+template <typename W, int C>
+using StageOf = stream::Stage<C == 2 ? W::BYTES * 128 : W::BYTES == 2 ? 128 : 192>;
 
 struct Args {
   stream::Rows in;
@@ -35,11 +45,15 @@ struct Args {
   int H, stages;
 };
 
-template <typename W, int TOKENS>
-__global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Args a) {
-  using Stage = StageOf<W>;
+template <typename W, int TOKENS, int C>
+__global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_constant__ Args a) {
+  using Stage = StageOf<W, C>;
+  using S = Share<C>;
+  constexpr int KS = S::KS, GROUPS = S::GROUPS, NOPE_ROWS = S::NOPE_ROWS, ROPE_ROWS = S::ROPE_ROWS, ROWS = S::ROWS;
+  constexpr int TILES = S::TILES, EACH = (TILES + GROUPS - 1) / GROUPS;  // of a group, at most
+  constexpr int COLUMNS = S::COLUMNS, PITCH = S::PITCH;
   let_successor_start();
-  if (blockIdx.x >= 2 * a.H) return add_row(a.rows, (blockIdx.x - 2 * a.H) * WARPS + threadIdx.x / 32);
+  if (blockIdx.x >= C * a.H) return add_row(a.rows, (blockIdx.x - C * a.H) * WARPS + threadIdx.x / 32);
   extern __shared__ __align__(128) uint8_t memory[];
   uint8_t* w_uk = memory + WARPS * a.stages * Stage::BYTES;
   using X = stream::Sums<TOKENS>;
@@ -52,7 +66,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   __shared__ uint64_t barriers[WARPS][MOST_STAGES], w_uk_full;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int part = warp % KS, group = warp / KS, rank = cluster_rank(), head = blockIdx.x / 2;
+  const int part = warp % KS, group = warp / KS, rank = cluster_rank(), head = blockIdx.x / C;
   const int row_bytes = a.in.i * W::BYTES, chunks = a.in.i / W::CHUNK / KS, begin = part * chunks;
   // Row n of this CTA's in the head's: its share of the nope rows, then of the rope rows.
   auto row_of = [&](int n) {
@@ -123,6 +137,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   const uint8_t* mine = memory + warp * a.stages * Stage::BYTES + Stage::place(g) + 16 * t;
   int stage_out = 0, phase = 0;
   for (int n = 0; n < EACH; n++) {
+    if (TILES % GROUPS && group + n * GROUPS >= TILES) break;
     X acc;
 #pragma unroll 1
     for (int c = 0; c < chunks; c += Stage::CHUNKS) {
@@ -134,7 +149,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
     }
     acc.store(sums[part][group + n * GROUPS]);
   }
-  cluster_wait();  // the other has started: its memory is there
+  cluster_wait();  // the others have started: their memory is there
   __syncthreads();
   // Rows n and n + 1 of this CTA's for a token, rounded as the projection's output.
   auto pair = [&](int token, int n) {
@@ -150,7 +165,8 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
     const uint32_t v = pair(token, row);
     float* to = reinterpret_cast<float*>(nope + token * STRIDE + rank * NOPE_ROWS + row);
     *to = __uint_as_float(v);
-    store_in(address_in(to, rank ^ 1), __uint_as_float(v));
+#pragma unroll
+    for (int other = 1; other < C; other++) store_in(address_in(to, (rank + other) % C), __uint_as_float(v));
   }
   cluster_arrive();
   for (int n = threadIdx.x; n < a.in.T * (ROPE_ROWS / 2); n += THREADS) {
@@ -163,8 +179,9 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
   cluster_wait();
 
 #pragma unroll
-  for (int block = 0; block < COLUMNS / 16 / WARPS; block++) {
-    const int column = (warp + block * WARPS) * 16;
+  for (int block = 0; block < COLUMNS / 16; block += WARPS) {
+    const int column = (warp + block) * 16;
+    if (column >= COLUMNS) break;
     float d[2][4] = {};
 #pragma unroll
     for (int step = 0; step < NOPE / 16; step++) {
@@ -186,7 +203,7 @@ __global__ __launch_bounds__(THREADS, 1) void project(const __grid_constant__ Ar
 }  // namespace
 
 // scale: null for bf16 weights, else those of the rows of e4m3 weights. T is at most 8, i a multiple of 512
-// and at most 1,536.
+// and at most 1,536; below 48 heads 1,536.
 API int mla_project_query(const void* x, int64_t x_stride, int64_t i, const void* norm, const void* w, const void* scale,
                     const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos, const void* sin,
                     void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps,
@@ -200,14 +217,22 @@ API int mla_project_query(const void* x, int64_t x_stride, int64_t i, const void
          static_cast<bf16*>(out),
          static_cast<int>(H),
          0};
-  auto start = [&](auto kind, auto kernel) {
+  auto start = [&](auto kind, auto share, auto kernel) {
     using W = decltype(kind);
-    const int staged = NOPE * PITCH + static_cast<int>(T * stream::pitch_of(i) + i) * 2;
-    const int round = WARPS * StageOf<W>::BYTES;
-    a.stages = min((208 * 1024 - staged) / round, MOST_STAGES);
-    return launch(kernel, dim3(2 * H + 2), dim3(THREADS), staged + a.stages * round, stream, 2, a);
+    using S = Share<decltype(share)::value>;
+    constexpr int C = decltype(share)::value;
+    const int staged = NOPE * S::PITCH + static_cast<int>(T * stream::pitch_of(i) + i) * 2;
+    const int round = WARPS * StageOf<W, C>::BYTES;
+    a.stages = min((S::MEMORY - staged) / round, MOST_STAGES);
+    return launch(kernel, dim3(C * (H + 1)), dim3(THREADS), staged + a.stages * round, stream, C, a);
   };
-  const bool few = T <= 4;
-  return scale == nullptr ? start(Bf16(), few ? project<Bf16, 4> : project<Bf16, 8>)
-                          : start(E4m3(), few ? project<E4m3, 4> : project<E4m3, 8>);
+  auto choose = [&](auto share) {
+    constexpr int C = decltype(share)::value;
+    const bool few = T <= 4;
+    return scale == nullptr ? start(Bf16(), share, few ? project<Bf16, 4, C> : project<Bf16, 8, C>)
+                            : start(E4m3(), share, few ? project<E4m3, 4, C> : project<E4m3, 8, C>);
+  };
+  return H >= 48   ? choose(std::integral_constant<int, 2>())
+         : H >= 24 ? choose(std::integral_constant<int, 4>())
+                   : choose(std::integral_constant<int, 8>());
 }

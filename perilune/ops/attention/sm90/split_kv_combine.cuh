@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
                  ((column / 8) % 8 ^ (row & 7)) * 8;
   }
   wait_for_predecessor();
-  let_successor_start();  // not before: whoever starts after this kernel may take the cache's rows as written
+  let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
 
   int step = SIDE * sharing, s0 = MINE == 1 ? warp % sharing * SIDE + side : side;
   uint4 x[MINE][AT_ONCE];

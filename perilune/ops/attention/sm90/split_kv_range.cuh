@@ -55,7 +55,7 @@ __device__ __forceinline__ void meet() {  // of both warpgroups
   asm volatile("bar.sync %0, 256;" ::"n"(id) : "memory");
 }
 template <int id>
-__device__ __forceinline__ void announce() {
+__device__ __forceinline__ void arrive() {
   asm volatile("bar.arrive %0, 256;" ::"n"(id) : "memory");
 }
 
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
       add_values(o, probabilities, keys + half * 4 * CHUNK_BYTES);
       wgmma_wait<0>();
       settle(o);
-      if (half && tile < tiles - 1) announce<2>();
+      if (half && tile < tiles - 1) arrive<2>();
       if (lane == 0) barrier_arrive(&control->empty[stage]);
     }
     write_out(o, half, control, shared, partial, work.rows);

@@ -52,7 +52,7 @@ __global__ __launch_bounds__(THREADS) void argmax_probability_kernel(Args a) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int count = cluster.num_blocks(), rank = cluster.block_rank(), row = blockIdx.x / count;
   cluster.barrier_arrive();
-  wait_for_predecessor();  // and whoever follows waits for this kernel's end
+  wait_for_predecessor();  // and the kernel that follows waits for this kernel's end
 
   const float* from = a.logits + static_cast<int64_t>(row) * a.V;
   const int each = (a.V + count - 1) / count, end = min(a.V, (rank + 1) * each);

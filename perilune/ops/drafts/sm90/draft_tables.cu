@@ -20,7 +20,7 @@ struct Args {
 };
 
 __global__ __launch_bounds__(THREADS) void draft_tables_kernel(Args a) {
-  wait_for_predecessor();  // and whoever follows waits for this kernel's end
+  wait_for_predecessor();  // and the kernel that follows waits for this kernel's end
   const int64_t b = blockIdx.x, p = a.last[b] + 1, first = p / a.size, own = a.scratch + a.ahead * b;
   const int64_t thread = static_cast<int64_t>(blockIdx.y) * THREADS + threadIdx.x, threads = gridDim.y * THREADS;
   const int* table = a.tables + b * a.M;

@@ -36,9 +36,9 @@ __host__ __device__ constexpr bool kept(const Rows& in) { return in.norm != null
 
 // A sum as it is handed on: to `to` in CTA `rank` of the cluster, where `barrier` counts its bytes.
 __device__ __forceinline__ void hand_on(const float* to, const uint64_t* barrier, int rank, float v) {
-  const uint32_t there = address_in(to, rank), told = address_in(reinterpret_cast<const float*>(barrier), rank);
+  const uint32_t there = address_in(to, rank), remote = address_in(reinterpret_cast<const float*>(barrier), rank);
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(v),
-               "r"(told)
+               "r"(remote)
                : "memory");
 }
 
@@ -109,7 +109,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   barriers_visible();
   __syncthreads();  // the barriers are there
   if (SPLIT) cluster_arrive();
-  // The scale of the row of w whose results this lane writes comes with the tile, not after its sum.
+  // The scale of the row of w that this lane writes is loaded with the tile, not after its sum.
   float scale = 1;
   auto load_scale = [&]() {
     if (W::BYTES == 1 && tile < tiles) scale = a.scale[tile * TILE + lane % TILE];

@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
     const int group = warp / 4, g = lane / 4, t = lane % 4;
     int stage = group, phase = 0, n = group, last = -1;
     // The stage that the warpgroup read before n is free once all CTAs that share its x say so. Only if it will be
-    // filled again: what nobody waits for might arrive at a CTA that has ended.
+    // filled again: a copy without a waiter might arrive at a CTA that has ended.
     auto release = [&] {
       if (last < 0 || n - S::GROUPS + a.stages >= total) return;
       named_sync(1 + group, 128);
@@ -341,7 +341,7 @@ int start(const Call& c, Args a, int clusters) {
   const int spare = TILES * 64 * ROW + (a.passes > 1 ? S::SUMS : 0);
   a.loads = c.i / S::K / a.splits;
   a.stages = (SHARED - spare) / stage;
-  // A stage is always the same warpgroup's: one that came back to it a phase later could not tell which it waits for.
+  // A stage is always the same warpgroup's: one that came back to it a phase later could not distinguish the two phases.
   a.stages = min(a.stages, MOST_STAGES) / S::GROUPS * S::GROUPS;
   if (a.stages <= S::GROUPS || (a.passes == 1 && a.stages * stage < S::SUMS)) return -2;
   CUtensorMap w, x;

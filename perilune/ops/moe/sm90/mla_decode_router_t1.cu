@@ -3,7 +3,7 @@
 //
 // Each CTA has some rows of the gate in shared memory long before, reads the new residual from the mailbox that
 // mla_decode_output_t1.cu writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no
-// rows, writes x, polls for the scores and picks the experts. x is not announced: the experts' kernel makes it itself.
+// rows, writes x, polls for the scores and picks the experts. x is not published: the experts' kernel computes it itself.
 // What a CTA does once it has the residual is run once before, without effect: the first run of any instruction takes
 // microseconds while weights stream. A CTA takes so few registers and so little shared memory that both CTAs of the
 // experts' next launch are co-resident with it on an SM, beside or after one of mla_decode_output's.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
     missing = false;
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
-      if (first + n * 32 < E && seen[n] == 0) seen[n] = announce::glance(a.scores + first + n * 32);
+      if (first + n * 32 < E && seen[n] == 0) seen[n] = mailbox::glance(a.scores + first + n * 32);
     }
 #pragma unroll
     for (int n = 0; n < EACH; n++) missing |= first + n * 32 < E && seen[n] == 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
     rank += __shfl_xor_sync(~0u, rank, 2);
     if (lane % 4 == 0 && k < top_k && rank < top_k && mine >> 32) {
       const int id = static_cast<int>(~static_cast<uint32_t>(mine));
-      if (!rehearsal) announce::tell_choice(a.mailbox, a.launch, rank, id);
+      if (!rehearsal) mailbox::publish_choice(a.mailbox, a.launch, rank, id);
       c.ids[rank] = id;
     }
   }
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
       }
     }
     turn_shared = static_cast<uint32_t>(atomicAdd(a.launches, 1ull) / gridDim.x) & 1;
-    if (watches) announce::tell_turn(a.mailbox, a.launch, turn_shared);
+    if (watches) mailbox::publish_turn(a.mailbox, a.launch, turn_shared);
   }
   if (watches) {
     for (int n = tid; n < WARPS * EACH * 32; n += THREADS) choosing.biases[n] = n < E ? a.choice.bias[n] : 0;
@@ -161,7 +161,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   for (bool rehearsal = true;; rehearsal = false) {
     if (!rehearsal) {
       if (warp == 0) {
-        while (__any_sync(~0u, announce::glance(late) == 0)) {
+        while (__any_sync(~0u, mailbox::glance(late) == 0)) {
         }
       }
       __syncthreads();
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
         v = 1.0f / (1.0f + expf(-v));
         const int row = lane / 8;
         if (lane % 8 == 0 && row < ROWS && begin + row < E && !rehearsal) {
-          announce::put(a.scores + begin + row, written(v));
+          mailbox::put(a.scores + begin + row, written(v));
         }
       }
     }

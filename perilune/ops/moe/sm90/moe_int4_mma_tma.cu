@@ -225,7 +225,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
   static __device__ void finish(const Args& a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = GROUP * a.parts;
     Control& c = control();
-    // The ids are older than down's predecessor, and gate_up lets nobody start before it may read them.
+    // The ids are older than down's predecessor, and gate_up lets no kernel start before it may read them.
     if (GATE_UP) wait_for_predecessor();
     let_successor_start();
     const int segments = group_pairs(a.ids, a.T, a.k, a.E, plan_of(a));
@@ -373,7 +373,7 @@ int start(Args a, int sms, void* stream) {
   a.scale_swizzle = !a.whole_scales && a.scale_pitch == 128;
   a.slots = MAX_SLOTS;
   while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
-  // What lay in a slot before was the same warps': of a barrier's turns one can tell only two apart.
+  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases.
   a.slots -= a.slots % (a.parts > 1 || !a.shared.tiles ? K::GROUPS : K::GROUPS * a.shared_visit);
   if (a.visit > K::VISIT || (a.whole_scales && a.parts * a.visit > 1) || a.E > MAX_EXPERTS || a.T * a.k > MAX_PAIRS ||
       a.routed.tiles > 1 << TILE_BITS || (a.shared.tiles && a.shared_visit > most_shared) ||

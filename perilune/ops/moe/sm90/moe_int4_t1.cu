@@ -11,7 +11,7 @@
 // order.
 //
 // Work: gate_up asks for the shared expert's weights before x is there, and multiplies them while the router still
-// chooses, every CTA an equal part; between two slots it looks whether the choice is announced (router_mailbox.cuh).
+// chooses, every CTA an equal part; between two slots it looks whether the choice is published (router_mailbox.cuh).
 // CTAs start and run unevenly, so that units of the chosen experts are taken from a counter, by the CTA that has a free
 // slot. down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units
 // of the shared expert.
@@ -66,9 +66,9 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
     int opened = 0;      // gate_up: slots asked for at first
     uint32_t heard = 0;  // gate_up: what the mailbox said of choice `lane`
     auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
-    auto plan_if_told = [&](uint32_t word) {
-      if (!__all_sync(~0u, lane >= a.k || announce::told(word, a.launch))) return;
-      plan(a, {lane < a.k ? announce::choice_of(word) : -1, 1});
+    auto plan_if_arrived = [&](uint32_t word) {
+      if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
+      plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1});
       ahead = take();
       planned = true;
     };
@@ -106,8 +106,8 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
         __syncwarp();
         if (++into == a.slots) into = 0, phase ^= 1;
         if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
-          plan_if_told(heard);
-          heard = announce::glance_choice(a.mailbox, a.k);
+          plan_if_arrived(heard);
+          heard = mailbox::glance_choice(a.mailbox, a.k);
         }
       }
       if (++buffer == a.scale_buffers) buffer = 0;
@@ -126,7 +126,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       plan(a, ask(a));
       ahead = take();
     }
-    while (GATE_UP && a.launch && !planned) plan_if_told(announce::glance_choice(a.mailbox, a.k));
+    while (GATE_UP && a.launch && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
     const Plan& p = plan_of();
     const int per_expert = a.routed.tiles / RT;
     if constexpr (GATE_UP) {
@@ -187,13 +187,13 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
       stage_fresh(a);
       window.end = a.K / 8;
     } else if (GATE_UP && a.launch) {
-      announce::wait_for_x(a.mailbox, a.launch);
+      mailbox::wait_for_x(a.mailbox, a.launch);
     } else {
       wait();
     }
     if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
       if (lane == 0) *a.counter = 0;
-      if (a.launch) announce::wipe(a.mailbox);
+      if (a.launch) mailbox::wipe(a.mailbox);
     }
     for (int u = shared_units.first; u < shared_units.end; u++) {
       float total[4];
@@ -370,7 +370,7 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
 // `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. mailbox: of router_mailbox.cuh;
-// launch: the router's whose choice is announced there, or 0. fresh, norm, eps: what
+// launch: the number of the router's launch that publishes its choice there, or 0. fresh, norm, eps: what
 // mla_decode_router_t1.cu makes x of, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
 API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,

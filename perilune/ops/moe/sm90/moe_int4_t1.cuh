@@ -8,7 +8,7 @@
 namespace moe {
 
 constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4;
-constexpr int MAX_CHOICES = announce::MAX_CHOICES;
+constexpr int MAX_CHOICES = mailbox::MAX_CHOICES;
 
 struct Matrix {
   const uint8_t* data;
@@ -32,7 +32,7 @@ struct Args {
   uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
   int64_t routed_rows, shared_rows;
   uint32_t* mailbox;    // router_mailbox.cuh; down makes it zero again
-  uint32_t launch;    // of the router that announces; 0: gate_up waits for its predecessor
+  uint32_t launch;    // of the router that publishes its choice; 0: gate_up waits for its predecessor
   const uint32_t* fresh;  // gate_up: what x is the norm of, as mla_decode_router_t1.cu reads it; null: x is read
   const bf16* norm;       // [K], with it
   float eps;
@@ -186,13 +186,13 @@ struct Lone {
       const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.mailbox + 1;
       uint32_t said, there;
       do {
-        const uint32_t v = announce::glance(at);
+        const uint32_t v = mailbox::glance(at);
         said = __shfl_sync(~0u, v, 16);
         there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
-      } while (!announce::told_turn(said, a.launch) || there != 0xff);
+      } while (!mailbox::arrived_turn(said, a.launch) || there != 0xff);
       if (lane == 0) turn_shared = said & 1;
-      if (announce::processor_of(said) == announce::processor()) {  // where experts are chosen, that goes first
-        while (!__all_sync(~0u, lane >= a.k || announce::told(announce::glance_choice(a.mailbox, a.k), a.launch))) {
+      if (mailbox::sm_of(said) == mailbox::sm_id()) {  // where experts are chosen, that goes first
+        while (!__all_sync(~0u, lane >= a.k || mailbox::arrived(mailbox::glance_choice(a.mailbox, a.k), a.launch))) {
         }
       }
     }

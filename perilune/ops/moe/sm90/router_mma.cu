@@ -5,7 +5,7 @@
 // the parts in order and picks the experts. While the experts' weights stream, a round trip to memory takes
 // microseconds, and so does the first run of any instruction. So the biases are loaded before, the choice is run once
 // without effect before, a word of a sum shows by itself that it is written (no fence, no counter), and the ids are
-// announced one by one (router_mailbox.cuh).
+// published one by one (router_mailbox.cuh).
 #include "cuda/router_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -25,7 +25,7 @@ struct Args {
   routing::Choice choice;
   uint32_t* sums;   // [parts, T, E]: bits of a float, inverted; zero, before and after, where there is none
   uint32_t* mailbox;
-  uint32_t launch;  // its number, if T is 1; 0: nothing is announced
+  uint32_t launch;  // its number, if T is 1; 0: nothing is published
   int T, D, workers;
 };
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_up(const Args& a, int token, int lane, float
       missing = false;
 #pragma unroll
       for (int n = 0; n < EACH; n++) {
-        if (n * 32 + lane < a.choice.E && seen[n] == 0) seen[n] = announce::glance(sums + n * 32);
+        if (n * 32 + lane < a.choice.E && seen[n] == 0) seen[n] = mailbox::glance(sums + n * 32);
       }
 #pragma unroll
       for (int n = 0; n < EACH; n++) missing |= n * 32 + lane < a.choice.E && seen[n] == 0;
@@ -79,9 +79,9 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
   const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
   const int row_pitch = weight_pitch(chunks * CHUNK * 2), k0 = blockIdx.y * width + warp * chunks * CHUNK;
   wait_for_predecessor();
-  // A kernel that starts after a launch without announcement may read x at once.
+  // A kernel that starts after a launch without publication may read x at once.
   if (!a.launch) let_successor_start();
-  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) announce::tell_x(a.mailbox, a.launch);
+  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) mailbox::publish_x(a.mailbox, a.launch);
 
   float acc[2][4] = {};
   if (warp < a.workers) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[s][n];
     const int64_t token = n / TILE;
-    announce::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, written(v));
+    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, written(v));
   }
 }
 
@@ -160,7 +160,7 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
       for (int n = 0; n < EACH; n++) bias[n] = biases[n * 32 + lane];
       add_up<EACH>(a, token, lane, score);
       routing::choose(a.choice, score, bias, token, lane, [&](int k, int id) {
-        if (a.launch) announce::tell_choice(a.mailbox, a.launch, k, id);
+        if (a.launch) mailbox::publish_choice(a.mailbox, a.launch, k, id);
       });
     }
     if (!rehearsal) return;
@@ -171,7 +171,7 @@ __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const 
 
 // T at most 16, E a multiple of 8 and at most 512, top_k at most 32, D / parts = 32 x workers (at most 8) x up to 14.
 // sums: zero before and after. mailbox: of router_mailbox.cuh, of this stream; launch: if T is 1, a number that no other
-// launch has, below 2^22; or 0: then nothing is announced, and the next kernel may read x as soon as it starts.
+// launch has, below 2^22; or 0: then nothing is published, and the next kernel may read x as soon as it starts.
 API int router(const void* x, const void* gate, const void* bias, void* sums, void* mailbox, void* ids, void* weights,
                int64_t launch_number, int64_t T, int64_t D, int64_t E, int64_t top_k, int64_t norm, int64_t parts,
                int64_t workers, float scale, void* stream) {

@@ -14,12 +14,12 @@ struct Choice {
   float scale;
 };
 
-// Lane l holds logits and biases of experts 32 n + l. A negative token is nobody: nothing is written. tell(k, id), of
+// Lane l holds logits and biases of experts 32 n + l. A negative token is a padding row: nothing is written. publish(k, id), of
 // lane 0, hears of every choice as soon as it is made. One after the other: counting for each candidate how many come
 // before it is fewer steps, but three times as many instructions, which are all new to the processor, and took longer.
-template <int EACH, typename Tell>
+template <int EACH, typename Publish>
 __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], const float (&bias)[EACH], int token,
-                                       int lane, Tell tell) {
+                                       int lane, Publish publish) {
   uint32_t key[EACH];  // choices as integers of the same order; 0 is below all
 #pragma unroll
   for (int n = 0; n < EACH; n++) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], co
       if (key[n] == best) id = n * 32 + lane;
     }
     id = __reduce_min_sync(~0u, id);
-    if (lane == 0 && token >= 0) tell(k, id);
+    if (lane == 0 && token >= 0) publish(k, id);
     float value = 0;
 #pragma unroll
     for (int n = 0; n < EACH; n++) {

@@ -432,7 +432,7 @@ __global__ __launch_bounds__(THREADS) void sample_kernel(Args a) {
   const float least = ceilf(a.min_p[row] * (1ll << ONE));  // exact: what has a fraction is below 2^24
   const int id = work.draw(last, least, a.u[row]);
   if (id >= 0) a.ids[row] = id;
-  // The last exchange was a barrier of the cluster: nobody reads another's memory after it.
+  // The last exchange was a barrier of the cluster: no CTA reads another's memory after it.
 }
 
 int start(void (*kernel)(Args), Args a, int64_t S, bool greedy, int most, void* stream) {

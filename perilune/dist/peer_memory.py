@@ -1,0 +1,172 @@
+"""Memory of each rank's GPU that the other ranks' GPUs write to, for kernels that exchange values themselves.
+
+Every rank allocates a mailbox on its GPU and gives the others its CUDA IPC handle: 64 bytes, over whatever carries
+bytes between the ranks (`Swap`). NVLink multicast is not used. The kernels on this memory wait for the peers' kernels,
+so each rank needs a GPU of its own: two processes of one GPU take turns, and each would wait for the other's turn.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from perilune.core.errors import ConfigError, EngineError
+from perilune.ops.harness import build
+from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE
+
+log = logging.getLogger("perilune.dist")
+
+Swap = Callable[[bytes], list[bytes]]  # this rank's bytes to those of all ranks, in order; every rank calls it
+Gather = Callable[[Tensor], Tensor]
+
+WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
+HANDLE_BYTES, DEVICE_BYTES = 64, 16
+RANKS = (2, 4, 8)  # that the kernels are compiled for
+
+
+class Store(Protocol):
+    """What is used of one of torch.distributed."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> Any: ...
+
+
+def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
+    """Through a store of torch.distributed; nothing is pickled."""
+    turn = 0
+
+    def swap(own: bytes) -> list[bytes]:
+        nonlocal turn
+        turn += 1
+        store.set(f"{name}/{turn}/{rank}", "+" + own.hex())  # a store cannot hold the empty value
+        found = [bytes.fromhex(store.get(f"{name}/{turn}/{r}")[1:].decode()) for r in range(ranks)]
+        if turn > 2:  # all ranks have read it: each has written a value of a later turn
+            store.delete_key(f"{name}/{turn - 2}/{rank}")
+        return found
+
+    return swap
+
+
+class PeerMemory:
+    """Rank `rank`'s mailbox, and the peers' ones as this process sees them. Made by `connect`."""
+
+    def __init__(self, rank: int, addresses: list[int], device: torch.device, wait_seconds: float) -> None:
+        self.mailboxes = Mailboxes(rank, addresses, device, wait_seconds)
+        self._rank, self._addresses, self._device = rank, addresses, device
+
+    def check(self) -> None:
+        """EngineError if a peer did not answer in time. It costs a read of host memory: no launch is waited for."""
+        if peer := int(self.mailboxes.failed):
+            raise EngineError(
+                f"rank {peer - 1} did not answer rank {self._rank} within the exchange's time limit: it has ended or "
+                "hangs; restart all ranks"
+            )
+
+    def close(self, swap: Swap) -> None:
+        """Frees the memory, after all ranks have called it. Not after a failure: then the process must end."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+        _release(self._rank, self._addresses, self._device, swap)
+
+
+def connect(
+    rank: int, ranks: int, device: torch.device, swap: Swap, wait_seconds: float = WAIT_SECONDS
+) -> PeerMemory | str:
+    """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
+    on all ranks if two of them use one GPU."""
+    own, address, why = _create(ranks, device)
+    given = swap(b"\1" + own if own else b"\0" + why.encode())
+    refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
+    names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]
+    if refused:
+        _free(address, device)
+        return "; ".join(refused)
+    for r, name in enumerate(names):
+        if (first := names.index(name)) < r:
+            _free(address, device)
+            raise ConfigError(
+                f"ranks {first} and {r} run on one GPU: their exchanges would wait for each other's turn on it; "
+                "give every rank a GPU of its own (--gpus)"
+            )
+    addresses = [address if r == rank else 0 for r in range(ranks)]
+    with torch.cuda.device(device):
+        for r, text in enumerate(handles):
+            if r == rank or why:
+                continue
+            pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(text, HANDLE_BYTES)
+            failed = build.function(SOURCE, "exchange_open", "pp")(handle, ctypes.byref(pointer))
+            why = f"no peer access to rank {r}'s GPU (CUDA error {failed})" if failed else ""
+            addresses[r] = pointer.value or 0
+    given = swap(why.encode())
+    refused = [f"rank {r}: {text.decode()}" for r, text in enumerate(given) if text]
+    if refused:
+        _release(rank, addresses, device, swap)
+        return "; ".join(refused)
+    return PeerMemory(rank, addresses, device, wait_seconds)
+
+
+def loopback(ranks: int, device: torch.device) -> Peers:
+    """One of `ranks` ranks, with peers that send back what it sends: the exchange's kernel with as many bytes, written
+    to memory of this GPU. For measuring what one rank computes, without the others."""
+    mailbox = torch.zeros(_sizes(ranks)[0], dtype=torch.uint8, device=device)
+    # The rank's lines for peer s go to where the lines of peer s are expected.
+    addresses = [mailbox.data_ptr() + s * (mailbox.numel() // 2 // ranks) for s in range(ranks)]
+
+    def gather(own: Tensor) -> Tensor:
+        return own.expand(ranks, *own.shape)
+
+    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, WAIT_SECONDS, owner=mailbox), True)
+
+
+def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
+    """The group as ops take it: over peer memory where every rank has it, else through `gather` (NCCL, gloo), with the
+    reason in the log. The PeerMemory is to be checked after steps and closed at the end."""
+    found = connect(rank, ranks, device, swap)
+    if isinstance(found, str):
+        log.info("partial sums of %d ranks go through torch.distributed; no peer memory: %s", ranks, found)
+        return Peers(rank, ranks, gather), None
+    return Peers(rank, ranks, gather, found.mailboxes), found
+
+
+def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
+    """(name of the GPU and handle, address, reason why there is none)."""
+    usable = build.on_hopper(SOURCE, device, (ranks in RANKS, "2, 4 or 8 ranks"))
+    if usable is not True:
+        return b"", 0, str(usable)
+    address = ctypes.c_void_p()
+    handle, name = (ctypes.create_string_buffer(n) for n in (HANDLE_BYTES, DEVICE_BYTES))
+    with torch.cuda.device(device):
+        create = build.function(SOURCE, "exchange_create", "lppp")
+        if failed := create(_sizes(ranks)[0], ctypes.byref(address), handle, name):
+            _free(address.value or 0, device)
+            return b"", 0, f"no memory to share (CUDA error {failed})"
+    assert address.value is not None
+    return name.raw + handle.raw, address.value, ""
+
+
+def _sizes(ranks: int) -> list[int]:
+    """Bytes of a mailbox, of what Mailboxes.control is, of what a launch copies."""
+    sizes = (ctypes.c_int64 * 3)()
+    build.function(SOURCE, "exchange_sizes", "lp")(ranks, sizes)
+    return list(sizes)
+
+
+def _release(rank: int, addresses: list[int], device: torch.device, swap: Swap) -> None:
+    """Closes what this rank has opened of the others'; once all ranks have, frees its own."""
+    with torch.cuda.device(device):
+        for r, address in enumerate(addresses):
+            if r != rank and address:
+                build.function(SOURCE, "exchange_close", "p")(address)
+    swap(b"")
+    _free(addresses[rank], device)
+
+
+def _free(address: int, device: torch.device) -> None:
+    if address:
+        with torch.cuda.device(device):
+            build.function(SOURCE, "exchange_free", "p")(address)

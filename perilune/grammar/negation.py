@@ -1,0 +1,243 @@
+"""What a JSON schema excludes, as schemas without `not`: for `not`, `if`, `oneOf` and `dependentSchemas`.
+
+Every alternative given here holds only for values that fail the schema, so an answer made by one is always valid. Not
+every failing value has an alternative: a number with a fraction is missing where `integer` is negated, and an array or
+object of the same size where one is listed by `const`. A keyword that cannot be negated is refused by name.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from perilune.grammar.expressions import example
+from perilune.grammar.references import SchemaError, target
+from perilune.grammar.sizes import is_number
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+MAX_DEPTH = 16  # references and negations inside one another
+MAX_ALTERNATIVES = 128  # made for one schema document
+MAX_LISTED_CHARS = 2_000  # of strings that are excluded by name
+# Keywords that say nothing about a value, or only together with one that is handled.
+_SILENT = {
+    "$defs", "definitions", "$schema", "$comment", "$vocabulary", "then", "else", "minContains", "maxContains",
+    "contentEncoding", "contentMediaType", "contentSchema",
+}  # fmt: skip
+_REFUSED = (
+    "pattern", "format", "multipleOf", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+    "maxProperties", "$dynamicRef",
+)  # fmt: skip
+
+
+class Negation:
+    """Of schemas of the document `root`, as `references.resolved` leaves it."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = MAX_ALTERNATIVES
+
+    def alternatives(self, node: Any, depth: int = 0) -> list[Any]:
+        """Schemas each of which holds only for values that `node` refuses; none if there is no such value.
+
+        Raises SchemaError naming the keyword that cannot be negated.
+        """
+        if isinstance(node, bool):
+            return [] if node else [{}]
+        if not isinstance(node, Mapping):
+            raise SchemaError("not: what it holds is no schema")
+        if depth > MAX_DEPTH:
+            raise SchemaError(f"not: more than {MAX_DEPTH} references or alternatives inside one another")
+        made = list(self._of(node, depth + 1))
+        self.count(len(made))
+        return made
+
+    def count(self, alternatives: int) -> None:
+        """Raises SchemaError if one document's alternatives become too many."""
+        self._left -= alternatives
+        if self._left < 0:
+            raise SchemaError(f"not, if, oneOf and unevaluated: more than {MAX_ALTERNATIVES} alternatives")
+
+    def _of(self, node: Mapping[str, Any], depth: int) -> Iterator[Any]:
+        for word, value in node.items():
+            if word in _REFUSED:
+                raise SchemaError(f"not: {word} inside it cannot be negated")
+            if word not in _SILENT:
+                yield from self._keyword(node, word, value, depth)
+
+    def _keyword(self, node: Mapping[str, Any], word: str, value: Any, depth: int) -> Iterator[Any]:
+        match word:
+            case "type":
+                yield from _other_types(value)
+            case "const":
+                yield from _unlisted([value])
+            case "enum":
+                yield from _unlisted(_items(value))
+            case "not":
+                yield value
+            case "allOf":
+                yield from (one for part in _items(value) for one in self.alternatives(part, depth))
+            case "anyOf":
+                yield _all([self._none(part, depth) for part in _items(value)])
+            case "oneOf":
+                parts = _items(value)
+                yield _all([self._none(part, depth) for part in parts])
+                yield from (_all(list(pair)) for pair in itertools.combinations(parts, 2))
+            case "if":
+                for follows, held in (("then", value), ("else", self._none(value, depth))):
+                    if follows in node:
+                        yield _all([held, self._none(node[follows], depth)])
+            case "$ref":
+                yield from self.alternatives(target(self._root, value), depth)
+            case "dependentSchemas":
+                for name, part in _mapping(value).items():
+                    yield _all([{"type": "object", "required": [name]}, self._none(part, depth)])
+            case "prefixItems":
+                for i, part in enumerate(_items(value)):
+                    head = [*[{}] * i, self._none(part, depth)]
+                    yield {"type": "array", "minItems": i + 1, "prefixItems": head}
+            case "items":
+                none, before = self._none(value, depth), [True] * len(_items(node.get("prefixItems")))
+                if before:
+                    yield {"type": "array", "minItems": len(before) + 1, "prefixItems": [*before, none]}
+                else:
+                    yield {"type": "array", "contains": none}
+            case "contains":
+                least, most = node.get("minContains", 1), node.get("maxContains")
+                if is_number(least) and least > 0:
+                    few = {"contains": value, "minContains": 0, "maxContains": int(least) - 1}
+                    yield {"type": "array"} | ({"items": self._none(value, depth)} if least == 1 else few)
+                if is_number(most):
+                    yield {"type": "array", "contains": value, "minContains": int(most) + 1}
+            case "additionalProperties":
+                if others := self.alternatives(value, depth):
+                    name = _unnamed(_mapping(node.get("properties")), _mapping(node.get("patternProperties")))
+                    yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
+            case "properties":
+                for name, part in _mapping(value).items():
+                    if others := self.alternatives(part, depth):
+                        yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
+            case "patternProperties":
+                for pattern, part in _mapping(value).items():
+                    if others := self.alternatives(part, depth):
+                        name = example(pattern).decode()
+                        if not re.search(pattern, name):
+                            raise SchemaError(f"not: no name was found for patternProperties {pattern!r:.80}")
+                        yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
+            case _:
+                yield from _outside(word, value)
+
+    def _none(self, node: Any, depth: int) -> Any:
+        """The negation as one schema; False if nothing is left."""
+        return _any(self.alternatives(node, depth))
+
+
+def _unnamed(properties: Mapping[str, Any], patterns: Mapping[str, Any]) -> str:
+    """The name of a property that a schema does not describe."""
+    for name in ("other", "x", "0", "_"):
+        if name not in properties and not any(re.search(pattern, name) for pattern in patterns):
+            return name
+    raise SchemaError("not: no name was found for additionalProperties")
+
+
+def _outside(word: str, value: Any) -> Iterator[Any]:
+    """What fails a keyword about sizes or names."""
+    if word in _ENDS and is_number(value):
+        yield {"type": "number", _ENDS[word]: value}
+    elif word in _LEAST and is_number(value) and value > 0:
+        kind, other = _LEAST[word]
+        yield {"type": kind, other: int(value) - 1}
+    elif word in _MOST and is_number(value):
+        kind, other = _MOST[word]
+        yield {"type": kind, other: int(value) + 1}
+    elif word == "required":
+        yield from ({"type": "object", "properties": {name: False}} for name in _items(value))
+    elif word == "dependentRequired":
+        for name, others in _mapping(value).items():
+            for other in _items(others):
+                yield {"type": "object", "required": [name], "properties": {other: False}}
+
+
+_ENDS = {"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
+         "exclusiveMaximum": "minimum"}  # fmt: skip
+_LEAST = {"minLength": ("string", "maxLength"), "minItems": ("array", "maxItems"),
+          "minProperties": ("object", "maxProperties")}  # fmt: skip
+_MOST = {"maxLength": ("string", "minLength"), "maxItems": ("array", "minItems")}
+
+
+def _other_types(value: Any) -> Iterator[Any]:
+    named = set(value if isinstance(value, list) else [value])
+    if "integer" in named:
+        named.add("number")
+    if others := [name for name in TYPES if name not in named]:
+        yield {"type": others}
+
+
+def _unlisted(values: Sequence[Any]) -> Iterator[Any]:
+    """Alternatives that leave out each of some values."""
+    by_type: dict[str, list[Any]] = {name: [] for name in TYPES}
+    for value in values:
+        by_type[_type(value)].append(value)
+    if untouched := [name for name in TYPES if not by_type[name]]:
+        yield {"type": untouched}
+    if len(set(by_type["boolean"])) == 1:
+        yield {"const": not by_type["boolean"][0]}
+    numbers = sorted(by_type["number"])
+    for low, high in zip([None, *numbers], [*numbers, None]) if numbers else ():
+        if low is None or high is None or low < high:
+            ends = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            yield {"type": "number"} | {word: end for word, end in ends.items() if end is not None}
+    if texts := sorted(set(by_type["string"])):
+        if sum(map(len, texts)) > MAX_LISTED_CHARS:
+            raise SchemaError(f"not: more than {MAX_LISTED_CHARS} characters of excluded strings")
+        yield {"type": "string", "pattern": f"^(?:{_other_than(texts)})$"}
+    if arrays := by_type["array"]:
+        yield {"type": "array", "minItems": 1 + max(map(len, arrays))}
+        if fewest := min(map(len, arrays)):
+            yield {"type": "array", "maxItems": fewest - 1}
+    objects = by_type["object"]
+    if objects and all(objects):  # each has a property: an object without one of each is another
+        yield {"type": "object", "properties": {next(iter(value)): False for value in objects}}
+
+
+_ANY = r"[\s\S]"
+
+
+def _other_than(texts: Sequence[str]) -> str:
+    """An expression for every string but `texts`, which differ and are sorted."""
+    ways = [] if "" in texts else [""]
+    groups = {c: [t[1:] for t in some] for c, some in itertools.groupby([t for t in texts if t], key=lambda t: t[0])}
+    listed = "".join(_in_class(c) for c in groups)
+    ways.append(f"[^{listed}]{_ANY}*" if listed else f"{_ANY}+")
+    ways += [f"{_literal(c)}(?:{_other_than(rest)})" for c, rest in groups.items()]
+    return "|".join(ways)
+
+
+def _in_class(c: str) -> str:
+    return "\\" + c if c in "\\]^-[&~" else _literal(c) if c < " " else c
+
+
+def _literal(c: str) -> str:
+    return f"\\x{ord(c):02x}" if c < " " else re.escape(c) if c.isascii() and not c.isalnum() and c not in ' "' else c
+
+
+def _type(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+def _all(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else {"allOf": list(parts)}
+
+
+def _any(parts: Sequence[Any]) -> Any:
+    return False if not parts else parts[0] if len(parts) == 1 else {"anyOf": list(parts)}
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

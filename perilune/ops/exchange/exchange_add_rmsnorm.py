@@ -1,0 +1,153 @@
+"""The sum over ranks of their partial outputs: residual += it, then y = rmsnorm(residual).
+
+residual [T, D] holds the same values on all ranks and is updated in place; x is this rank's partial output, [T, D] of
+the residual's type or float32 [T, P, D], P parts that add up to it; w [D]; y [T, D]. Each rank's partial output is
+rounded to the residual's type once, as it travels; the rounded ones are added in fp32 in the order of ranks, then the
+residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the same T in the
+same order.
+
+"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu). Its CTAs wait for the peers' ones, so each rank
+needs a GPU of its own. "gathered" works between any devices.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.registry import Op
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+
+SOURCE = "exchange_add_rmsnorm.cu"
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    T: int
+    D: int
+    parts: int = 0  # 0: x has no parts
+    ranks: int = 1
+
+
+CASES = [
+    *(Case(t, K2.hidden, big=t > 8) for t in (1, 4, 16, 64, 300)),
+    *(Case(t, K2.hidden, 9, big=True) for t in (1, 16, 64)),
+    Case(1, NANO.hidden),
+    Case(3, NANO.hidden, 5),
+    Case(300, NANO.hidden, 1, big=True),
+    Case(2, 520, 2),
+    Case(1, NANO.hidden, 5, ranks=2),
+    Case(5, NANO.hidden, ranks=4),
+    Case(0, NANO.hidden, ranks=2),
+]
+TOL = {"y": rounded(), "residual": rounded()}
+WAIT_SECONDS = 1.0
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    """Of rank 0; the other ranks' partial outputs are given, so only one rank can use mailboxes here."""
+    x = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D)
+    others = g.randn(c.ranks - 1, c.T, c.D)
+
+    def gather(own: Tensor) -> Tensor:
+        return torch.cat([own[None], others.to(own.dtype)])
+
+    mailboxes = Mailboxes(0, [0], g.device, WAIT_SECONDS) if c.ranks == 1 else None
+    peers = Peers(0, c.ranks, gather, mailboxes)
+    return {"residual": g.randn(c.T, c.D), "x": x, "w": g.randn(c.D), "eps": 1e-5, "peers": peers}
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.add_rmsnorm(c.T, c.D, dtype.itemsize)
+
+
+def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    gathered = peers.gather(_partial(residual, x))
+    whole = torch.zeros_like(residual, dtype=FLOAT32)
+    for part in gathered:
+        whole += part.float()
+    residual.copy_((residual.float() + whole).to(residual.dtype))
+    f = residual.float()
+    return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(residual.dtype)
+
+
+def _partial(residual: Tensor, x: Tensor) -> Tensor:
+    """[T, D] of the residual's type."""
+    if x.dim() == 2:
+        return x
+    whole = x[:, 0]
+    for p in range(1, x.shape[1]):
+        whole = whole + x[:, p]
+    return whole.to(residual.dtype)
+
+
+op = Op("exchange_add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
+
+MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
+TWO_SHOT_ROWS = 24  # and more than 2 ranks: one rank sums a row. With 2 ranks both forms send the same bytes
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function(SOURCE, "exchange_add_rmsnorm", "pppllpplllfp")
+
+
+def _fits(a: Any, device: torch.device) -> bool | str:
+    (T, D), ranks = a.residual.shape, a.peers.ranks
+    return build.on_hopper(
+        SOURCE,
+        device,
+        (a.peers.mailboxes is not None, "memory that all ranks can write to"),
+        (ranks in (1, 2, 4, 8), "1, 2, 4 or 8 ranks"),
+        (a.residual.dtype == BFLOAT16, "bfloat16"),
+        (T > 0, "rows"),
+        (D % 8 == 0 and D <= MAX_WIDTH, f"a width in 8s up to {MAX_WIDTH:,}"),
+    )
+
+
+@op.impl("cuda", when=_fits, alone=True, waits=(SOURCE,))
+def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    two_shots = peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS and not peers.loopback
+    return launch(residual, x, w, eps, peers, two_shots)
+
+
+def launch(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers, two_shots: bool) -> Tensor:
+    (T, D), x, wide = residual.shape, x.contiguous(), x.dim() == 3
+    assert peers.mailboxes is not None
+    y = torch.empty_like(residual)
+    failed = _kernel()(
+        peers.mailboxes.table,
+        residual.data_ptr(),
+        x.data_ptr(),
+        x.shape[1] if wide else 1,
+        wide,
+        w.data_ptr(),
+        y.data_ptr(),
+        T,
+        D,
+        two_shots,
+        eps,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=} {peers.ranks=}"
+    return y
+
+
+@op.impl("gathered")
+def gathered(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    parts = peers.gather(_partial(residual, x)).transpose(0, 1).float()
+    return add_rmsnorm(residual, parts.contiguous(), w, eps)
+
+
+def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    T, D = residual.shape
+    fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
+    assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
+    assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
+    return op(residual, x, w, eps, peers)

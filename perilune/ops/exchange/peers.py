@@ -1,0 +1,77 @@
+"""The ranks of a tensor-parallel group, as an op that exchanges partial sums takes them."""
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MAX_RANKS = 8
+REGIONS, CLUSTER = 128, 8  # of a mailbox, as exchange/sm90/exchange_add_rmsnorm.cu has them
+
+
+class _Table(ctypes.Structure):
+    """`Peers` of exchange/sm90/exchange_add_rmsnorm.cu."""
+
+    _fields_ = (
+        ("rank", ctypes.c_int64),
+        ("ranks", ctypes.c_int64),
+        ("limit_ns", ctypes.c_int64),
+        ("control", ctypes.c_void_p),
+        ("failed", ctypes.c_void_p),
+        ("mailbox", ctypes.c_void_p * MAX_RANKS),
+    )
+
+
+class Mailboxes:
+    """The mailboxes [ranks] of a group as `rank` sees them: addresses in device memory of one GPU each. The owner of
+    that memory is dist/peer_memory.py, or `owner`, which lives as long. One launch at a time may use them: those of one
+    stream.
+
+    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, or 1 + the rank that
+    did not answer in time; then every sum is NaN and no launch waits again.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[int],
+        device: torch.device,
+        wait_seconds: float,
+        *,
+        owner: object = None,
+    ) -> None:
+        assert 0 <= rank < len(addresses) <= MAX_RANKS, f"{rank=} {len(addresses)=}"
+        self._owner = owner
+        self.control = torch.zeros(1 + REGIONS * CLUSTER, dtype=torch.int32, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._table = _Table(
+            rank, len(addresses), int(wait_seconds * 1e9), self.control.data_ptr(), self.failed.data_ptr()
+        )
+        self._table.mailbox[: len(addresses)] = list(addresses)
+
+    @property
+    def table(self) -> int:
+        """The address of what a launch copies."""
+        return ctypes.addressof(self._table)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peers:
+    """Rank `rank` of `ranks`.
+
+    gather      [T, D] of this rank to [ranks, T, D] in the order of ranks; every rank calls it
+    mailboxes   memory that all ranks' GPUs can write to, or None
+    loopback    there are no other ranks: what this one sends comes back as theirs, but none adds for another
+    """
+
+    rank: int
+    ranks: int
+    gather: Callable[[Tensor], Tensor]
+    mailboxes: Mailboxes | None = None
+    loopback: bool = False
+    kind: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", (self.ranks, self.mailboxes is not None))

@@ -1,0 +1,317 @@
+// The sum over ranks of their partial outputs, residual += it, y = rmsnorm(residual), through memory that every rank's
+// GPU can write to. Contract in exchange_add_rmsnorm.py; the memory is made by the functions at the end.
+//
+// Lines. 56 bf16 values travel as one line of 128 bytes: 112 bytes of data, 16 bytes of flag (LL128, as in NCCL). Eight
+// threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and the
+// second-level cache move such a line whole, so a reader that sees the flag has the data, and no fence is needed: a
+// flag of its own behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
+// place, so nothing is ever cleared.
+//
+// Places. A cluster of CTAs works on a token, each CTA on up to 16 of its lines, then on the cluster's next token. Every
+// CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph continues to count. Epoch e uses
+// half e % 2 of the mailbox. That is enough: a rank that writes epoch e of a line has read epoch e - 1 of its peer,
+// which the peer wrote after it had read epoch e - 2, the half's last use. All ranks must run the same launches with the
+// same T in the same order.
+//
+//   one shot    every rank sends its line to every other one, and each adds all of them in the order of ranks
+//   two shots   rank t % ranks owns token t: it gets the others' lines, adds, and sends the new residual's line back.
+//               2 (N - 1) / N lines per line instead of N - 1: for many tokens of more than two ranks.
+//
+// Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
+// in `control` and to the host, and no later launch waits again.
+#include "cuda/wgmma.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int PIECES = 7;                     // of 8 values, in a line; the eighth thread's is the flag
+constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // of a CTA
+constexpr int CLUSTER = 8;                    // CTAs at most: a width of up to 7,168
+constexpr int MAX_RANKS = 8;
+constexpr int REGIONS = 128;                  // clusters at most, each with its place in every mailbox
+constexpr int64_t HALF = static_cast<int64_t>(REGIONS) * CLUSTER * THREADS;  // 16-byte words of a half, for one sender
+// Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
+constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
+constexpr int POLLS = 256;                    // between two looks at the clock
+
+}  // namespace
+
+// Filled in by the host, one for each rank.
+struct Peers {
+  int64_t rank, ranks;
+  int64_t limit_ns;          // of one wait
+  uint32_t* control;         // [1 + REGIONS * CLUSTER]: not 0 after a failure; tokens of each CTA
+  uint32_t* failed;          // in the host's memory: 1 + the rank that did not answer
+  uint4* mailbox[MAX_RANKS]; // of each rank: [2 halves, senders, REGIONS, CLUSTER, THREADS]
+};
+
+namespace {
+
+__device__ __forceinline__ void send(uint4* p, const uint4& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+// v to the shared memory of another CTA of the cluster, counted by that CTA's barrier.
+__device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int cta, float v) {
+  asm volatile(
+      "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [bar]; }" ::"r"(shared_address(p)),
+      "r"(shared_address(barrier)), "r"(cta), "r"(__float_as_uint(v))
+      : "memory");
+}
+
+// By value: a choice between two variables would put both into local memory.
+__device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
+  return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+}
+__device__ __forceinline__ void widened(float (&to)[8], const uint4& v) {
+  const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    to[2 * j] = __uint_as_float(pairs[j] << 16), to[2 * j + 1] = __uint_as_float(pairs[j] & 0xffff0000u);
+  }
+}
+__device__ __forceinline__ uint4 rounded(const float (&v)[8]) {
+  return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
+}
+
+// This rank's 8 values, rounded: the sum of `parts` partial sums `stride` float4 apart, or those of x.
+template <bool WIDE>
+__device__ __forceinline__ uint4 partial(const bf16* x, const float4* part, int parts, int stride) {
+  if (!WIDE) return *reinterpret_cast<const uint4*>(x);
+  float sum[8] = {};
+#pragma unroll 9
+  for (int p = 0; p < parts; p++) {
+    const float4 a = part[p * stride], b = part[p * stride + 1];
+    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+  }
+  return rounded(sum);
+}
+
+// Waits, as a warp, until the lines of this epoch have come from the senders of `from`. True if all came.
+template <int RANKS>
+__device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place, uint32_t from, uint32_t epoch,
+                                        const Peers& peers, bool patient) {
+  const bool flag = threadIdx.x % 8 == PIECES;
+  uint64_t begin = 0;
+  for (int polls = 1;; polls++) {
+    uint32_t missing = 0;
+#pragma unroll
+    for (int s = 0; s < RANKS; s++) {
+      if (from >> s & 1) got[s] = look(place + s * HALF);
+    }
+#pragma unroll
+    for (int s = 0; s < RANKS; s++) {
+      if ((from >> s & 1) && flag && (got[s].x != epoch || got[s].w != epoch)) missing |= 1 << s;
+    }
+    if (!__any_sync(~0u, missing)) return true;
+    if (polls % POLLS == 0 || !patient) {
+      const uint64_t now = now_ns();
+      if (!begin) begin = now;
+      const bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      if (__any_sync(~0u, over)) {
+        if (missing && patient) {
+          *reinterpret_cast<volatile uint32_t*>(peers.control) = 1;
+          *reinterpret_cast<volatile uint32_t*>(peers.failed) = __ffs(missing);
+        }
+        return false;
+      }
+    }
+  }
+}
+
+template <int RANKS, bool WIDE, bool TWO_SHOTS>
+__global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_kernel(
+    const __grid_constant__ Peers peers, bf16* residual, const void* x, int parts, const bf16* w, bf16* y, int T, int D,
+    float inverse, float eps) {
+  const int ctas = cluster_size(), cta = cluster_rank(), cluster = blockIdx.x / ctas, clusters = gridDim.x / ctas;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = threadIdx.x % 8;
+  const int line = cta * LINES + threadIdx.x / 8, piece = line * PIECES + slot;
+  const bool used = line * PIECES * 8 < D, data = slot < PIECES && piece * 8 < D;
+  const uint32_t rank = peers.rank;
+  __shared__ float sums[2][CLUSTER * WARPS];
+  __shared__ uint64_t barriers[2];
+
+  if (threadIdx.x == 0) {
+    barrier_init(barriers, 1);
+    barrier_init(barriers + 1, 1);
+    barriers_visible();
+  }
+  cluster_arrive();
+  const uint4 weight = data ? load16(w + piece * 8) : uint4{};
+  let_successor_start();
+  cluster_wait();  // the barriers of all CTAs are there
+
+  uint32_t* const count = peers.control + 1 + cluster * CLUSTER + cta;
+  const int step = clusters * D;
+  const int64_t first = static_cast<int64_t>(cluster) * D + piece * 8;
+  bf16 *at_h = residual + first, *at_y = y + first;
+  const bf16* at_x = static_cast<const bf16*>(x) + first;
+  const float4* at_part = static_cast<const float4*>(x) + (static_cast<int64_t>(cluster) * parts * D + piece * 8) / 4;
+  const int64_t place = static_cast<int64_t>(cluster * CLUSTER + cta) * THREADS + threadIdx.x;
+  const uint4* const inbox = peers.mailbox[rank] + place;
+  uint4* outbox[RANKS];  // the s-th rank after this one's
+#pragma unroll
+  for (int s = 1; s < RANKS; s++) {
+    outbox[s] = peers.mailbox[(rank + s) % RANKS] + rank * HALF + place;
+  }
+  wait_for_predecessor();
+
+  // Before anything else: the loads that all else waits for.
+  uint4 old = data ? *reinterpret_cast<const uint4*>(at_h) : uint4{};
+  uint4 own = data ? partial<WIDE>(at_x, at_part, parts, D / 4) : uint4{};
+  uint32_t epoch = *count;
+  bool patient = *peers.control == 0;  // after a failure, lines are looked at once
+  int turn = 0;
+  for (int t = cluster; t < T; t += clusters, turn++) {
+    const uint32_t owner = TWO_SHOTS ? t % RANKS : 0;
+    const bool adds = !TWO_SHOTS || owner == rank;
+    epoch++;
+    const int64_t half = epoch & 1 ? RANKS * HALF : 0;
+    const uint4 flag = make_uint4(epoch, epoch, epoch, epoch);
+    if (used && !(TWO_SHOTS && adds)) {
+      const uint4 out = either(slot == PIECES, flag, own);
+#pragma unroll
+      for (int s = 1; s < RANKS; s++) {
+        if (!TWO_SHOTS || (rank + s) % RANKS == owner) send(outbox[s] + half, out);
+      }
+    }
+
+    float mine[8], before[8];
+    widened(mine, own);
+    widened(before, old);
+    uint4 got[RANKS], fresh = {};
+    const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
+    const uint32_t from = !used ? 0 : adds ? others : 1 << owner;
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, from, epoch, peers, patient);
+    if (adds) {
+      float sum[8] = {};
+      if (RANKS == 2) {  // two are the same in either order
+        widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += mine[j];
+      } else {
+#pragma unroll
+        for (int s = 0; s < RANKS; s++) {
+          float term[8];
+          widened(term, got[s]);
+#pragma unroll
+          for (int j = 0; j < 8; j++) sum[j] += s == rank ? mine[j] : term[j];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] += before[j];
+      fresh = rounded(sum);
+    } else {
+#pragma unroll
+      for (int s = 0; s < RANKS; s++) fresh = either(s == owner, got[s], fresh);
+    }
+    if (!whole) fresh = make_uint4(~0u, ~0u, ~0u, ~0u), patient = false;  // NaN
+    if (TWO_SHOTS && adds && used) {
+      const uint4 out = either(slot == PIECES, flag, fresh);
+#pragma unroll
+      for (int s = 1; s < RANKS; s++) send(outbox[s] + half, out);
+    }
+
+    float value[8], squares = 0;
+    widened(value, fresh);
+#pragma unroll
+    for (int j = 0; j < 8; j++) squares += value[j] * value[j];
+    squares = warp_sum(data ? squares : 0.f);
+    uint64_t* barrier = barriers + turn % 2;
+    float* received = sums[turn % 2];
+    if (ctas == 1) {  // asynchronous stores are illegal instructions outside of clusters
+      if (lane == 0) received[warp] = squares;
+      __syncthreads();
+    } else {
+      if (threadIdx.x == 0) barrier_expect(barrier, ctas * WARPS * 4);
+      if (lane < ctas) send_in(received + cta * WARPS + warp, barrier, lane, squares);
+    }
+    float factor[8];
+    widened(factor, weight);
+    if (data) *reinterpret_cast<uint4*>(at_h) = fresh;
+    if (ctas > 1) barrier_wait(barrier, turn / 2 % 2);
+    const float scale = rsqrtf(warp_sum(lane < ctas * WARPS ? received[lane] : 0.f) * inverse + eps);
+    if (data) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) value[j] = value[j] * scale * factor[j];
+      *reinterpret_cast<uint4*>(at_y) = rounded(value);
+    }
+    at_h += step, at_y += step, at_x += step, at_part += step / 4 * parts;
+    if (t + clusters < T && data) {
+      old = *reinterpret_cast<const uint4*>(at_h);
+      own = partial<WIDE>(at_x, at_part, parts, D / 4);
+    }
+  }
+  if (threadIdx.x == 0) *count = epoch;  // every warp has read it: its squares have come
+}
+
+template <bool WIDE, bool TWO_SHOTS>
+auto kernel_for(int64_t ranks) {
+  return ranks == 1   ? exchange_kernel<1, WIDE, false>
+         : ranks == 2 ? exchange_kernel<2, WIDE, TWO_SHOTS>
+         : ranks == 4 ? exchange_kernel<4, WIDE, TWO_SHOTS>
+                      : exchange_kernel<8, WIDE, TWO_SHOTS>;
+}
+
+}  // namespace
+
+// peers is in the host's memory. wide: x holds floats [T, parts, D], else bf16 [T, D].
+API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide,
+                             const void* w, void* y, int64_t T, int64_t D, int64_t two_shots, float eps, void* stream) {
+  auto kernel = wide ? (two_shots ? kernel_for<true, true>(peers->ranks) : kernel_for<true, false>(peers->ranks))
+                     : (two_shots ? kernel_for<false, true>(peers->ranks) : kernel_for<false, false>(peers->ranks));
+  const int lines = (D / 8 + PIECES - 1) / PIECES, cluster = (lines + LINES - 1) / LINES;
+  const int64_t clusters = min(T, static_cast<int64_t>(large(peers->ranks, wide) ? REGIONS / 2 : REGIONS));
+  return launch(kernel, dim3(clusters * cluster), dim3(THREADS), 0, stream, cluster, *peers,
+                static_cast<bf16*>(residual), x, static_cast<int>(parts), static_cast<const bf16*>(w),
+                static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
+}
+
+// ---- the memory ----
+
+// Bytes of a mailbox, of control, and of Peers.
+API int exchange_sizes(int64_t ranks, int64_t* sizes) {
+  sizes[0] = 2 * ranks * HALF * 16;
+  sizes[1] = (1 + REGIONS * CLUSTER) * 4;
+  sizes[2] = sizeof(Peers);
+  return 0;
+}
+
+// A mailbox on the current device, zeroed. handle: 64 bytes that another process can open; device: 16 bytes that name
+// the GPU, the same in every process.
+API int exchange_create(int64_t bytes, void** mailbox, void* handle, void* device) {
+  static_assert(sizeof(cudaIpcMemHandle_t) == 64, "the size of a handle");
+  int index = 0;
+  cudaDeviceProp properties;
+  cudaError_t e = cudaGetDevice(&index);
+  if (!e) e = cudaGetDeviceProperties(&properties, index);
+  if (e) return static_cast<int>(e);
+  for (int i = 0; i < 16; i++) static_cast<char*>(device)[i] = properties.uuid.bytes[i];
+  e = cudaMalloc(mailbox, bytes);
+  if (!e) e = cudaMemset(*mailbox, 0, bytes);
+  if (!e) e = cudaDeviceSynchronize();
+  if (!e) e = cudaIpcGetMemHandle(static_cast<cudaIpcMemHandle_t*>(handle), *mailbox);
+  return static_cast<int>(e);
+}
+API int exchange_open(const void* handle, void** mailbox) {
+  return static_cast<int>(cudaIpcOpenMemHandle(mailbox, *static_cast<const cudaIpcMemHandle_t*>(handle),
+                                               cudaIpcMemLazyEnablePeerAccess));
+}
+API int exchange_close(void* mailbox) { return static_cast<int>(cudaIpcCloseMemHandle(mailbox)); }
+API int exchange_free(void* mailbox) { return static_cast<int>(cudaFree(mailbox)); }

@@ -1,0 +1,421 @@
+"""One client's connection: HTTP/1.1 in, ASGI out, with a bound on how long and how large everything may be.
+
+h11 parses one request at a time. Its head is given to h11 only when it is complete and unambiguous: what two programs
+in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the connection is
+closed, so that no proxy and this server can disagree where a request ends.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import h11
+
+from perilune.core.errors import RequestError
+from perilune.server import errors
+
+if TYPE_CHECKING:
+    from perilune.server.listener import Listener
+
+log = logging.getLogger("perilune.server")
+
+HEAD_BYTES = 64 << 10  # of a request line with its headers; also of a request that is sent ahead of its turn
+HEADER_LINES = 100
+READ_AHEAD_BYTES = 256 << 10  # of a body that its handler has not asked for yet; then the socket is not read
+LINGER_SECONDS = 5.0  # for which the rest of a refused body is read and thrown away, so that its sender sees the answer
+_END = b"\r\n\r\n"
+_AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]")  # bare LF or CR, folded line
+_WITHOUT_BODY_STATUSES = (204, 304)
+
+Message = MutableMapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """head_seconds           from the first byte of a request (of a connection: its start) to the end of its headers
+    body_seconds           without a byte of the body
+    body_bytes_per_second  of the body on average, once body_seconds have passed
+    idle_seconds           between requests. Longer than clients keep idle connections (httpx and the SDKs 5 s, browsers
+                           a minute), so that they end them: a request on its way into a connection that the server
+                           is just closing would be lost
+    write_seconds          in which the client takes nothing of what was sent
+    """
+
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    body_bytes_per_second: float = 16384.0
+    idle_seconds: float = 75.0
+    write_seconds: float = 60.0
+
+
+class Connection(asyncio.Protocol):
+    """Belongs to a Listener, which calls `check` about once a second."""
+
+    def __init__(self, listener: "Listener") -> None:
+        self.listener = listener
+        self.transport: asyncio.Transport
+        self.peer = ""
+        self.exchange: Exchange | None = None
+        self._head = bytearray()  # of the next request
+        self._served = 0
+        self._since = time.monotonic()  # of the phase: connected, first byte of a head, end of an answer, linger
+        self._lingering = False
+        self._paused = False
+        self._written = self._taken = 0  # bytes: given to the transport; of these, accepted by the system
+        self._progress_at = self._since
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    # ---- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        name = transport.get_extra_info("peername")
+        self.peer = str(name[0]) if isinstance(name, tuple) else "unix"
+        if not self.listener.admit(self):
+            why = "too many connections: try again shortly"
+            self._write_error(RequestError(why, code="too_many_connections", status=503))
+            self.transport.close()  # at once: waiting for it to read would take the descriptors that are left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.listener.connections.discard(self)
+        self._writable.set()
+        if self.exchange is not None:
+            self.exchange.leave()
+
+    def eof_received(self) -> bool | None:
+        return None  # closes the transport: a client that has stopped sending has left
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        exchange = self.exchange
+        if exchange is not None and exchange.receiving:
+            exchange.feed(data)
+            return
+        if self._served and not self._head and data.strip(b"\r\n"):
+            self._since = time.monotonic()
+        self._head += data
+        if exchange is None:
+            self._begin()
+        elif len(self._head) > HEAD_BYTES:
+            self.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # ---- reading
+
+    def pause_reading(self) -> None:
+        if not self._paused and not self.transport.is_closing():
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
+
+    def _begin(self) -> None:
+        """Starts the next request if its head has come."""
+        while self._head.startswith(b"\r\n"):  # allowed between requests
+            del self._head[:2]
+        end = self._head.find(_END)
+        if end < 0 and len(self._head) <= HEAD_BYTES:
+            return
+        head = bytes(self._head[: max(end, 0)])
+        if end < 0 or end > HEAD_BYTES or head.count(b"\n") > HEADER_LINES:
+            what = (
+                f"more than {HEADER_LINES} lines" if 0 <= end <= HEAD_BYTES else f"longer than {HEAD_BYTES >> 10} KiB"
+            )
+            self._refuse(RequestError(f"the request's headers are {what}", code="headers_too_large", status=431))
+            return
+        if _AMBIGUOUS.search(head):
+            self._refuse(_malformed("lines end with CR LF and are not folded"))
+            return
+        parser = h11.Connection(h11.SERVER, HEAD_BYTES)
+        parser.receive_data(bytes(self._head))
+        self._head.clear()
+        try:
+            request = parser.next_event()
+            if not isinstance(request, h11.Request):
+                raise h11.RemoteProtocolError("no request")
+            names = [name for name, _ in request.headers]
+            if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
+                raise h11.RemoteProtocolError("a length beside chunks, or chunks in HTTP/1.0")
+        except h11.RemoteProtocolError as e:
+            self._refuse(_malformed(str(e), e.error_status_hint))
+            return
+        self._served += 1
+        self.exchange = Exchange(self, parser, request)
+        self.exchange.advance()
+        self.exchange.start()
+
+    # ---- writing
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self.transport.write(data)
+
+    async def writable(self) -> None:
+        await self._writable.wait()
+
+    def answered(self, exchange: "Exchange") -> None:
+        """The response is complete: on to the next request, or the end."""
+        self.exchange = None
+        self._since = time.monotonic()
+        if self.transport.is_closing():
+            return
+        if exchange.receiving:
+            self._linger()
+        elif exchange.last or self.listener.draining:
+            self.transport.close()
+        else:
+            self._head[:0] = exchange.rest()
+            self.resume_reading()
+            if self._head:
+                self._begin()
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answers what never became a request, and ends the connection."""
+        self._write_error(error)
+        self._linger()
+
+    def _write_error(self, error: RequestError) -> None:
+        response = errors.response(error)
+        lines = [b"HTTP/1.1 %d %s" % (response.status_code, errors.phrase(response.status_code)), b"connection: close"]
+        lines += [b"%s: %s" % header for header in response.raw_headers]
+        self.write(b"\r\n".join(lines) + _END + bytes(response.body))
+
+    def _linger(self) -> None:
+        """Ends the connection after what was written has been read: closing with unread input would discard it."""
+        if not self.transport.can_write_eof():  # TLS
+            self.transport.close()
+            return
+        self._lingering = True
+        self._since = time.monotonic()
+        self._head.clear()
+        self.transport.write_eof()
+        self.resume_reading()
+
+    # ---- time
+
+    def check(self, now: float) -> None:
+        """Ends what takes too long."""
+        limits = self.listener.timeouts
+        taken = self._written - self.transport.get_write_buffer_size()
+        if taken == self._written or taken != self._taken:
+            self._taken, self._progress_at = taken, now
+        elif now - self._progress_at > limits.write_seconds:
+            self.transport.abort()
+            return
+        if self.transport.is_closing():
+            return
+        waited = now - self._since
+        if self._lingering:
+            if waited > LINGER_SECONDS:
+                self.transport.abort()
+        elif self.exchange is not None:
+            if self.exchange.receiving:
+                self.exchange.check(now, limits)
+        elif self._head or not self._served:
+            if waited > limits.head_seconds:
+                if self._head:
+                    why = f"the request's headers were not complete after {limits.head_seconds:g} s"
+                    self._refuse(RequestError(why, code="request_timeout", status=408))
+                else:
+                    self.transport.close()
+        elif waited > limits.idle_seconds:
+            self.transport.close()
+
+    def drain(self) -> None:
+        """Ends the connection as soon as no request is under way."""
+        if self.exchange is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class Exchange:
+    """One request and its response.
+
+    receiving  whether bytes of the body are still to come
+    last       the connection ends after the response
+    """
+
+    def __init__(self, connection: Connection, parser: h11.Connection, request: h11.Request) -> None:
+        self.connection = connection
+        self.receiving = True
+        self._parser = parser
+        self._method = request.method
+        self._current = request.http_version == b"1.1"
+        self._expecting = parser.they_are_waiting_for_100_continue
+        headers = [(name, value) for name, value in request.headers]
+        asked = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
+        self.last = not self._current or b"close" in [option.strip() for option in asked]
+        self._body = bytearray()
+        self._ended = False  # the handler has had the end of the body
+        self._failure: RequestError | None = None
+        self._gone = False
+        self._status = 0
+        self._chunked = False
+        self._complete = False
+        self._news = asyncio.Event()
+        self._begun = self._last_byte = time.monotonic()
+        self._received = 0
+        path, _, query = request.target.partition(b"?")
+        listener = connection.listener
+        forwarded = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": request.http_version.decode(),
+            "server": listener.address,
+            "client": (listener.proxies.client(connection.peer, forwarded), 0),
+            "scheme": listener.scheme,
+            "method": request.method.decode(),
+            "root_path": "",
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query,
+            "headers": headers,
+        }
+
+    def start(self) -> None:
+        self.connection.listener.spawn(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self.connection.listener.app(self.scope, self.receive, self.send)
+        except Exception as e:
+            log.error("%s %s failed: %s", self.scope["method"][:16], self.scope["path"][:200], e, exc_info=e)
+        finally:
+            if not self._complete and not self._gone:  # a response that ends early must not look complete
+                self.connection.transport.close()
+
+    # ---- the body
+
+    def feed(self, data: bytes) -> None:
+        self._parser.receive_data(data)
+        self.advance()
+
+    def advance(self) -> None:
+        """Takes what h11 has of the body."""
+        try:
+            while self.receiving:
+                event = self._parser.next_event()
+                if isinstance(event, h11.Data):
+                    self._body += event.data
+                    self._received += len(event.data)
+                    self._last_byte = time.monotonic()
+                elif isinstance(event, h11.EndOfMessage):
+                    self.receiving = False
+                else:
+                    break
+        except h11.RemoteProtocolError as e:
+            self._failure = _malformed(str(e))
+            self.last = True
+        if len(self._body) > READ_AHEAD_BYTES:
+            self.connection.pause_reading()
+        self._news.set()
+
+    def check(self, now: float, limits: Timeouts) -> None:
+        """The handler's next `receive` fails if the body comes too slowly."""
+        if len(self._body) > READ_AHEAD_BYTES:  # the handler is slow, not the client
+            self._begun, self._last_byte, self._received = now, now, 0
+            return
+        took, rate = now - self._begun, limits.body_bytes_per_second
+        if now - self._last_byte > limits.body_seconds:
+            why = f"no byte of the body came for {limits.body_seconds:g} s"
+        elif took > limits.body_seconds and self._received < took * rate:
+            why = f"the body came with less than {rate / 1024:g} KiB/s"
+        else:
+            return
+        self._failure = RequestError(f"{why}: send it again at once", code="request_timeout", status=408)
+        self._news.set()
+
+    def rest(self) -> bytes:
+        """What came after the request."""
+        return self._parser.trailing_data[0]
+
+    def leave(self) -> None:
+        """The client has left."""
+        self._gone = True
+        self._news.set()
+
+    async def receive(self) -> Message:
+        """ASGI's: the next part of the body, then http.disconnect. RequestError if the body is malformed or slow."""
+        if self._expecting and self.receiving and not self._status:
+            self._expecting = False
+            self.connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self._gone or self._complete):
+            if self._failure is not None and not self._ended:
+                raise self._failure
+            if self._body or not (self.receiving or self._ended):
+                part = bytes(self._body)
+                self._body.clear()
+                self._ended = not self.receiving
+                self.connection.resume_reading()
+                return {"type": "http.request", "body": part, "more_body": self.receiving}
+            self._news.clear()
+            await self._news.wait()
+        return {"type": "http.disconnect"}
+
+    # ---- the response
+
+    async def send(self, message: Message) -> None:
+        """ASGI's. What a client that has left would get is dropped."""
+        await self.connection.writable()
+        if self._gone or self._complete:
+            return
+        if message["type"] == "http.response.start":
+            self._start_response(message["status"], [(n.lower(), v) for n, v in message.get("headers", ())])
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._method == b"HEAD" or self._status in _WITHOUT_BODY_STATUSES:
+            body = b""
+        data = b""
+        if self._chunked:
+            if body:
+                data = b"%x\r\n%b\r\n" % (len(body), body)
+            if not more:
+                data += b"0\r\n\r\n"
+        else:
+            data = body
+        if data:
+            self.connection.write(data)
+        if not more:
+            self._complete = True
+            self._news.set()
+            self.connection.answered(self)
+
+    def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._status = status
+        self.last = self.last or self.receiving or self.connection.listener.draining
+        lengths = [value for name, value in headers if name == b"content-length"]
+        if not lengths and status not in _WITHOUT_BODY_STATUSES and self._method != b"HEAD":
+            if self._current:
+                self._chunked = True
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                self.last = True  # its end is the end of the connection
+        if self.last:
+            headers.append((b"connection", b"close"))
+        headers.append((b"date", self.connection.listener.date()))
+        lines = [b"HTTP/1.1 %d %b" % (status, errors.phrase(status))]
+        for name, value in headers:
+            if b"\n" in value or b"\r" in value or b"\0" in value:
+                raise ValueError(f"a response header {name!r} with a line break")
+            lines.append(b"%b: %b" % (name, value))
+        self.connection.write(b"\r\n".join(lines) + _END)
+
+
+def _malformed(why: str, status: int = 400) -> RequestError:
+    return RequestError(f"not a valid HTTP request: {why[:200]}", code="invalid_http", status=status)

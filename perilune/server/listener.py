@@ -1,0 +1,131 @@
+"""The server's socket and all its connections: accepts, ends what takes too long, drains."""
+
+import asyncio
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from email.utils import formatdate
+from typing import Any
+
+from perilune.server.connection import Connection, Message, Timeouts
+from perilune.server.limits import Proxies
+
+App = Callable[
+    [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+
+MAX_CONNECTIONS = 8192
+SPARE_FILES = 64  # descriptors kept for everything that is no connection
+CHECK_SECONDS = 1.0  # between looks at all connections
+
+
+class Listener:
+    """Serves an ASGI application on a bound socket. Belongs to one event loop.
+
+    draining  connections end with their current request
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        timeouts: Timeouts | None = None,
+        proxies: Proxies | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        self.app = app
+        self.timeouts = timeouts or Timeouts()
+        self.proxies = proxies or Proxies(())
+        self.max_connections = min(max_connections, _files() - SPARE_FILES)
+        self.connections: set[Connection] = set()
+        self.draining = False
+        self.scheme = "http"
+        self.address: tuple[str, int | None] = ("", None)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._date = (0, b"")
+        self._server: asyncio.Server
+        self._checking: asyncio.Task[None]
+
+    async def start(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Takes connections from now on; `sock` is bound, and closed by `close`."""
+        loop = asyncio.get_running_loop()
+        self.scheme = "http" if tls is None else "https"
+        handshake = None if tls is None else self.timeouts.head_seconds  # the handshake is not seen by `check`
+        if sock.family == socket.AF_UNIX:
+            self.address = (sock.getsockname(), None)
+            self._server = await loop.create_unix_server(
+                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
+            )
+        else:
+            self.address = sock.getsockname()[:2]
+            self._server = await loop.create_server(
+                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
+            )
+        self._checking = asyncio.create_task(self._check())
+
+    def _connection(self) -> Connection:
+        return Connection(self)
+
+    def admit(self, connection: Connection) -> bool:
+        """False: there are too many. Even then it is checked like all others, until its refusal is sent."""
+        self.connections.add(connection)
+        return len(self.connections) <= self.max_connections
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def busy(self) -> int:
+        """Requests under way."""
+        return len(self._tasks)
+
+    def date(self) -> bytes:
+        """The header's value, made once a second."""
+        now = int(time.time())
+        if self._date[0] != now:
+            self._date = (now, formatdate(now, usegmt=True).encode())
+        return self._date[1]
+
+    def drain(self) -> None:
+        self.draining = True
+        for connection in list(self.connections):
+            connection.drain()
+
+    async def close(self, seconds: float) -> None:
+        """Takes no more connections, waits up to `seconds` for those that there are, then cuts them."""
+        self._server.close()
+        self.drain()
+        end = time.monotonic() + seconds
+        while (self.connections or self._tasks) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        self._checking.cancel()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(self._checking, *self._tasks, return_exceptions=True)
+
+    async def _check(self) -> None:
+        limits = self.timeouts
+        shortest = min(limits.head_seconds, limits.body_seconds, limits.idle_seconds, limits.write_seconds)
+        while True:
+            await asyncio.sleep(min(CHECK_SECONDS, shortest / 4))
+            now = time.monotonic()
+            for connection in list(self.connections):
+                connection.check(now)
+
+
+def _files() -> int:
+    """Files that this process may have open, raised to what the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + 2 * SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft

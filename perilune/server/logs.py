@@ -1,0 +1,42 @@
+"""Log lines on standard error, as text or as one JSON object a line, with the request's id where there is one."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+from perilune.server.call import within
+
+MAX_MESSAGE_CHARS = 10_000
+
+
+class JsonLines(logging.Formatter):
+    """`time`, `level`, `logger`, `message`; within a request `request_id` and `key` (name); the record's `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage()[:MAX_MESSAGE_CHARS],
+        }
+        if (call := within()) is not None:
+            entry |= {"request_id": call.id, "key": call.account.name or None}
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure(form: str, level: str) -> None:
+    """Of this process, by the server's configuration (log_format, log_level)."""
+    handler = logging.StreamHandler(sys.stderr)
+    if form == "json":
+        handler.setFormatter(JsonLines())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+    # These would log URLs and headers of what they send.
+    for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,47 @@
+"""`perilune bench exchange` and `bench decode --slice` where there are no GPUs: one line says what is missing."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from perilune.bench.exchange import _outputs
+from perilune.cli.bench import decode, exchange
+from perilune.core.errors import ConfigError, EngineError
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_it_asks_for_a_gpu_for_every_rank() -> None:
+    result = CliRunner().invoke(exchange.command, ["--tp", "4"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "bench exchange runs one rank per GPU: 4 are asked for, torch sees 0"
+
+
+def test_ranks_are_2_4_or_8() -> None:
+    result = CliRunner().invoke(exchange.command, ["--tp", "3"])
+    assert isinstance(result.exception, ConfigError) and "must be one of 2, 4, 8, not 3" in str(result.exception)
+
+
+def test_a_slice_goes_with_a_shape_alone() -> None:
+    for more in ([], ["--shape", "kimi-k2.5", "--draft", "2", "--accepted", "2"]):
+        result = CliRunner().invoke(decode.command, ["--slice", "2", *more])
+        assert result.exit_code == 2 and "goes with --shape, and without --draft" in result.output
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    waits, fails = "import time; time.sleep(60)", "raise ValueError('no link')"
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match="rank 1 failed: ValueError: no link"):
+        _outputs([[sys.executable, "-c", script] for script in (waits, fails)], tmp_path)
+    assert time.monotonic() - begin < 20
+
+
+def test_rank_0_gives_the_rows(tmp_path: Path) -> None:
+    assert _outputs([[sys.executable, "-c", f"print({r})"] for r in range(3)], tmp_path) == "0\n"

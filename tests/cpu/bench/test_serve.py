@@ -1,0 +1,156 @@
+"""`perilune bench serve`: the client's times, the sweep's rows, the picture."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from perilune.bench import serve
+from perilune.bench.load import Client, Timing
+from perilune.bench.planning import Mode, planning_us
+from perilune.bench.serve_plot import plot
+from perilune.cli.bench.serve import command
+from perilune.client.endpoint import Endpoint, EndpointError
+from perilune.core.errors import PeriluneError
+from tests.fake_endpoint import FakeEndpoint, chunk, refusal, serving, usage
+
+ROW_KEYS = {"streams", "tokens_per_s", "server_us_per_token", "first_byte_ms", "p99_gap_ms"}  # CONTRACTS.md's
+
+
+def slow(pieces: int, pause: float) -> list[Any]:
+    """A stream of so many tokens, `pause` seconds apart; the first event has no text."""
+    texts = [(pause, chunk(content=f"t{i}")) for i in range(pieces)]
+    return [(0.0, chunk(role="assistant", content="")), *texts, (0.0, chunk(finish="stop")), (0.0, usage(5, pieces)),
+            (0.0, "[DONE]")]  # fmt: skip
+
+
+def ask(fake: FakeEndpoint, *, timeout: float = 5.0) -> Timing:
+    client = Client(f"{fake.url}/v1", api_key="secret", timeout=timeout)
+    return asyncio.run(client.ask(client.encode({"model": "fake", "messages": []})))
+
+
+def run(fake: FakeEndpoint, streams: list[int], **load: Any) -> list[dict[str, Any]]:
+    async def main() -> list[dict[str, Any]]:
+        async with Endpoint(fake.url) as endpoint:
+            client = Client(endpoint.base, api_key=None, timeout=5)
+            return await serve.sweep(
+                endpoint, client, streams, serve.Load(32, 6, **load), server_pid=os.getpid(), report=lambda line: None
+            )
+
+    return asyncio.run(main())
+
+
+def answer(stream: Any) -> Any:
+    """For FakeEndpoint: `stream` to what is streamed, a count of its prompt's words to the rest."""
+
+    def made(body: dict[str, Any]) -> Any:
+        if body.get("stream"):
+            return stream
+        message = {"message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
+        return usage(len(body["messages"][0]["content"].split()), 1) | {"choices": [message]}
+
+    return made
+
+
+class TestClient:
+    def test_times_of_a_stream(self) -> None:
+        with serving() as fake:
+            fake.answer = lambda body: slow(6, 0.03)
+            t = ask(fake)
+        assert not t.error and t.tokens == 6 and len(t.gaps) >= 5
+        assert t.first_byte < t.first_text and 0.03 <= t.first_text < t.last
+        assert 0.025 < t.per_token < 0.2 and 0.02 < sorted(t.gaps)[2] < 0.2
+
+    @pytest.mark.parametrize(
+        ("found", "error"),
+        [
+            (refusal(429, "too many"), "429: too many"),
+            ([(0.0, chunk(content="a"))], "closed before the answer was complete"),
+            ([(0.0, "[DONE]")], "without any text"),
+            ([(0.0, chunk(content="a")), (2.0, "[DONE]")], "silent for 0.2 s"),
+        ],
+    )
+    def test_what_went_wrong_is_said(self, found: Any, error: str) -> None:
+        with serving() as fake:
+            fake.answer = lambda body: found
+            assert error in ask(fake, timeout=0.2).error
+
+    def test_a_server_that_is_not_there(self) -> None:
+        client = Client("http://127.0.0.1:9/v1", api_key=None, timeout=1)
+        with pytest.raises(EndpointError, match=r"cannot connect to 127\.0\.0\.1:9"):
+            asyncio.run(client.ask(b""))
+
+
+class TestSweep:
+    def test_rows(self) -> None:
+        with serving() as fake:
+            fake.answer = answer(slow(6, 0.01))
+            rows = run(fake, [4, 1], rounds=2)
+            assert fake.most >= 3
+            assert fake.bodies[-1]["ignore_eos"] is True and fake.bodies[-1]["max_tokens"] == 6
+            prompts = [b["messages"][0]["content"] for b in fake.bodies if b.get("stream")]
+            assert len(set(prompts)) == len(prompts) == 1 + 10
+        assert [r["streams"] for r in rows] == [1, 4] and [r["requests"] for r in rows] == [2, 8]
+        assert all(r.keys() > ROW_KEYS and r["tokens"] == 6 * r["requests"] and r["failed"] == 0 for r in rows)
+        assert all(r["good_share"] == 1.0 and r["server_us_per_token"] > 0 for r in rows)
+        assert rows[1]["tokens_per_s"] > 1.5 * rows[0]["tokens_per_s"] > 0
+
+    @pytest.mark.parametrize("limit", [{"ttft_seconds": 0.005}, {"gap_seconds": 0.005}])
+    def test_goodput_counts_requests_within_both_limits(self, limit: dict[str, float]) -> None:
+        with serving() as fake:
+            fake.answer = answer(slow(4, 0.02))
+            (row,) = run(fake, [1], **limit)
+        assert row["goodput_requests_per_s"] == 0 and row["good_share"] == 0 and row["failed"] == 0
+
+    def test_failures_are_counted_and_never_good(self) -> None:
+        with serving() as fake:
+            streams = iter([slow(3, 0.0)] * 2 + [refusal(503, "busy")] * 3)
+            fake.answer = lambda body: answer(next(streams) if body.get("stream") else None)(body)
+            (row,) = run(fake, [2], rounds=2)
+            assert (row["requests"], row["failed"], row["good_share"]) == (4, 3, 0.25)
+            assert row["errors"] == ["503: busy"]
+
+    def test_a_server_that_fails_every_request_is_one_error(self) -> None:
+        with serving() as fake:
+            fake.answer = answer(refusal(500, "broken"))
+            with pytest.raises(EndpointError, match="failed a first request: 500: broken"):
+                run(fake, [2])
+
+
+def test_the_command_writes_rows_and_a_picture(tmp_path: Path) -> None:
+    with serving() as fake:
+        fake.answer = answer(slow(5, 0.002))
+        args = [fake.url, "--streams", "1,2", "--output-tokens", "5", "--plot", str(tmp_path / "a.svg")]
+        result = CliRunner().invoke(command, [*args, "--ledger", str(tmp_path), "--engine-name", "scripted"])
+        assert result.exit_code == 0, result.output
+        rows = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()]
+        assert json.loads(result.stdout.splitlines()[-1]) == rows[-1]
+        assert [(r["bench"], r["engine"], r["streams"]) for r in rows] == [("serve", "scripted", n) for n in (1, 2)]
+        tree = ElementTree.fromstring((tmp_path / "a.svg").read_text())
+        assert len(tree.findall("{http://www.w3.org/2000/svg}circle")) == 2
+        for wrong in (["--server-pid", str(2**22 + 1)], ["--plot", str(tmp_path / "none" / "a.svg")]):
+            result = CliRunner().invoke(command, [*args, *wrong])
+            assert isinstance(result.exception, PeriluneError) and "\n" not in str(result.exception)
+
+
+def test_a_point_outside_the_limits_is_hollow() -> None:
+    row = {"model": "m <b>", "max_ttft_ms": 1000.0, "max_gap_ms": 50.0, "streams": 1, "tokens_per_s": 90.0}
+    rows = [
+        row | {"tokens_per_s_user": 90.0, "good_share": 1.0},
+        row | {"streams": 8, "tokens_per_s": 400.0, "tokens_per_s_user": 50.0, "good_share": 0.5},
+        row | {"streams": 16, "tokens_per_s_user": None, "good_share": 0.0},
+    ]
+    circles = ElementTree.fromstring(plot(rows)).findall("{http://www.w3.org/2000/svg}circle")
+    assert [c.attrib["class"] for c in circles] == ["good", "missed"]
+    assert float(circles[0].attrib["cx"]) < float(circles[1].attrib["cx"])
+
+
+@pytest.mark.parametrize("mode", ["plain", "drafts", "chained"])
+def test_what_planning_costs(mode: Mode) -> None:
+    """A mode that did not plan what it says would fail the scheduler's own assertions."""
+    assert 1 < planning_us(4, mode) < 5000

@@ -1,0 +1,201 @@
+"""The engine process ends by itself: what becomes of its requests, and of the next process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.core.config import EngineConfig
+from perilune.core.errors import EngineError
+from perilune.core.messages import Delta, Order
+from perilune.core.sampling import SamplingParams
+from perilune.engine import client as client_module
+from perilune.engine.client import EngineClient
+
+ENGINE = Path(__file__).with_name("failing_engine.py")
+ANSWERED, POISON, HANGS, LATER = (5,), (1,), (2,), (4,)
+
+
+class Supervised:
+    def __init__(self, client: EngineClient, starts: Path) -> None:
+        self.client, self._starts = client, starts
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(line) for line in self._starts.read_text().split()]
+
+    async def ask(self, prompt: tuple[int, ...], order: Order | None = None) -> list[int]:
+        stream = self.client.generate(prompt, SamplingParams(max_tokens=3), order=order or Order())
+        return [token async for delta in stream for token in delta.tokens]
+
+    async def begin(self, prompt: tuple[int, ...]) -> tuple[Any, Delta]:
+        stream = self.client.generate(prompt, SamplingParams(max_tokens=3))
+        return stream, await anext(stream)
+
+    async def ready(self, restarts: int) -> None:
+        while not (self.client.alive and self.client.restarts == restarts):
+            await asyncio.sleep(0.01)
+
+
+def supervise(
+    tmp_path: Path, test: Callable[[Supervised], Coroutine[Any, Any, None]], *options: str, supervised: bool = True
+) -> None:
+    starts = tmp_path / "starts"
+
+    async def main() -> None:
+        command = (sys.executable, str(ENGINE), "--count", str(starts), *options)
+        client = await EngineClient.start(tmp_path, EngineConfig(), supervised=supervised, command=command)
+        try:
+            await asyncio.wait_for(test(Supervised(client, starts)), 30)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+    for pid in map(int, starts.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.2)
+    monkeypatch.setattr(client_module, "CRASH_SECONDS", 0.1)
+
+
+def test_answers_in_flight_fail_and_queued_requests_run_again(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        stream, delta = await s.begin(HANGS)
+        assert delta.tokens == (7,)
+        queued = asyncio.create_task(s.ask(LATER))
+        await asyncio.sleep(0.1)
+        os.kill(s.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"signal 9.*send the request again"):
+            await anext(stream)
+        assert not s.client.alive
+        between = asyncio.create_task(s.ask(ANSWERED))  # while there is no process
+        assert await queued == [7, 7, 7] and await between == [7, 7, 7]
+        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2
+
+    supervise(tmp_path, test)
+
+
+def test_kills_in_a_row_end_no_later_request(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        for kill in range(4):
+            assert await s.ask(ANSWERED) == [7, 7, 7]
+            os.kill(s.pids[-1], signal.SIGKILL)
+            await s.ready(kill + 1)
+
+    supervise(tmp_path, test)
+
+
+def test_a_request_that_ends_the_engine_is_run_twice_at_most(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        assert await s.ask(ANSWERED) == [7, 7, 7]
+        with pytest.raises(EngineError, match="exit code 9"):
+            await s.ask(POISON)
+        await s.ready(2)
+        assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 3
+
+    supervise(tmp_path, test)
+
+
+def test_a_restart_is_at_once_after_a_step_and_delayed_without_one(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        client_module.BACKOFF_SECONDS = 1.0  # type: ignore[misc]  # put back by the fixture
+        assert await s.ask(ANSWERED) == [7, 7, 7]
+        begin = time.monotonic()
+        os.kill(s.pids[-1], signal.SIGKILL)
+        await s.ready(1)
+        at_once = time.monotonic() - begin
+        os.kill(s.pids[-1], signal.SIGKILL)  # has computed nothing
+        await s.ready(2)
+        assert time.monotonic() - begin - at_once > 1.0 > at_once
+
+    supervise(tmp_path, test)
+
+
+def test_an_engine_that_cannot_start_again_fails_all_requests_clearly(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        assert await s.ask(ANSWERED) == [7, 7, 7]
+        queued = asyncio.create_task(s.ask(LATER))
+        await asyncio.sleep(0.05)
+        os.kill(s.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="could not be started again: no more"):
+            await queued
+        assert not s.client.alive
+        with pytest.raises(EngineError, match="no more"):
+            await s.ask(ANSWERED)
+
+    supervise(tmp_path, test, "--never")
+
+
+def test_a_cancelled_request_does_not_run_again(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        assert await s.ask(ANSWERED) == [7, 7, 7]
+        poison = asyncio.create_task(s.ask(POISON))
+        while s.client.alive:
+            await asyncio.sleep(0.001)
+        poison.cancel()
+        await s.ready(1)
+        assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 2
+
+    supervise(tmp_path, test)
+
+
+def test_closing_while_the_engine_starts_again_leaves_no_process(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        assert await s.ask(ANSWERED) == [7, 7, 7]
+        os.kill(s.pids[0], signal.SIGKILL)
+        while s.client.alive:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+
+    supervise(tmp_path, test)
+
+
+def test_without_supervision_everything_fails(tmp_path: Path) -> None:
+    async def test(s: Supervised) -> None:
+        with pytest.raises(EngineError, match="ended unexpectedly"):
+            await s.ask(POISON)
+        with pytest.raises(EngineError, match="ended unexpectedly"):
+            await s.ask(ANSWERED)
+        assert len(s.pids) == 1
+
+    supervise(tmp_path, test, supervised=False)
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from perilune.core.config import EngineConfig
+from perilune.engine.client import EngineClient
+async def main():
+    client = await EngineClient.start(Path(sys.argv[1]), EngineConfig(), supervised=True)
+    print(client._process.process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_with_a_server_that_is_killed_even_while_it_cannot_look(tiny: Path) -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(tiny)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        os.kill(engine, signal.SIGSTOP)  # as one that waits for a device: it will not look at its socket
+        server.kill()
+        server.wait(5)
+        deadline = time.monotonic() + 3
+        while Path(f"/proc/{engine}/stat").exists() and Path(f"/proc/{engine}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline, "the engine outlived its server"
+            time.sleep(0.02)
+    finally:
+        server.kill()

@@ -1,0 +1,416 @@
+"""Connections: slow, stalled, ambiguous and half-sent requests, over real sockets."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.core.errors import RequestError
+from perilune.server import errors
+from perilune.server.connection import Timeouts
+from perilune.server.limits import Proxies
+from perilune.server.listener import Listener
+
+QUICK = Timeouts(head_seconds=0.3, body_seconds=0.3, body_bytes_per_second=100_000, idle_seconds=0.6, write_seconds=0.4)
+GET = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Wire:
+    """A client's end: what it sends is exactly what the test says."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {n.lower(): v for n, _, v in (line.partition(": ") for line in lines)}
+        status = int(first.split()[1])
+        if status == 100:
+            return status, headers, b""
+        if headers.get("transfer-encoding") == "chunked":
+            body = b""
+            while size := int(await self.reader.readline(), 16):
+                body += (await self.reader.readexactly(size + 2))[:-2]
+            await self.reader.readexactly(2)
+        elif "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        else:
+            body = await self.reader.read()
+        return status, headers, body
+
+    async def ended(self) -> bool:
+        """Whether the server has ended the connection, waiting for up to 3 s, with nothing further sent."""
+        try:
+            return await asyncio.wait_for(self.reader.read(), 3) == b""
+        except ConnectionError:
+            return True
+
+
+class Served:
+    def __init__(self, listener: Listener, port: int) -> None:
+        self.listener, self.port = listener, port
+        self.left: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def connect(self) -> AsyncIterator[Wire]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield Wire(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def serve(test: Callable[[Served], Coroutine[Any, Any, None]], timeouts: Timeouts | None = QUICK, **more: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """/echo: the body; /chunks: in pieces; /large: more than sockets hold; /ignore: 200 without reading; /hang."""
+
+        async def respond(status: int, body: bytes, headers: Any = ()) -> None:
+            length = (b"content-length", str(len(body)).encode())
+            await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+            await send({"type": "http.response.body", "body": body})
+
+        path = scope["path"]
+        if path == "/ignore":
+            return await respond(200, b"ignored")
+        body, more_body = b"", True
+        try:
+            while more_body:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    served.left.append(path)
+                    return None
+                body, more_body = body + message["body"], message["more_body"]
+        except RequestError as e:
+            return await respond(e.status, json.dumps(errors.describe(e)[1]).encode())
+        if path == "/hang":
+            assert (await receive())["type"] == "http.disconnect"
+            served.left.append(path)
+            return None
+        if path == "/client":
+            return await respond(200, scope["client"][0].encode())
+        if path == "/broken":
+            raise ZeroDivisionError
+        if path in ("/chunks", "/large"):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(3 if path == "/chunks" else 200):
+                piece = b"piece" if path == "/chunks" else b"x" * 100_000
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            return await send({"type": "http.response.body", "body": b""})
+        return await respond(200, body)
+
+    async def main() -> None:
+        nonlocal served
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            listener = Listener(app, timeouts=timeouts, **more)
+            served = Served(listener, sock.getsockname()[1])
+            await listener.start(sock)
+            await asyncio.wait_for(test(served), 20)
+            await asyncio.sleep(0.05)
+            await listener.close(1.0)
+            assert not listener.connections and not listener.busy
+
+    served: Any = None
+    asyncio.run(main())
+
+
+def test_requests_follow_each_other_on_one_connection_even_ahead_of_answers() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+            assert (await wire.response())[2] == b"hello"
+            chunks = b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
+            chunked = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+            wire.send(chunked + GET.replace(b"echo", b"chunks") + GET)
+            assert (await wire.response())[2] == b"abcde"
+            status, headers, body = await wire.response()
+            assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"piece" * 3)
+            assert (await wire.response())[0] == 200
+            wire.send(b"HEAD /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head = await wire.reader.readuntil(b"\r\n\r\n")
+            assert b"connection: close" in head and b"date: " in head and await wire.ended()
+
+    serve(test)
+
+
+def test_http_1_0_ends_with_the_connection() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"GET /chunks HTTP/1.0\r\n\r\n")
+            assert (await wire.response())[2] == b"piece" * 3
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",  # connects and says nothing
+        b"GET /echo HT",
+        b"GET /echo HTTP/1.1\r\nHost: x\r\n",
+        GET + b"GET /echo HTTP/1.1\r\nHost: x\r\n",  # the second request of a connection
+        GET + b"\r\n\r\n",  # idle
+    ],
+)
+def test_half_sent_heads_and_idle_connections_end(sent: bytes) -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            begin = time.monotonic()
+            wire.send(sent)
+            if sent.startswith(GET):
+                assert (await wire.response())[0] == 200
+            if sent and not sent.endswith(b"\r\n\r\n"):
+                status, headers, body = await wire.response()
+                assert status == 408 and headers["connection"] == "close"
+                assert json.loads(body)["error"]["code"] == "request_timeout"
+            assert await wire.ended()
+            assert 0.25 < time.monotonic() - begin < 1.5
+
+    serve(test)
+
+
+def test_a_head_that_drips_ends_all_the_same() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+
+            async def drip() -> None:
+                for byte in b"GET /echo HTTP/1.1\r\nX: " + b"y" * 1000:
+                    wire.send(bytes([byte]))
+                    await asyncio.sleep(0.02)
+
+            dripping, begin = asyncio.create_task(drip()), time.monotonic()
+            assert (await wire.response())[0] == 408 and time.monotonic() - begin < 1.5
+            dripping.cancel()
+
+    serve(test)
+
+
+@pytest.mark.parametrize(("pause", "size"), [(5.0, 1), (0.02, 100)], ids=["stalled", "slow"])
+def test_a_slow_body_is_answered_408(pause: float, size: int) -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+
+            async def drip() -> None:
+                while True:
+                    wire.send(b"x" * size)
+                    await asyncio.sleep(pause)
+
+            dripping = asyncio.create_task(drip())
+            begin = time.monotonic()
+            status, headers, body = await wire.response()
+            dripping.cancel()
+            assert status == 408 and headers["connection"] == "close" and time.monotonic() - begin < 1.5
+            assert b"body" in body and await wire.ended()
+
+    serve(test)
+
+
+def test_a_fast_body_may_take_longer_than_the_bound() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
+            for _ in range(20):
+                wire.send(b"x" * 10_000)
+                await asyncio.sleep(0.03)
+            assert (await wire.response())[0] == 200
+
+    serve(test)
+
+
+def test_a_client_that_does_not_read_is_cut() -> None:
+    async def test(s: Served) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", s.port, limit=1024)
+        writer.write(GET.replace(b"echo", b"large"))
+        begin = time.monotonic()
+        while s.listener.connections or s.listener.busy or time.monotonic() - begin < 0.2:
+            await asyncio.sleep(0.02)
+            assert time.monotonic() - begin < 3
+        writer.close()
+
+    serve(test)
+
+
+def test_a_client_that_leaves_is_noticed() -> None:
+    async def test(s: Served) -> None:
+        for sent in (
+            b"GET /hang HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"POST /hang HTTP/1.1\r\nContent-Length: 9\r\nHost: x\r\n\r\n1",
+        ):
+            async with s.connect() as wire:
+                wire.send(sent)
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)
+        assert s.left == ["/hang", "/hang"]
+
+    serve(test)
+
+
+AMBIGUOUS = {
+    "length and chunks": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+    "listed lengths": b"Content-Length: 5, 6\r\n\r\nhello!",
+    "signed length": b"Content-Length: +5\r\n\r\nhello",
+    "hexadecimal length": b"Content-Length: 0x5\r\n\r\nhello",
+    "negative length": b"Content-Length: -1\r\n\r\n",
+    "other coding": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "two codings": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    "coding after a tab": b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+    "space before the colon": b"Content-Length : 5\r\n\r\nhello",
+    "folded line": b"X: a\r\n Content-Length: 5\r\n\r\nhello",
+    "bare line feed": b"X: a\nContent-Length: 5\r\n\r\nhello",
+    "bare carriage return": b"X: a\rContent-Length: 5\r\n\r\nhello",
+    "zero byte": b"X: a\0b\r\n\r\n",
+    "two hosts": b"Host: y\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_what_can_be_read_in_two_ways_is_refused_and_ends_the_connection(rest: bytes) -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\n" + rest + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, headers, body = await wire.response()
+            assert status in (400, 501) and headers["connection"] == "close"
+            assert json.loads(body)["error"]["code"] == "invalid_http" and await wire.ended()
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"5\r\nhelloX\r\n0\r\n\r\n", b"-1\r\n", b"g\r\n", b"5\nhello\n0\n\n" * 9, b"0x5\r\nhello\r\n0\r\n\r\n"]
+)
+def test_malformed_chunks_are_refused_and_end_the_connection(chunks: bytes) -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+            status, headers, _ = await wire.response()
+            assert status in (400, 408) and headers["connection"] == "close" and await wire.ended()
+
+    serve(test)
+
+
+def test_heads_are_bounded() -> None:
+    async def test(s: Served) -> None:
+        for head in (b"X: " + b"y" * 70_000 + b"\r\n\r\n", b"X: y\r\n" * 200 + b"\r\n", b"X: " + b"y" * 300_000):
+            async with s.connect() as wire:
+                wire.send(b"GET /echo HTTP/1.1\r\nHost: x\r\n" + head)
+                assert (await wire.response())[0] == 431 and await wire.ended()
+
+    serve(test)
+
+
+def test_a_client_that_asks_first_is_answered_before_it_sends() -> None:
+    async def test(s: Served) -> None:
+        ask = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+        async with s.connect() as wire:
+            wire.send(ask % b"/echo")
+            assert (await wire.response())[0] == 100
+            wire.send(b"hello")
+            assert (await wire.response())[2] == b"hello"
+        async with s.connect() as wire:  # the answer does not need the body: it is not asked for
+            wire.send(ask % b"/ignore")
+            status, headers, body = await wire.response()
+            assert (status, headers["connection"], body) == (200, "close", b"ignored") and await wire.ended()
+        async with s.connect() as wire:  # it did not wait
+            wire.send(ask % b"/echo" + b"hello")
+            status, _, body = await wire.response()
+            assert (status, body) in ((100, b""), (200, b"hello"))
+
+    serve(test)
+
+
+def test_a_refused_body_is_thrown_away_so_that_the_answer_arrives() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n")
+            for _ in range(200):
+                wire.send(b"x" * 100_000)
+                await wire.writer.drain()
+            assert (await wire.response())[2] == b"ignored"
+
+    serve(test, None)
+
+
+def test_a_handler_that_fails_early_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(GET.replace(b"echo", b"broken"))
+            assert await wire.ended()
+
+    serve(test)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_more_connections_than_allowed_are_refused() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as one, s.connect() as two:
+            for wire in (one, two):
+                wire.send(GET)
+                await wire.response()
+            async with s.connect() as three:
+                status, headers, _ = await three.response()
+                assert status == 503 and headers["retry-after"] == "1" and await three.ended()
+        await asyncio.sleep(0.1)
+        async with s.connect() as wire:
+            wire.send(GET)
+            assert (await wire.response())[0] == 200
+
+    serve(test, max_connections=2)
+
+
+def test_draining_ends_idle_connections_and_lets_answers_end() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as idle, s.connect() as busy:
+            idle.send(GET)
+            await idle.response()
+            busy.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe")
+            await asyncio.sleep(0.05)
+            s.listener.drain()
+            assert await idle.ended()
+            busy.send(b"llo")
+            status, headers, body = await busy.response()
+            assert (status, headers["connection"], body) == (200, "close", b"hello") and await busy.ended()
+
+    serve(test)
+
+
+def test_a_trusted_proxy_names_the_client() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(b"GET /client HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 198.51.100.7, 203.0.113.9\r\n\r\n")
+            assert (await wire.response())[2] == b"203.0.113.9"
+
+    serve(test, proxies=Proxies(["127.0.0.0/8"]))
+
+
+def test_a_unix_socket_serves(tmp_path: Path) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": scope["client"][0].encode()})
+
+    async def main() -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+            listener = Listener(app)
+            await listener.start(sock)
+            wire = Wire(*await asyncio.open_unix_connection(path))
+            wire.send(GET)
+            assert (await wire.response())[2] == b"unix"
+            wire.writer.close()
+            await listener.close(1.0)
+
+    asyncio.run(main())

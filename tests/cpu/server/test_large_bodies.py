@@ -1,0 +1,240 @@
+"""Large bodies: refused by what they must hold before they cost memory, and counted against one budget."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from perilune.core.config import ServerConfig
+from perilune.core.errors import ConfigError, RequestError
+from perilune.core.messages import Order
+from perilune.server import body as bodies
+from perilune.server.body import Context, parse
+from perilune.server.limits import SMALL_BYTES, BodyBudget, BodyShare
+from perilune.server.openai.protocol import ChatBody, CompletionBody
+from perilune.server.service import Service
+from tests.serving import CHAT, HELLO, TEXT, Served, serve
+
+CONTEXT = Context(tokens=4096, token_bytes=32)
+MB = 1 << 20
+
+
+def chat(content: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+
+HUGE = {
+    "one text": (ChatBody, chat("long " * 4_000_000), "context_length_exceeded"),
+    "parts": (ChatBody, chat([{"type": "text", "text": "long " * 4_000_000}]), "context_length_exceeded"),
+    "escapes": (ChatBody, chat("é" * 3_500_000), "context_length_exceeded"),
+    "many messages": (
+        ChatBody,
+        b'{"messages":[' + b'{"role":"user","content":"a"},' * 600_000 + b"{}]}",
+        "too_many_values",
+    ),
+    "empty objects": (ChatBody, b'{"messages":[' + b"{}," * 6_000_000 + b"{}]}", "too_many_values"),
+    "lists": (ChatBody, b'{"metadata":' + b"[" + b"[]," * 6_000_000 + b"[]]}", "too_many_values"),
+    "token ids": (CompletionBody, b'{"prompt":[' + b"1," * 10_000_000 + b"1]}", "too_many_values"),
+    "a prompt": (CompletionBody, b'{"prompt":"' + b"a" * 20_000_000 + b'"}', "context_length_exceeded"),
+    "an open string": (ChatBody, b'{"a":[' + b"{}," * 600_000 + b'"' + b'\\"' * 6_000_000, "too_many_values"),
+}
+
+
+@pytest.mark.parametrize(("kind", "raw", "code"), HUGE.values(), ids=HUGE)
+def test_what_cannot_be_a_request_is_refused_before_it_is_decoded(
+    kind: Any, raw: bytes, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any, **__: Any) -> None:
+        raise AssertionError("decoded")
+
+    for owner, name in ((kind, "model_validate_json"), (bodies, "_decoded"), (bodies, "from_json")):
+        monkeypatch.setattr(owner, name, decode)
+    with pytest.raises(RequestError) as refused:
+        parse(kind, raw, context=CONTEXT)
+    assert refused.value.code == code and refused.value.status == 400
+
+
+def test_what_can_fit_is_decoded() -> None:
+    code = 'if (x) { f(a, "b"); }\n' * 100_000  # many braces and commas, all of them in one string
+    wide = Context(tokens=262_144, token_bytes=128)
+    assert parse(ChatBody, chat(code), context=wide).messages[0]["content"] == code
+    assert len(parse(ChatBody, chat("é" * 400_000), context=Context(8192, 128)).messages[0]["content"]) == 400_000
+    short = [f"{'x' * 100} {i}" for i in range(20_000)]  # each prompt fits by itself
+    assert parse(CompletionBody, json.dumps({"prompt": short}).encode(), context=CONTEXT).prompt == short
+    cut = json.dumps({"prompt": "a " * 2_000_000, "truncate_prompt_tokens": 5}).encode()
+    assert parse(CompletionBody, cut, context=CONTEXT).truncate_prompt_tokens == 5
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
+def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(s: Served) -> None:
+        def encode(*_: Any, **__: Any) -> None:
+            raise AssertionError("tokenized")
+
+        monkeypatch.setattr(type(s.service.text.tokenizer), "encode", encode)
+        text = "a" * (s.service.text.context(s.engine.info).text_bytes + 1)
+        reply = await s.client.post(
+            path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {field: text}
+        )
+        assert reply.status == 400 and reply.error["param"] == field
+        assert reply.error["code"] == "context_length_exceeded" and "512 tokens" in reply.error["message"]
+
+    serve(test)
+
+
+def test_the_budget_leaves_room_for_small_bodies() -> None:
+    budget = BodyBudget(10 * MB, 4 * MB)
+    shares = [BodyShare(budget, 4 * MB) for _ in range(3)]
+    shares[0].hold(4 * MB)
+    shares[1].hold(4 * MB)
+    with pytest.raises(RequestError) as refused:
+        shares[2].hold(4 * MB)
+    assert refused.value.status == 503 and refused.value.retry_seconds == 2
+    ordinary = BodyShare(budget, 4 * MB)
+    ordinary.hold(SMALL_BYTES)
+    ordinary.release()
+    shares[0].release()
+    shares[2].hold(4 * MB)
+    for share in shares:
+        share.release()
+        share.release()
+    assert budget.held == 0
+
+
+def test_a_body_of_unknown_length_is_counted_as_it_comes() -> None:
+    budget = BodyBudget(4 * MB, 4 * MB)
+    share = BodyShare(budget, 4 * MB)
+    for size in range(100_000, 4 * MB, 100_000):
+        share.grow(size)
+        assert size <= budget.held <= 4 * MB
+    with pytest.raises(RequestError, match="larger than 4 MiB"):
+        share.grow(4 * MB + 1)
+    share.release()
+    assert budget.held == 0
+
+
+def test_a_full_budget_answers_503_before_reading_and_recovers() -> None:
+    async def test(s: Served) -> None:
+        gate, read = asyncio.Event(), 0
+        large = b'{"messages":' + b" " * (39 * MB)
+
+        async def send_slowly() -> Any:
+            nonlocal read
+
+            async def receive() -> dict[str, Any]:
+                nonlocal read
+                read += 1
+                await gate.wait()
+                return {"type": "http.disconnect"}
+
+            statuses: list[Any] = []
+
+            async def send(message: Any) -> None:
+                statuses.append(message)
+
+            headers = [(b"content-length", str(len(large)).encode())]
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": CHAT,
+                "headers": headers,
+                "query_string": b"",
+                "client": ("a", 1),
+            }
+            await s.client.app(scope, receive, send)
+            return statuses
+
+        holding = [asyncio.create_task(send_slowly()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert read == 2
+        refused = await send_slowly()
+        assert refused[0]["status"] == 503 and (b"retry-after", b"2") in refused[0]["headers"] and read == 2
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
+        gate.set()
+        await asyncio.gather(*holding)
+        assert (await s.client.post(CHAT, b" " * (39 * MB))).status == 400  # read again
+
+    serve(test, max_body_mb=40, body_memory_mb=100)
+
+
+def test_one_large_body_is_decoded_at_a_time() -> None:
+    async def test(s: Served) -> None:
+        service: Service = s.service
+        running = most = 0
+
+        def work() -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(0.02)
+            running -= 1
+
+        await asyncio.gather(*(service.offload(bodies.WHOLE_BYTES, work) for _ in range(4)))
+        assert most == 1
+
+    serve(test)
+
+
+def test_options_are_checked() -> None:
+    for wrong in ({"max_body_mb": 0}, {"max_body_mb": 64, "body_memory_mb": 32}, {"drain_seconds": -1.0}):
+        with pytest.raises(ConfigError):
+            ServerConfig(**wrong)  # type: ignore[arg-type]  # one of them at a time
+
+
+def test_requests_of_one_address_are_bounded() -> None:
+    async def test(s: Served) -> None:
+        calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO})) for _ in range(2)]
+        await s.hangs(2)
+        refused = await s.client.post(CHAT, {"messages": HELLO})
+        assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
+        assert (await s.client.get("/health")).status == 200
+        s.engine.release.set()
+        assert [r.status for r in await asyncio.gather(*calls)] == [200, 200]
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
+
+    serve(test, client_concurrency=2, hold=0)
+
+
+def test_health_says_whether_requests_are_taken() -> None:
+    async def test(s: Served) -> None:
+        for path in ("/health", "/health/ready", "/health/live"):
+            assert (await s.client.get(path)).status == 200
+        s.engine.alive = False
+        assert (await s.client.get("/health/ready")).error["code"] == "engine_unavailable"
+        assert (await s.client.get("/health/live")).status == 200
+        s.engine.alive = True
+        s.service.drain()
+        reply = await s.client.get("/health")
+        assert reply.status == 503 and "shutting down" in reply.error["message"]
+        assert (await s.client.get("/health/live")).status == 200
+        refused = await s.client.post(CHAT, {"messages": HELLO})
+        assert refused.status == 503 and refused.headers["retry-after"] == "1"
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+def test_priorities_and_deadlines_reach_the_engine(path: str) -> None:
+    bodies = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    body: dict[str, Any] = bodies.get(path, {"messages": HELLO, "max_tokens": 9})
+
+    async def test(s: Served) -> None:
+        assert (await s.client.post(path, {**body, "priority": 7, "deadline_seconds": 2.5})).status == 200
+        assert (await s.client.post(path, body)).status == 200
+        assert s.engine.orders == [Order(7, 2.5), Order()]
+        for wrong in ({"priority": -1}, {"priority": 101}, {"priority": "high"}, {"deadline_seconds": 0}):
+            reply = await s.client.post(path, {**body, **wrong})
+            assert reply.status == 400 and next(iter(wrong)) in reply.text
+
+    async def late(s: Served) -> None:
+        reply = await s.client.post(path, {**body, "deadline_seconds": 2.5})
+        assert reply.status == 504 and "2.5 s" in reply.text
+        stream = await s.client.post(path, {**body, "deadline_seconds": 2.5, "stream": True})
+        assert stream.status == 200 and "its own deadline" in stream.text.replace("the request's own", "its own")
+
+    serve(test)
+    serve(late, late_at=2)

@@ -1,0 +1,426 @@
+"""What the server says about its requests: ids, headers, logs, the audit log, and a dashboard of metrics that exist."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from perilune.core.config import ServerConfig, build
+from perilune.core.errors import ConfigError
+from perilune.server import audit, logs
+from perilune.server.audit import AuditLog, redacted
+from perilune.server.service import Service
+from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, FakeEngine, Served, serve
+
+ROOT = Path(__file__).parents[3]
+DASHBOARD = ROOT / "deploy" / "grafana" / "perilune.json"
+KEY = "plk-Zm9vYmFyYmF6cXV4MTIzNDU2Nzg5MA"
+
+
+def logger(directory: Path, **more: Any) -> Callable[[Service], AuditLog]:
+    def make(service: Service) -> AuditLog:
+        return AuditLog(directory, service.model, BYTES.decode, service.metrics.audit_lost.inc, **more)
+
+    return make
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(directory.glob("*.jsonl")) for line in file.open()]
+
+
+# ---- ids and headers
+
+
+def test_every_answer_has_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        def generate(self, *args: Any) -> Any:
+            raise ZeroDivisionError
+
+    async def test(s: Served) -> None:
+        for given, kept in (("req-1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)):
+            s.client.headers = {"x-request-id": given}
+            for reply in (
+                await s.client.get("/v1/models"),
+                await s.client.get("/nowhere"),
+                await s.client.post(CHAT, b"{"),
+                await s.client.post("/v1/messages", b"{"),
+            ):
+                id = reply.headers["x-request-id"]
+                assert (id == given) == kept and re.fullmatch("[!-~]{1,128}", id)
+            assert reply.headers["request-id"] == id  # Anthropic's clients read it
+        s.client.headers = {"x-request-id": "req-2"}
+        with pytest.raises(ZeroDivisionError):
+            await s.client.post(CHAT, {"messages": HELLO, "stream": False})
+
+    with caplog.at_level(logging.INFO):
+        serve(test, engine=Broken)
+    said = [r.getMessage() for r in caplog.records if r.name == "perilune.access"]
+    assert "id=req-1" in said[0] and said[-1].startswith(f"POST {CHAT} 500 ") and "id=req-2" in said[-1]
+
+
+def test_an_unexpected_failure_has_an_id_and_counts_as_a_kind() -> None:
+    class Broken(FakeEngine):
+        def generate(self, *args: Any) -> Any:
+            raise ZeroDivisionError
+
+    async def test(s: Served) -> None:
+        got: list[Any] = []
+
+        async def send(message: Any) -> None:
+            got.append(message)
+
+        body = json.dumps({"messages": HELLO}).encode()
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"x-request-id", b"req-3")]}
+        scope |= {"scheme": "http", "query_string": b"", "root_path": "", "http_version": "1.1"}
+        parts: asyncio.Queue[Any] = asyncio.Queue()
+        parts.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+        with pytest.raises(ZeroDivisionError):
+            await s.client.app(scope, parts.get, send)
+        assert got[0]["status"] == 500 and (b"x-request-id", b"req-3") in got[0]["headers"]
+        await s.client.post(CHAT, b"{")
+        page = (await s.client.get("/metrics")).text
+        assert 'perilune_request_errors_total{code="",kind="server_error"} 1.0' in page
+        assert 'perilune_request_errors_total{code="invalid_json",kind="invalid_request_error"} 1.0' in page
+
+    serve(test, engine=Broken)
+
+
+def test_an_error_within_a_stream_is_counted() -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
+        assert reply.status == 200 and "not finite" in reply.text
+        page = (await s.client.get("/metrics")).text
+        assert 'perilune_request_errors_total{code="generation_failed",kind="server_error"} 1.0' in page
+        assert 'perilune_request_success_total{finished_reason="error"} 1.0' in page
+
+    serve(test, fail_at=2)
+
+
+def test_answers_carry_headers_for_browsers() -> None:
+    async def test(s: Served) -> None:
+        for reply in (await s.client.get("/v1/models"), await s.client.get("/nowhere"), await s.client.get("/")):
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            assert reply.headers["x-frame-options"] == "DENY" and reply.headers["referrer-policy"] == "no-referrer"
+            assert "default-src 'none'" in reply.headers["content-security-policy"]
+            assert "strict-transport-security" not in reply.headers, "only over TLS"
+        assert (await s.client.get("/v1/models")).headers["cache-control"] == "no-store"
+        assert (await s.client.get("/")).headers["cache-control"] == "no-cache", "an answer's own header stays"
+        stream = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
+        assert stream.headers["x-content-type-options"] == "nosniff" and stream.headers["x-request-id"]
+
+    serve(test)
+
+
+# ---- logs
+
+
+def captured(form: str, level: str, work: Callable[[], None]) -> str:
+    """What the server's log, set up as its options say, has of `work`."""
+    root = logging.getLogger()
+    before, old = root.handlers[:], root.level
+    levels = {name: logging.getLogger(name).level for name in ("uvicorn", "httpx", "httpcore", "urllib3", "asyncio")}
+    try:
+        logs.configure(form, level)
+        (handler,) = root.handlers
+        assert isinstance(handler, logging.StreamHandler)
+        handler.setStream(text := io.StringIO())
+        work()
+        return text.getvalue()
+    finally:
+        root.handlers[:], root.level = before, old
+        for name, was in levels.items():
+            logging.getLogger(name).setLevel(was)
+
+
+def test_json_lines_name_the_request() -> None:
+    async def test(s: Served) -> None:
+        s.client.headers = {"authorization": "Bearer k", "x-request-id": "req-5"}
+        await s.client.post(CHAT, {"messages": HELLO})
+        s.engine.fail_at = 1
+        await s.client.post(CHAT, {"messages": HELLO})
+
+    def work() -> None:
+        serve(test, api_key="k", answer="Hello\nyou")
+        try:
+            raise ValueError("out of range")
+        except ValueError:
+            logging.getLogger("x").exception("it broke\nin two lines")
+
+    entries = [json.loads(line) for line in captured("json", "info", work).splitlines()]
+    first, warned, last, broke = entries
+    assert first["message"].startswith(f"POST {CHAT} 200") and first["level"] == "info"
+    assert first["request_id"] == "req-5" == warned["request_id"] and first["key"] == "default"
+    assert first["status"] == 200 and first["route"] == CHAT and first["output_tokens"] == 10 and first["seconds"] >= 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", first["time"])
+    assert warned["level"] == "warning" and "not finite" in warned["message"] and last["status"] == 500
+    assert broke["message"] == "it broke\nin two lines" and "ValueError: out of range" in broke["exception"]
+    assert "request_id" not in broke
+    assert captured("json", "error", lambda: serve(test, api_key="k")) == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_secret_is_ever_logged(form: str, tmp_path: Path) -> None:
+    """Keys in every place where a client may put one, right and wrong, with failures of every kind, at every level."""
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    pages: list[str] = []
+
+    async def test(s: Served) -> None:
+        places: Sequence[tuple[dict[str, str], str]] = (
+            ({"authorization": f"Bearer {KEY}"}, CHAT),
+            ({"x-api-key": KEY}, "/v1/messages"),
+            ({"authorization": f"Bearer {KEY}x"}, CHAT),
+            ({"authorization": f"Basic {KEY}"}, CHAT),
+            ({"authorization": KEY}, CHAT),
+            ({"authorization": f"Bearer {KEY}", "cookie": KEY, "x-custom": KEY}, f"/v1/{KEY}"),
+            ({"authorization": f"Bearer {KEY}"}, f"/v1/responses/{KEY}"),
+        )
+        bodies: Sequence[Any] = (
+            {"messages": [{"role": "user", "content": KEY}], "max_tokens": 9},
+            {"messages": HELLO, "max_tokens": 9, "temperature": 99, KEY: 1},
+            {"messages": HELLO, "max_tokens": 9, "stream": True},
+            f'{{"messages": "{KEY}", '.encode(),
+        )
+        for headers, path in places:
+            s.client.headers = headers
+            for body in bodies:
+                await s.client.post(path, body)
+            await s.client.get(path)
+        s.engine.fail_at = 1
+        for stream in (False, True):
+            s.client.headers = {"authorization": f"Bearer {KEY}"}
+            await s.client.post(CHAT, {"messages": [{"role": "user", "content": KEY}], "stream": stream})
+        s.service.observers.append(broken)
+        with pytest.raises(ZeroDivisionError):
+            await s.client.post(CHAT, {"messages": HELLO})
+        s.service.observers.remove(broken)
+        pages.append((await s.client.get("/metrics")).text)
+
+    def broken(call: Any) -> None:
+        raise ZeroDivisionError
+
+    directory = tmp_path / "audit"
+    setup = {"api_key_file": str(keys), "audit_log": str(directory), "audit_text": True}
+    said = captured(form, "debug", lambda: serve(test, **setup, observers=[logger(directory)]))
+    written = "".join(file.read_text() for file in directory.iterdir())
+    assert said.count("\n") > 20 and len(lines(directory)) > 20
+    for text in (said, written, *pages):
+        assert text and KEY not in text and KEY[:20] not in text
+
+
+# ---- the audit log
+
+
+def test_the_audit_log_says_who_when_what_and_how_much(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k")
+
+    async def test(s: Served) -> None:
+        s.client.headers = {"authorization": "Bearer k", "x-request-id": "req-9"}
+        assert (await s.client.post(CHAT, {"messages": HELLO, "tools": [WEATHER]})).status == 200
+        await s.client.post(TEXT, {"prompt": "secret text", "max_tokens": 0})
+        s.client.headers = {}
+        await s.client.post(CHAT, {"messages": HELLO})
+        await s.client.get("/health")
+
+    directory = tmp_path / "log"
+    answer = f"I see</think>{CALL.format(0)}"
+    serve(test, answer=answer, api_key_file=str(keys), audit_log=str(directory), observers=[logger(directory)])
+    called, raw, refused = lines(directory)
+    assert called["key"] == "default" and called["client"] == "192.0.2.7" and called["request_id"] == "req-9"
+    assert called["model"] == "m" and called["route"] == CHAT and called["status"] == 200 and called["method"] == "POST"
+    assert called["tools"] == ["get_weather"] and called["finish_reasons"] == ["stop"] and called["error"] is None
+    assert called["cached_tokens"] == 3 and called["reasoning_tokens"] == 5
+    assert called["output_tokens"] == len(BYTES.encode(answer, allow_special=True)) + 1
+    assert 0 < called["first_token_seconds"] <= called["seconds"] and called["queue_seconds"] == 0
+    assert refused["key"] is None and refused["error"] == {"type": "authentication_error", "code": "invalid_api_key"}
+    assert raw["route"] == TEXT and refused["route"] == CHAT and refused["status"] == 401
+    assert 0 < refused["seconds"] < called["seconds"] + 1
+    everything = "".join(file.read_text() for file in directory.iterdir())
+    assert "secret" not in everything and "Oslo" not in everything, "text only when asked for"
+    assert directory.stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in directory.iterdir())
+
+
+def test_text_when_asked_for(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        await s.client.post(TEXT, {"prompt": ["call 555-1234", "b"], "n": 2})
+
+    patterns = audit.compiled([r"\d{3}-\d{4}"])
+    made = logger(tmp_path, patterns=patterns)
+    serve(test, answer="mail to a@b", audit_log=str(tmp_path), audit_text=True, observers=[made])
+    (entry,) = lines(tmp_path)
+    assert entry["prompts"] == ["call [redacted]", "b"] and entry["prompt_tokens"] == 14
+    assert entry["answers"] == ["mail to a@b<|im_end|>"] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sk-proj-abcdefghijklmnop1234 is it", "[redacted] is it"),
+        ("ghp_abcdefghijklmnop1234, hf_abcdefghijklmnopqrst", "[redacted], [redacted]"),
+        (f"use {KEY}!", "use [redacted]!"),
+        ("AKIAIOSFODNN7EXAMPLE", "[redacted]"),
+        ("Authorization: Bearer abc.def-123==", "Authorization: Bearer [redacted]"),
+        ("eyJhbGciOiJIUzI1.eyJzdWIiOiIx.c2ln", "[redacted]"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter", "[redacted]\nafter"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE and cut", "[redacted]"),
+        ("postgres://me:hunter2@db/x", "postgres://[redacted]@db/x"),
+        ('{"password": "hunter2", "user": "me"}', '{"password": "[redacted]", "user": "me"}'),
+        ('{\\"api_key\\": \\"hunter22\\"}', '{\\"api_key\\": \\"[redacted]\\"}'),
+        ("DB_PASSWORD=hunter2", "DB_PASSWORD=[redacted]"),
+        ("the password is long; the token count: 12; task-force sk-1", None),
+        ("see https://example.org:8080/a@b", None),
+    ],
+)
+def test_redaction(text: str, shown: str | None) -> None:
+    assert redacted(text) == (text if shown is None else shown)
+
+
+def test_redaction_takes_time_in_proportion() -> None:
+    import time
+
+    for piece in ("a", "sk-", "password", "-", "://a:", "Bearer ", "-----BEGIN PRIVATE KEY-----", "eyJ.", "\\\"' :="):
+        text = piece * (200_000 // len(piece))
+        started = time.perf_counter()
+        redacted(text)
+        assert time.perf_counter() - started < 3, piece
+
+
+def test_files_rotate_within_their_bound(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        for i in range(120):
+            s.client.headers = {"x-request-id": f"r{i}"}
+            await s.client.post(TEXT, {"prompt": "a"})
+
+    limit = 20_000
+    for _ in range(2):  # a second server goes on beside the files of the first
+        serve(test, audit_log=str(tmp_path), observers=[logger(tmp_path, limit_bytes=limit)])
+        total = sum(file.stat().st_size for file in tmp_path.iterdir())
+        assert limit / 2 < total <= limit and 4 < len(list(tmp_path.iterdir())) <= 9
+        kept = [entry["request_id"] for entry in lines(tmp_path)]
+        assert kept[-1] == "r119" and kept == [f"r{i}" for i in (*range(120), *range(120))][-len(kept) :]
+
+
+def test_a_full_disk_loses_lines_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(s: Served) -> None:
+        monkeypatch.setattr(audit.os, "write", lambda fd, data: 3)
+        for _ in range(3):
+            await s.client.post(TEXT, {"prompt": "a"})
+        while "perilune_audit_lost_total 3.0" not in (await s.client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        await s.client.post(TEXT, {"prompt": "a"})
+
+    serve(test, audit_log=str(tmp_path), observers=[logger(tmp_path)])
+    assert len(lines(tmp_path)) == 1, "no half line stays"
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
+        f"the audit log in {tmp_path} loses lines: No space left on device"
+    ]
+
+
+def test_a_slow_disk_never_delays_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, begun = threading.Event(), threading.Event()
+    monkeypatch.setattr(audit, "MAX_QUEUED_REQUESTS", 4)
+    monkeypatch.setattr(audit, "MAX_QUEUED_TEXTS", 2)
+    real = AuditLog._append
+
+    def slow(self: AuditLog, line: bytes) -> None:
+        begun.set()
+        assert go.wait(10)
+        real(self, line)
+
+    monkeypatch.setattr(AuditLog, "_append", slow)
+
+    async def test(s: Served) -> None:
+        for i in range(10):
+            await s.client.post(TEXT, {"prompt": str(i)})
+            await asyncio.to_thread(begun.wait, 10)  # the first is being written
+        go.set()
+        assert "perilune_audit_lost_total 5.0" in (await s.client.get("/metrics")).text
+
+    serve(test, audit_log=str(tmp_path), audit_text=True, observers=[logger(tmp_path)])
+    entries = lines(tmp_path)
+    assert len(entries) == 5 and [len(e["prompts"]) for e in entries] == [1, 1, 1, 0, 0]
+
+
+def test_wrong_rules_and_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="audit_text and audit_redact need audit_log"):
+        ServerConfig(audit_text=True)
+    with pytest.raises(ConfigError, match="audit_mb must be at least 1"):
+        build(ServerConfig, {"audit_mb": 0})
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        audit.compiled(["a", "("])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="audit_log: cannot write in"):
+        audit.prepare(tmp_path / "file" / "log")
+    with pytest.raises(ConfigError, match="belong together"):
+        ServerConfig(tls_cert="a")
+
+
+# ---- the dashboard
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    async def test(s: Served) -> None:
+        await s.client.post(CHAT, {"messages": HELLO})
+        await s.client.post(CHAT, b"{")
+        page.append((await s.client.get("/metrics")).text)
+
+    page: list[str] = []
+    serve(test)
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page[0]):
+        assert family.documentation, family.name
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels, {"instance", "job"})
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [t["expr"] for p in dashboard["panels"] for t in p.get("targets", ())]
+    assert len(expressions) > 30
+    used: set[str] = set()
+    for expression in expressions:
+        names = set(re.findall(r"\b(?:perilune|process)_\w+", expression))
+        assert names and names <= labels.keys(), expression
+        asked = re.findall(r"by \(([^)]*)\)", expression) + re.findall(r"(\w+)=~?\"", expression)
+        for label in ", ".join(asked).split(", "):
+            assert not label or all(label in labels[name] for name in names), (label, expression)
+        used |= names
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                assert all(label in labels[n] for n in re.findall(r"\b(?:perilune|process)_\w+", target["expr"])), label
+    families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in used}
+    for topic in ("time_to_first_token", "inter_token", "queue_time", "prompt_tokens", "kv_cache_usage", "running",
+                  "waiting", "errors", "accepted", "closed_by_grammar", "prefix_cache_hits"):  # fmt: skip
+        assert any(topic in name for name in families), topic
+    spots = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
+    assert len(set(spots)) == len(spots) and len({p["id"] for p in dashboard["panels"]}) == len(spots)
+
+
+def test_the_table_of_names_is_right() -> None:
+    """docs/operations.md says which metric of vLLM's is which of ours."""
+
+    async def test(s: Served) -> None:
+        await s.client.post(CHAT, {"messages": HELLO})
+        await s.client.post(CHAT, b"{")
+        page.append((await s.client.get("/metrics")).text)
+
+    page: list[str] = []
+    serve(test)
+    known = {sample.name for family in text_string_to_metric_families(page[0]) for sample in family.samples}
+    known |= {name.removesuffix("_bucket") for name in known}
+    rows = re.findall(r"^\| `(vllm:\w+)` \| `(\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    assert len(rows) >= 20
+    for theirs, ours in rows:
+        assert ours in known, (theirs, ours)

@@ -1,0 +1,86 @@
+"""TLS: a certificate that is replaced while the server runs, and one-line errors."""
+
+import asyncio
+import logging
+import shutil
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.core.errors import ConfigError
+from perilune.server.reload import Watched, watch
+from perilune.server.tls import Certificate
+from tests import certificates
+from tests.certificates import needs_openssl
+
+
+async def served_name(port: int, authority: Path) -> str:
+    """The name in the certificate that a new connection gets; ssl.SSLError if `authority` did not sign it."""
+    context = ssl.create_default_context(cafile=str(authority))
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    cert: Any = writer.get_extra_info("peercert")
+    assert writer.get_extra_info("ssl_object").version() in ("TLSv1.2", "TLSv1.3")
+    writer.close()
+    return str(cert["subject"][0][0][1])
+
+
+@needs_openssl
+def test_a_certificate_is_replaced_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("perilune.server.reload.POLL_SECONDS", 0.01)
+    (tmp_path / "new").mkdir()
+    cert, key = certificates.make(tmp_path, "first")
+    new_cert, new_key = certificates.make(tmp_path / "new", "second")
+    before = tmp_path / "before.pem"
+    shutil.copy(cert, before)
+
+    async def test() -> None:
+        made = Certificate(str(cert), str(key))
+        watched = Watched("TLS certificate", [cert, key], made.load)
+        watching = asyncio.create_task(watch([watched]))
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0, ssl=made.context)
+        port = server.sockets[0].getsockname()[1]
+        assert await served_name(port, before) == "first"
+        shutil.copy(new_cert, cert)  # for a moment the key is not its own
+        await asyncio.sleep(0.05)
+        assert await served_name(port, before) == "first"
+        shutil.copy(new_key, key)
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            try:
+                assert await served_name(port, new_cert) == "second"
+                break
+            except ssl.SSLError:
+                continue
+        else:
+            raise AssertionError("the new certificate is not served")
+        watching.cancel()
+        server.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(asyncio.wait_for(test(), 10))
+    said = [r.getMessage() for r in caplog.records if r.name == "perilune.server"]
+    assert "does not belong to the certificate" in said[0] and said[-1] == "the TLS certificate was read again"
+    assert len(said) == 2, said
+
+
+@needs_openssl
+def test_what_is_wrong_with_a_certificate_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    cert, key = certificates.make(tmp_path / "a", "a")
+    _, other = certificates.make(tmp_path / "b", "b")
+    _, locked = certificates.make(tmp_path / "c", "c", passphrase="hunter2")
+    (tmp_path / "text").write_text("hello")
+    for wrong, words in (
+        ((cert, other), "the key does not belong to the certificate"),
+        ((tmp_path / "c" / "cert.pem", locked), "the key has a passphrase"),
+        ((tmp_path / "text", key), "must be PEM files"),
+        ((tmp_path / "absent", key), "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            Certificate(str(wrong[0]), str(wrong[1]))
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,267 @@
+"""A server under attack and over thousands of requests. Figures are printed: run with -s."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import QUESTION, Server, needs_nano
+
+pytestmark = [needs_nano, pytest.mark.timeout(0)]
+OPTIONS = ("--draft", "off", "--set", "threads=1")
+CHAT = "/v1/chat/completions"
+CLIENTS = 16
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server(*OPTIONS)
+    try:
+        yield running
+        assert running.process.poll() is None, "".join(running.lines[-20:])
+        assert not any("Traceback" in line for line in running.lines), "".join(running.lines[-50:])
+    finally:
+        running.kill()
+
+
+def resident(pid: int, field: str = "VmRSS") -> int:
+    """Bytes of memory that a process has; field "VmHWM": that it had at most."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
+
+
+def first_byte(client: httpx.Client, url: str) -> float:
+    """Seconds to the first event of a stream that is answered whole."""
+    body = {"messages": QUESTION, "max_tokens": 4, "stream": True, "reasoning_effort": "none"}
+    begin = time.monotonic()
+    with client.stream("POST", url + CHAT, json=body) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        next(lines)
+        took = time.monotonic() - begin
+        rest = list(lines)
+    assert "data: [DONE]" in rest and not any('"error"' in line for line in rest)
+    return took
+
+
+@contextlib.contextmanager
+def busy(work: Callable[[], None], count: int) -> Iterator[None]:
+    """`count` threads that repeat `work`."""
+    end = threading.Event()
+
+    def repeat() -> None:
+        while not end.is_set():
+            with contextlib.suppress(OSError, httpx.HTTPError):
+                work()
+
+    threads = [threading.Thread(target=repeat, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def huge(kind: int) -> bytes:
+    match kind % 3:
+        case 0:
+            return json.dumps({"messages": [{"role": "user", "content": "long " * 6_200_000}]}).encode()
+        case 1:
+            return b'{"messages":[' + b'{"role":"user","content":"a"},' * 1_000_000 + b"{}]}"
+    return b'{"prompt":[' + b"1," * 15_000_000 + b"1]}"
+
+
+def attack(url: str, kind: int) -> Counter[int]:
+    """One huge body, sent again for as long as the server has no memory for it: how often it got each status."""
+    answers: Counter[int] = Counter()
+    while set(answers) <= {0, 503}:
+        try:
+            answers[httpx.post(url + CHAT, content=huge(kind), timeout=300).status_code] += 1
+        except httpx.HTTPError:
+            answers[0] += 1  # cut while it was sending
+    return answers
+
+
+def test_ordinary_clients_keep_their_answers_under_slow_and_huge_requests(server: Server, share: float) -> None:
+    rounds, bodies = max(int(20 * share), 3), max(int(100 * share), 10)
+    host, port = server.url.removeprefix("http://").split(":")
+    answers: Counter[int] = Counter()
+
+    def slow() -> None:
+        with socket.create_connection((host, int(port)), timeout=60) as drip:
+            for byte in b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 60:
+                drip.sendall(bytes([byte]))
+                time.sleep(0.5)
+
+    def measure(pool: ThreadPoolExecutor) -> float:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(httpx.Client(timeout=300)) for _ in range(CLIENTS)]
+            works = [pool.submit(first_byte, c, server.url) for _ in range(rounds) for c in clients]
+            times = sorted(w.result() for w in works)
+        return times[min(int(len(times) * 0.99), len(times) - 1)]
+
+    with ThreadPoolExecutor(CLIENTS) as pool, ProcessPoolExecutor(6, get_context("spawn")) as attackers:
+        measure(pool)  # warm
+        quiet, before = measure(pool), resident(server.process.pid)
+        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the highest value starts anew
+        with busy(slow, 200):
+            attacks = [attackers.submit(attack, server.url, i) for i in range(bodies)]
+            attacked = measure(pool)
+            for done in attacks:
+                answers += done.result()
+    growth = (resident(server.process.pid, "VmHWM") - before) / 2**20
+    print(f"p99 first byte {quiet:.3f} s quiet, {attacked:.3f} s attacked; RSS +{growth:.0f} MB; {dict(answers)}")
+    assert set(answers) <= {0, 400, 503} and answers[400]
+    assert growth <= 200
+    assert attacked <= 2 * quiet + 0.05
+
+
+def test_kills_of_the_engine_under_load(server: Server, share: float) -> None:
+    kills = max(int(20 * share), 3)
+    outcomes: Counter[str] = Counter()
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 40, "ignore_eos": True}
+
+    def ask() -> None:
+        stream = random.random() < 0.5
+        reply = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": stream}, timeout=120)
+        if stream and reply.status_code == 200:
+            whole = reply.text.rstrip().endswith("data: [DONE]")
+            error = [line for line in reply.text.splitlines() if '"error"' in line]
+            outcomes["answered" if whole and not error else "error event" if error else "cut"] += 1
+        elif reply.status_code == 200:
+            outcomes["answered"] += 1
+        else:
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            outcomes[f"503 {reply.json()['error']['code']}"] += 1
+            time.sleep(0.2)
+
+    pids, waits = [], []
+    with busy(ask, 8):
+        for _ in range(kills):
+            time.sleep(1.0)
+            pids.append(server.engine_pid())
+            os.kill(pids[-1], signal.SIGKILL)
+            begin = time.monotonic()
+            while httpx.get(f"{server.url}/health/ready").status_code != 503:
+                assert time.monotonic() - begin < 5
+            while httpx.get(f"{server.url}/health/ready").status_code != 200:
+                time.sleep(0.05)
+                assert time.monotonic() - begin < 60
+            waits.append(time.monotonic() - begin)
+    print(f"{kills} kills: ready again after {min(waits):.1f} to {max(waits):.1f} s; {dict(outcomes)}")
+    assert not outcomes["cut"] and outcomes["answered"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "an orphan"
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    assert len(children) == 1
+    assert max(waits) <= 10 or share < 1
+
+
+def test_memory_does_not_grow_with_requests(server: Server, share: float) -> None:
+    first, last = int(2_000 * share), int(10_000 * share)
+    engine = server.engine_pid()
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": 4, "reasoning_effort": "none"}
+    with httpx.Client(timeout=60, base_url=server.url) as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(i: int) -> None:
+            wrong = {"temperature": "hot"} if i % 10 == 0 else {}
+            reply = client.post(CHAT, json={**body, "stream": i % 2 == 0, **wrong})
+            assert reply.status_code == (400 if wrong else 200)
+
+        list(pool.map(ask, range(first)))
+        before = resident(server.process.pid), resident(engine)
+        list(pool.map(ask, range(first, last)))
+        after = resident(server.process.pid), resident(engine)
+    growth = [b / a - 1 for a, b in zip(before, after)]
+    print(f"RSS from request {first} to {last}: server {growth[0]:+.2%}, engine {growth[1]:+.2%}")
+    assert max(growth) <= 0.01
+
+
+def mutated(rng: random.Random) -> bytes:
+    """A request, valid or not."""
+    words = [
+        "messages",
+        "prompt",
+        "role",
+        "user",
+        "content",
+        "tools",
+        "n",
+        "stop",
+        "seed",
+        "stream",
+        "priority",
+        "input",
+    ]
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(9 if depth < 4 else 6)
+        match kind:
+            case 0:
+                return rng.choice([None, True, False])
+            case 1:
+                return rng.choice([0, -1, 1, 2**31, 2**63, 1e308, 0.5])
+            case 2 | 3:
+                return "".join(chr(rng.choice([65, 10, 0, 233, 0x4E00, 0x1F600])) for _ in range(rng.randrange(9)))
+            case 4 | 5:
+                return rng.choice(words)
+            case 6:
+                return [value(depth + 1) for _ in range(rng.randrange(5))]
+        return {rng.choice(words): value(depth + 1) for _ in range(rng.randrange(6))}
+
+    base: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    base |= {rng.choice(words): value(0) for _ in range(rng.randrange(4))}
+    body = bytearray(json.dumps(base).encode())
+    path = rng.choice([CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize", "/x"])
+    head = bytearray(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode())
+    for _ in range(rng.randrange(3)):
+        head += rng.choice(
+            [b"Expect: 100-continue\r\n", b"X-Forwarded-For: ,\r\n", b"Connection: close\r\n", b"A: \xff\r\n"]
+        )
+    head += b"\r\n"
+    for target in (body, head):
+        if rng.random() < 0.3:
+            for _ in range(rng.randrange(1, 4)):
+                target[rng.randrange(len(target))] = rng.randrange(256)
+    return bytes(head + body)
+
+
+def test_fuzzed_bodies_and_headers_never_fail(server: Server, share: float) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    statuses: Counter[str] = Counter()
+    end = time.monotonic() + 600 * share
+
+    def fuzz(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < end:
+            request = mutated(rng)
+            with socket.create_connection((host, int(port)), timeout=20) as wire:
+                wire.sendall(request)
+                wire.shutdown(socket.SHUT_WR) if rng.random() < 0.1 else wire.settimeout(20)
+                try:
+                    answer = wire.recv(65536)
+                except ConnectionError:
+                    answer = b""
+            status = answer.split(b" ", 2)[1].decode() if answer.startswith(b"HTTP/1.1 ") else "none"
+            statuses[status] += 1
+            assert not status.startswith("5") or status in ("501", "503"), (request, answer)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fuzz, range(4)))
+    print(f"{statuses.total()} requests: {dict(statuses)}")
+    assert httpx.get(f"{server.url}/health").status_code == 200
