@@ -116,7 +116,7 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
     most = min(FIRST_REQUESTS, config.max_num_seqs, config.kv_blocks)
     # With several ranks there are two kinds of graphs: those that gather logits, and those that need not.
     for temperature in (0.0, 1.0) if runner.group.ranks > 1 else (0.0,):
-        timer = _Timer(runner, config, replace(GREEDY, temperature=temperature))
+        timer = _Timer(runner, config, dataclasses.replace(GREEDY, temperature=temperature))
         for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
             timer((1,) * requests, 1, chain)
 

@@ -148,7 +148,7 @@ class TestLLM:
             (dict(device="tpu"), "device"),
             (dict(max_model_len=10**6), "max_model_len"),
             (dict(kv_blocks=10**12), "kv_blocks"),
-            (dict(tp=2), "tp"),
+            (dict(tp=3), "3 ranks"),
             (dict(draft="eagle3"), "draft"),
         ],
     )
