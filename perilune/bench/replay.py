@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from perilune.bench.traces import Piece, Session
 from perilune.client.endpoint import Endpoint
-from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.errors import PeriluneError, RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
@@ -139,8 +139,8 @@ class Local:
             while self._incoming or self.engine.busy:
                 try:
                     at, deltas = await asyncio.get_running_loop().run_in_executor(self._pool, self._step)
-                except (EngineError, RuntimeError, MemoryError) as e:  # of which every request is to hear
-                    at, line = time.perf_counter(), str(e).splitlines()[0]
+                except Exception as e:  # whatever it is, every request must end
+                    at, line = time.perf_counter(), f"the engine failed: {e!r}".splitlines()[0]
                     deltas = [Delta(rid, finish_reason="error", error=line) for rid in self._inboxes]
                 for delta in deltas:
                     self._inboxes[delta.rid].put_nowait((at, delta))

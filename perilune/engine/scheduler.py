@@ -244,7 +244,7 @@ class Scheduler:
                         break
                     self._waiting.pop(0).restoring = True
                     continue
-                if self.offload is not None and not self.offload.has_room(self._first_blocks(request, hits, budget)):
+                if self.offload is not None and not self._has_room(request, hits, budget):
                     break
                 self._admit(request, hits)
                 insort(self._running, self._waiting.pop(0), key=_rank)
@@ -421,10 +421,14 @@ class Scheduler:
         missing = self._blocks_for(request.known) - len(hits)
         return self._tree.available - self._tree.idle_among(hits) - missing >= reserve
 
-    def _first_blocks(self, request: Request, hits: list[int], budget: int) -> int:
-        """Blocks that the first step of a waiting request takes."""
-        begin = len(hits) * self._block_size
-        return self._blocks_for(min(begin + budget, request.known)) - len(hits)
+    def _has_room(self, request: Request, hits: list[int], budget: int) -> bool:
+        """Whether the blocks are free that the first step of a waiting request takes. Its hits are not evicted."""
+        assert self.offload is not None
+        end = min(len(hits) * self._block_size + budget, request.known)
+        self._tree.acquire(hits)
+        ready = self.offload.has_room(self._blocks_for(end) - len(hits))
+        self._tree.release(hits)
+        return ready
 
     def _find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
         """Digests of the blocks after its hits that the request should get from a tier."""

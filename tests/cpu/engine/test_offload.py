@@ -119,6 +119,13 @@ def test_what_left_the_pool_comes_back() -> None:
     assert ask(rig, 21, PROMPTS[0], keys=("salt:a",)) == 16
 
 
+def test_room_for_a_prompt_is_not_made_of_its_own_hits() -> None:
+    rig = TieredRig(num_blocks=12, rows=40, disk=False)
+    for rid, prompt in enumerate([*PROMPTS, PROMPTS[0], PROMPTS[1]], 10):
+        ask(rig, rid, prompt)  # the last two are in host memory as well: they are evicted without a copy
+    assert ask(rig, 2, [*PROMPTS[0], *range(16)]) == 20  # the least recently used blocks
+
+
 def test_others_go_on_while_a_request_is_being_restored() -> None:
     rig = TieredRig(num_blocks=16, rows=40, disk=False)
     for rid, prompt in enumerate(PROMPTS):
