@@ -15,7 +15,7 @@ from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
 from perilune.engine.fit import fewest_gpus, fitted
-from perilune.engine.kv_tiers import open_tiers
+from perilune.engine.kv_tiers.open import open_tiers
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Ranks, places
 from perilune.engine.resolve import (

@@ -15,9 +15,9 @@ Drafts take only what is left over: `add_drafts` gives them blocks and step toke
 does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
 out where the request goes on (ops/drafts/advance_inputs.py).
 
-With KV tiers (engine/offload.py) a waiting request that has KV in one leaves the queue until it is back in the pages,
-and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in order of
-arrival, and no request is admitted before an older one that waits.
+With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
+the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
+order, and no request is admitted before an older one of its priority that waits.
 
 Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
 given back at once, even while a step in flight still uses them: the next owner is planned in a later step, which
@@ -37,7 +37,7 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
-from perilune.engine.offload import Offload
+from perilune.engine.kv_tiers.offload import Offload
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests, root_of
 from perilune.kv.tiers import Tiers

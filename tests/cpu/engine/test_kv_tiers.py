@@ -14,7 +14,7 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
-from perilune.engine.kv_tiers import open_tiers
+from perilune.engine.kv_tiers.open import open_tiers
 from perilune.kv.tiers import Restored
 from perilune.kv.transfer import Transfer
 from perilune.kv.worth import Worth

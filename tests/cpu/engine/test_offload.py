@@ -8,7 +8,7 @@ import pytest
 
 from perilune.core.request import Request
 from perilune.core.sampling import SamplingParams
-from perilune.engine.offload import Offload
+from perilune.engine.kv_tiers.offload import Offload
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests
 from perilune.kv.tiers import Copied, Name, Restored, Stored, Tiers, Written
@@ -191,7 +191,7 @@ def test_a_disk_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
     rig.submit(10, PROMPTS[0], max_tokens=4)
     while not rig.scheduler.offload.restoring:
         rig.tick()
-    monkeypatch.setattr("perilune.engine.offload.LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr("perilune.engine.kv_tiers.offload.LIMIT_SECONDS", 0.0)
     for _ in range(30):
         rig.tick()
     rig.expect(10)

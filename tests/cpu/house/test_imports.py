@@ -52,7 +52,7 @@ MAY: dict[str, set[str] | None] = {
 }
 NO_TORCH = (
     "core", "text", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
-    "kv.tiers", "kv.worth", "kv.disk", "engine.offload",
+    "kv.tiers", "kv.worth", "kv.disk", "engine.kv_tiers.offload",
     "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
     "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
     "speculation.rejection_log", "speculation.protocol",
