@@ -116,6 +116,7 @@ def build(
     device = resolve_device(config, choices)
     ranks = None
     if place is None:
+        ops_build.check_nvcc(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
         if source is load:
@@ -191,7 +192,6 @@ def _warn_without_peers(gpus: list[int], device: torch.device) -> None:
 
 def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
     model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
-    ops_build.check_nvcc(device)
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
     if config.declared_acceptance is not None:

@@ -13,7 +13,7 @@ VERBS = {
     "replay": "replay a trace of agents' sessions: cache hits, TTFT, interactivity",
     "drafts": "what speculation gains on a mixed trace",
     "loading": "load a large checkpoint, with the page cache cold and warm",
-    "peers": "experts on a GPU beside others' kernels; --cpu: decoding beside transformers and llama.cpp",
+    "peers": "beside others: experts on a GPU, or with --cpu decoding",
     "schemas": "validity of tool calls and structured answers",
     "convert": "error and time of the search for NVFP4 scales",
 }

@@ -101,7 +101,7 @@ def test_kimi_nano_with_its_drafter() -> None:
         expected = play(llm, sessions=4, turns=2)
     with LLM("kimi-nano", **config, kv_blocks=12, kv_host_gb=0.1) as llm:
         assert play(llm, sessions=4, turns=2) == expected
-        assert hits(llm)["host"] >= 64
+        assert hits(llm)["host"] > 0  # how many depends on what restores cost at the moment: kv/worth.py
         stats = llm._engine.stats()
         assert stats.verified, "nothing was drafted"
 
