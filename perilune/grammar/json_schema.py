@@ -38,6 +38,7 @@ _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of ranges of numbers, from 0
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _STARTS = 4  # places in an array for the item that `contains` needs; _heads says what there is for several
 _MOST_CONTAINED = 64  # items
+_MOST_OVERLAPPING = 32  # alternatives of a oneOf each of which then excludes all others
 _MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
 
 
@@ -150,6 +151,11 @@ class _Rewriter:
         """`oneOf`, `if` and `dependentSchemas` as alternatives, by what they exclude."""
         if "oneOf" in node:
             parts = _items(node["oneOf"])
+            if len(parts) > _MOST_OVERLAPPING:
+                raise SchemaError(
+                    f"oneOf has more than {_MOST_OVERLAPPING} alternatives, of which some could hold together: use anyOf, "
+                    "or distinguish them by type or a const"
+                )
             others = [[{"not": other} for other in (*parts[:i], *parts[i + 1 :])] for i in range(len(parts))]
             made = [{"allOf": [part, *rest]} for part, rest in zip(parts, others)]
             node = _and({k: v for k, v in node.items() if k != "oneOf"}, {"anyOf": made})

@@ -250,7 +250,7 @@ IF = {
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1,2]"]),
         ({"properties": {"format": {"const": {"format": "date", "title": "t"}}}},
          ['{"format":{"format":"date","title":"t"}}'], ['{"format":{}}']),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["1.5"], ["1", '"a"']),
+        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, ["1", "-3"], ["2", "1.5", '"a"']),
         ({"oneOf": [{"properties": {"k": {"const": 1}}}, {"properties": {"k": {"const": 2}}}]},
          ['{"k":1}', '{"k":2}'], ["{}", '{"k":3}', "1"]),
         ({"oneOf": [{"enum": [1, "a"]}, {"enum": ["b", 1.0]}]}, ['"a"', '"b"'], ["1"]),

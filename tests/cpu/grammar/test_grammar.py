@@ -299,6 +299,8 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
+        # A number with a fraction satisfies one of them, and no alternative says "with a fraction".
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "nsatisfiable"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
