@@ -153,8 +153,8 @@ class _Rewriter:
             parts = _items(node["oneOf"])
             if len(parts) > _MOST_OVERLAPPING:
                 raise SchemaError(
-                    f"oneOf has more than {_MOST_OVERLAPPING} alternatives, of which some could hold together: use anyOf, "
-                    "or distinguish them by type or a const"
+                    f"oneOf has more than {_MOST_OVERLAPPING} alternatives, of which some could hold together: use "
+                    "anyOf, or distinguish them by type or a const"
                 )
             others = [[{"not": other} for other in (*parts[:i], *parts[i + 1 :])] for i in range(len(parts))]
             made = [{"allOf": [part, *rest]} for part, rest in zip(parts, others)]
