@@ -14,6 +14,10 @@ WAIT_SECONDS = 60.0
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars")
 
 
+class Navigated(RuntimeError):
+    """The page went away while it was asked something."""
+
+
 class Browser:
     """One browser process with a profile of its own, and the page that was opened last."""
 
@@ -58,7 +62,8 @@ class Browser:
             reply = json.loads(line)
             if reply.get("id") == self._number:
                 if "error" in reply:
-                    raise RuntimeError(f"{method}: {reply['error']['message']}")
+                    why = str(reply["error"]["message"])
+                    raise (Navigated if "navigated" in why else RuntimeError)(f"{method}: {why}")
                 return reply["result"]
 
     def value(self, expression: str) -> Any:
@@ -71,11 +76,13 @@ class Browser:
     def wait(self, expression: str, seconds: float = WAIT_SECONDS) -> Any:
         """The first true value of `expression`; RuntimeError if there is none for `seconds`."""
         deadline = time.monotonic() + seconds
-        while not (found := self.value(expression)):
+        while True:
+            with contextlib.suppress(Navigated):
+                if found := self.value(expression):
+                    return found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the page never came to {expression}")
             time.sleep(0.05)
-        return found
 
     def close(self) -> None:
         os.kill(self.pid, signal.SIGTERM)

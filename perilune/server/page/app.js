@@ -8,10 +8,13 @@ const MOST_CHATS = 50;
 const MOST_CHARS = 2000000;  // of all kept chats as JSON; browsers refuse more than about 5,000,000
 const REFRESH_MS = 60;  // between two pictures of a growing answer
 const WEATHER = [{type: "function", function: {
-  name: "get_weather", description: "Current weather in a city",
-  parameters: {type: "object", properties: {city: {type: "string"}}, required: ["city"]},
+  name: "get_weather", description: "Get the current weather of a city",
+  parameters: {type: "object", properties: {city: {type: "string", description: "name of the city"}}, required: ["city"]},
 }}];
-const SUM = {type: "object", properties: {sum: {type: "integer"}}, required: ["sum"], additionalProperties: false};
+const PERSON = {
+  type: "object", properties: {name: {type: "string"}, age: {type: "integer"}, city: {type: "string"}},
+  required: ["name", "age", "city"], additionalProperties: false,
+};
 
 let chat = fresh();
 let model = {};  // the server's entry of /v1/models
@@ -241,7 +244,7 @@ async function answer() {
   busy(false);
   keep(mine);
   if (mine === chat) draw(fault);
-  say(fault || ended || "the answer is complete");
+  say(fault || ended || (message.tool_calls ? "the model calls tools: fill in the results" : "the answer is complete"));
 }
 
 const parsed = text => { try { return JSON.parse(text) ?? true; } catch { return null; } };
@@ -279,9 +282,9 @@ function shown(message, i) {
   const summary = make("summary"), reasoning = make("div", {tabindex: "0"});
   const thought = make("details", {hidden: true}, summary, reasoning);
   const said = make("div", {class: "said"}), calls = make("div"), note = make("div", {class: "note"});
-  const copying = make("button", {type: "button", onclick: () => copy(message.content, copying)}, "copy");
+  const copying = make("button", {type: "button", onclick: () => copy(message.content || JSON.stringify(message.tool_calls), copying)}, "copy");
   const does = make("div", {class: "does"}, copying);
-  if (message.role !== "tool") does.append(action("edit", () => edit(message, i, said, does)));
+  if (message.role === "user" || (mine && !message.tool_calls)) does.append(action("edit", () => edit(message, i, said, does)));
   if (mine) does.append(action("regenerate", () => again(i)));
   if (message.role === "user") does.append(action("ask again", () => again(i + 1)));
   let folded = false;
@@ -358,7 +361,7 @@ function draw(fault = "") {
   talk.replaceChildren(...(chat.messages.length ? chat.messages.map(shown) : [empty()]));
   if (calls.length) talk.append(answering(calls));
   if (fault) talk.append(make("div", {class: "error"}, fault));
-  talk.scrollTop = talk.scrollHeight;
+  talk.scrollTop = chat.messages.length ? talk.scrollHeight : 0;
   listed();
 }
 
@@ -373,7 +376,7 @@ function empty() {
   if (capabilities.chat === false) can.push("has no chat template this server knows: it only continues text, at /v1/completions");
   if (model.synthetic) can.push(`runs on random weights (${model.synthetic}): its words mean nothing`);
   const ask = (text, fields = {}) => action(text, () => {
-    for (const [name, value] of Object.entries(fields)) $(name).value = JSON.stringify(value, null, 1);
+    for (const name of ["tools", "schema"]) $(name).value = fields[name] ? JSON.stringify(fields[name], null, 1) : "";
     remember();
     submit(text);
   });
@@ -381,8 +384,8 @@ function empty() {
     make("ul", {}, ...can.map(line => make("li", {}, line))),
     ...(capabilities.tools ? [make("div", {class: "tries"},
       ask("What is 347 + 589?"),
-      ask("What is the weather in Oslo?", {tools: WEATHER}),
-      ask("Give the sum of 12 and 30 as JSON.", {schema: SUM}))] : []));
+      ask("Please get the current weather for the city Oslo.", {tools: WEATHER}),
+      ask("Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.", {schema: PERSON}))] : []));
 }
 
 /** Shows what the model recommends for the mode in fields that are empty. */
@@ -429,6 +432,13 @@ function submit(text) {
 
 function remember() {
   store("settings", Object.fromEntries(KEPT.map(name => [name, $(name).value])));
+  marked();
+}
+
+/** Names the settings that change answers, as the panel is mostly closed. */
+function marked() {
+  const set = KEPT.filter(name => name !== "tool_choice" && $(name).value.trim());
+  $("open").textContent = set.length > 2 ? `settings (${set.length} set)` : `settings${set.length ? `: ${set.join(", ")}` : ""}`;
 }
 
 $("ask").addEventListener("submit", e => {
@@ -460,5 +470,6 @@ for (const [name, value] of Object.entries(stored("settings", {}))) {
   if (KEPT.includes(name) && typeof value === "string") $(name).value = value;
 }
 $("tool_choice").value ||= "auto";
+marked();
 listed();
 models();
