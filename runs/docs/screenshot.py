@@ -1,8 +1,8 @@
-"""docs/images/page.png: the page at / in a real conversation with kimi-nano, taken by headless Chromium.
+"""docs/images/page*.png: the page at / in real conversations with kimi-nano, taken by headless Chromium.
 
-python -m runs.docs.screenshot [CHROMIUM]   start a server, ask, take the picture (CHROMIUM: default `chromium`)
+python -m runs.docs.screenshot [CHROMIUM]   start a server, ask, take the pictures (CHROMIUM: default `chromium`)
 
-The picture carries a digest of the page's markup and style, so that `make check` knows when they have changed since.
+Each picture carries a digest of the page's markup and style, so that `make check` knows when they have changed since.
 """
 
 import base64
@@ -16,10 +16,11 @@ import sys
 import zlib
 from collections.abc import Iterator
 
-from runs.docs.browser import browsing
+from runs.docs.browser import Browser, browsing
 from runs.docs.tables import ROOT
 
 PICTURE = ROOT / "docs/images/page.png"
+TOOLS_PICTURE = ROOT / "docs/images/page-tools.png"  # a call that waits for its result, settings open, dark
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 200_000
 QUESTIONS = (
@@ -31,11 +32,12 @@ KEY = b"page"
 
 
 def problems() -> Iterator[str]:
-    data = PICTURE.read_bytes() if PICTURE.is_file() else b""
-    if len(data) > MOST_BYTES:
-        yield f"{PICTURE.relative_to(ROOT)} has {len(data)} bytes: at most {MOST_BYTES}"
-    if KEY + b"\0" + digest() not in data:
-        yield f"{PICTURE.relative_to(ROOT)} shows another page: run python -m runs.docs.screenshot (needs Chromium)"
+    for picture in (PICTURE, TOOLS_PICTURE):
+        data = picture.read_bytes() if picture.is_file() else b""
+        if len(data) > MOST_BYTES:
+            yield f"{picture.relative_to(ROOT)} has {len(data)} bytes: at most {MOST_BYTES}"
+        if KEY + b"\0" + digest() not in data:
+            yield f"{picture.relative_to(ROOT)} shows another page: run python -m runs.docs.screenshot (needs Chromium)"
 
 
 def digest() -> bytes:
@@ -62,6 +64,11 @@ def labelled(png: bytes) -> bytes:
     return png[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
 
 
+def taken(browser: Browser) -> bytes:
+    """What the page shows now, as PNG."""
+    return base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
+
+
 def main() -> None:
     chromium = sys.argv[1] if len(sys.argv) > 1 else "chromium"
     with serving() as url, browsing(chromium) as browser:
@@ -73,8 +80,14 @@ def main() -> None:
             browser.wait('document.getElementById("send").textContent === "send"')
         browser.value('document.querySelector("details").open = true')
         browser.value('document.querySelector("main").scrollTop = 0')
-        png = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
-    PICTURE.write_bytes(labelled(png))
+        PICTURE.write_bytes(labelled(taken(browser)))
+        browser.value('document.getElementById("new").click()')
+        browser.value('document.querySelectorAll(".tries button")[1].click()')
+        browser.wait('document.querySelector(".results")')
+        browser.value('document.getElementById("open").click()')
+        dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+        browser.call("Emulation.setEmulatedMedia", features=dark)
+        TOOLS_PICTURE.write_bytes(labelled(taken(browser)))
 
 
 if __name__ == "__main__":
