@@ -83,7 +83,7 @@ def main() -> None:
         PICTURE.write_bytes(labelled(taken(browser)))
         browser.value('document.getElementById("new").click()')
         browser.value('document.querySelectorAll(".tries button")[1].click()')
-        browser.wait('document.querySelector(".results")')
+        browser.wait('!!document.querySelector(".results")')
         browser.value('document.getElementById("open").click()')
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)

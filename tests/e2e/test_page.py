@@ -161,7 +161,8 @@ def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> 
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     page.fill("#schema", json.dumps(schema))
     page.value("document.getElementById('schema').dispatchEvent(new Event('change', {bubbles: true}))")
-    page.press("ask again")
+    assert page.value("document.querySelectorAll('article').length") == 0
+    page.value("document.getElementById('ask').requestSubmit()")
     assert json.loads(page.answer()) == {"name": "Emma", "age": 34, "city": "Oslo"}
     assert page.value("document.getElementById('schema-fault').textContent") == ""
     assert page.value("document.getElementById('open').textContent") == "settings: schema"
@@ -188,6 +189,9 @@ def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
     assert page.ask("second") == "two"
     page.value("document.querySelector('.assistant button:last-child').click()")  # regenerates the first answer
     assert page.answer() == "one" and page.said("assistant") == ["one"] and page.said("user") == ["first"]
+    page.fill("#tools", "[5]")
+    page.press("regenerate")
+    assert page.said("assistant") == ["one"], "an answer goes only when another can be asked for"
     page.reload()
     page.value("document.querySelector('#history button').click()")
     assert page.said("assistant") == ["one"], "kept by the browser"
@@ -292,5 +296,10 @@ def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
             "[location.href, ...performance.getEntries().map(e => e.name)].join().includes('hidden-key')"
         )
         assert not any("hidden-key" in line for line in server.lines)
+        server.kill()
+        page.fill("#text", "second")
+        page.key("Enter")
+        assert "cannot be reached" in page.wait("document.querySelector('main > .error')?.textContent")
+        assert page.said("user")[-1] == "second", "a question without an answer stays"
     finally:
         server.kill()

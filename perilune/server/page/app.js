@@ -179,16 +179,18 @@ function progress(usage, begun, first) {
   return parts.join(" · ");
 }
 
+/** Whether a question can be sent now: checked before the conversation is changed. */
+function ready() {
+  try {
+    return !running && Boolean(question());
+  } catch {  // said beside the field
+    return false;
+  }
+}
+
 /** Asks for the message that follows the chat's last one, and shows it as it comes. */
 async function answer() {
-  if (running) return;
-  let asked;
-  try {
-    asked = question();
-  } catch {
-    return draw();
-  }
-  const mine = chat, control = running = new AbortController();
+  const asked = question(), mine = chat, control = running = new AbortController();
   keep(mine);  // with the question, should the page close before the answer
   const message = {role: "assistant", content: ""};
   mine.messages.push(message);
@@ -231,7 +233,7 @@ async function answer() {
     if (finish === "length") ended = "cut off: max_tokens or the context is used up";
   } catch (e) {
     if (e.name === "AbortError") ended = "stopped";
-    else fault = e.message;
+    else fault = e instanceof TypeError ? `the server cannot be reached, or the connection broke (${e.message})` : e.message;
   }
   clearTimeout(timer);
   refresh();
@@ -268,7 +270,7 @@ const action = (name, act) => make("button", {type: "button", onclick: act}, nam
 
 /** Removes message `i` and what follows, and asks again from there. */
 function again(i) {
-  if (running) return;
+  if (!ready()) return;
   chat.messages.length = i;
   answer();
   $("talk").focus();
@@ -319,6 +321,7 @@ function edit(message, i, said, does) {
   const field = make("textarea", {rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": "edit the message"});
   field.value = message.content;
   const save = () => {
+    if (!ready()) return;
     message.content = field.value;
     if (message.role === "user") return again(i + 1);
     chat.messages.length = i + 1;  // what followed answered another text
@@ -347,6 +350,7 @@ function answering(calls) {
   const fields = calls.map(call => make("textarea", {rows: 2, spellcheck: "false", required: true}));
   const form = make("form", {class: "results", onsubmit: e => {
     e.preventDefault();
+    if (!ready()) return;
     calls.forEach((call, i) => chat.messages.push({role: "tool", tool_call_id: call.id, content: fields[i].value}));
     answer();
   }}, ...calls.map((call, i) => make("div", {class: "call"},
@@ -425,6 +429,7 @@ function submit(text) {
     say("answer the calls first, or regenerate");
     return document.querySelector(".results textarea").focus();
   }
+  if (!ready()) return;
   chat.messages.push({role: "user", content: text});
   $("text").value = "";
   answer();
