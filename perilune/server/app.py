@@ -21,7 +21,7 @@ from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
-from perilune.server.page import page
+from perilune.server.page.page import page
 from perilune.server.responses.api import create_response, response_by_id
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import ModelText, Service
@@ -102,6 +102,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "perilune",
         "max_model_len": service.engine.info.max_model_len,
+        **service.text.described(),
         **service.engine.info.marks,
     }
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -22,7 +22,7 @@ from perilune.server.generation import Admission, Engine
 from perilune.server.keys import Keyring
 from perilune.server.metrics import Metrics
 from perilune.text import bad_words
-from perilune.text.chat import ChatTemplate
+from perilune.text.chat import ChatTemplate, NoChatTemplate
 from perilune.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
@@ -41,6 +41,16 @@ class ModelText:
     def defaults(self, *, thinking: bool | None = None) -> dict[str, float]:
         """Sampling parameters of requests that send none (`sampling_defaults`)."""
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
+
+    def described(self) -> dict[str, Any]:
+        """What the list of models says of the text side: what can be asked for, and the samplings of requests that
+        send none, by mode."""
+        chat, thinking = not isinstance(self.template, NoChatTemplate), self.template.member.thinking
+        modes = {"thinking": True} if thinking != "never" else {}
+        modes |= {"instant": False} if thinking != "always" else {}
+        can = {"chat": chat, "thinking": thinking, "tools": chat, "structured_output": True, "input": ["text"]}
+        defaults = {mode: self.defaults(thinking=on) for mode, on in modes.items()}
+        return {"capabilities": can, "sampling_defaults": defaults}
 
     def context(self, info: EngineInfo) -> Context:
         return Context(info.max_model_len, self.tokenizer.longest_bytes)

@@ -90,10 +90,11 @@ def test_the_boxes_are_the_import_table() -> None:
 
 def test_a_page_that_looks_different_asks_for_a_new_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(screenshot.problems()) == []
-    changed = tmp_path / "page.html"
-    changed.write_text(screenshot.PAGE.read_text().replace("max-width: 48rem", "max-width: 40rem"))
-    monkeypatch.setattr(screenshot, "PAGE", changed)
-    assert len(list(screenshot.problems())) == 1
+    for name in ("page.html", "style.css"):
+        (tmp_path / name).write_bytes((screenshot.PAGE / name).read_bytes())
+    (tmp_path / "style.css").write_text((tmp_path / "style.css").read_text().replace("78rem", "60rem"))
+    monkeypatch.setattr(screenshot, "PAGE", tmp_path)
+    assert len(list(screenshot.problems())) == 2
 
 
 def test_the_logs_index_has_every_heading() -> None:

@@ -74,6 +74,7 @@ def test_the_page_is_open_and_runs_its_own_script_only() -> None:
             text = reply.text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             assert rule == f"{tag}-src 'sha256-{digest}'"
+        assert "require-trusted-types-for 'script'" in policy and "trusted-types 'none'" in policy
         assert "innerHTML" not in reply.text and "http" not in reply.text
 
     serve(test, api_key="k")
@@ -83,6 +84,11 @@ def test_models() -> None:
     async def test(s: Served) -> None:
         (listed,) = (await s.client.get("/v1/models")).json["data"]
         assert listed["id"] == "org/name" and listed["max_model_len"] == 512 and listed["object"] == "model"
+        assert listed["capabilities"] == {
+            "chat": True, "thinking": "optional", "tools": True, "structured_output": True, "input": ["text"],
+        }  # fmt: skip
+        recommended = {"thinking": {"temperature": 1.0, "top_p": 0.95}, "instant": {"temperature": 0.6, "top_p": 0.95}}
+        assert listed["sampling_defaults"] == recommended
         assert (await s.client.get("/v1/models/org/name")).json == listed
         assert (await s.client.get("/v1/models/other")).status == 404
 

@@ -1,0 +1,101 @@
+"""Headless Chromium, spoken to in the DevTools protocol through a pair of pipes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+WAIT_SECONDS = 60.0
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars")
+
+
+class Navigated(RuntimeError):
+    """The page went away while it was asked something."""
+
+
+class Browser:
+    """One browser process with a profile of its own, and the page that was opened last."""
+
+    def __init__(self, chromium: str, profile: str) -> None:
+        commands, self._commands = os.pipe()
+        self._replies, replies = os.pipe()
+        # The protocol's pipes are file descriptors 3 and 4 of the browser. Copies above those, so that neither is
+        # overwritten before it is copied.
+        above = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, replies)]
+        actions = [(os.POSIX_SPAWN_DUP2, end, at) for end, at in zip(above, (3, 4), strict=True)]
+        quiet = (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)
+        command = [chromium, *OPTIONS, f"--user-data-dir={profile}"]
+        self.pid = os.posix_spawnp(chromium, command, os.environ, file_actions=[*actions, quiet])
+        for end in (commands, replies, *above):
+            os.close(end)
+        self._rest, self._number, self._session = b"", 0, ""
+
+    def open(self, url: str, size: tuple[int, int], scale: float = 1.0) -> None:
+        """Opens `url` in a new page of `size` (width, height) CSS pixels."""
+        self._session = ""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        width, height = size
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        self.call("Page.navigate", url=url)
+
+    def call(self, method: str, **params: Any) -> Any:
+        """The result of a command; RuntimeError if Chromium refuses it or has ended."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._rest:
+                got = os.read(self._replies, 1 << 16)
+                if not got:
+                    raise RuntimeError("Chromium ended early")
+                self._rest += got
+            line, _, self._rest = self._rest.partition(b"\0")
+            reply = json.loads(line)
+            if reply.get("id") == self._number:
+                if "error" in reply:
+                    why = str(reply["error"]["message"])
+                    raise (Navigated if "navigated" in why else RuntimeError)(f"{method}: {why}")
+                return reply["result"]
+
+    def value(self, expression: str) -> Any:
+        """What the page's script says `expression` is, as JSON; RuntimeError if it throws."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def wait(self, expression: str, seconds: float = WAIT_SECONDS) -> Any:
+        """The first true value of `expression`; RuntimeError if there is none for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(Navigated):
+                if found := self.value(expression):
+                    return found
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the page never came to {expression}")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+        os.waitpid(self.pid, 0)
+        os.close(self._commands)
+        os.close(self._replies)
+
+
+@contextlib.contextmanager
+def browsing(chromium: str) -> Iterator[Browser]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(chromium, profile)
+        try:
+            yield browser
+        finally:
+            browser.close()

@@ -1,0 +1,305 @@
+"""The page at / in headless Chromium, against kimi-nano and against an engine that plays a script."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.text.chat import template_for
+from perilune.text.tokenizer import Tokenizer
+from runs.docs.browser import Browser, browsing
+from tests.e2e.server import NANO, Server, needs_nano
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    needs_nano,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium in PATH (Debian: apt install chromium)"),
+]
+DESKTOP, PHONE = (1000, 700), (360, 640)
+HOSTILE = (
+    '<img src="x" onerror="hit=1"><script>hit=1</script> **<b onclick="hit=1">bold</b>** '
+    "[click](javascript:hit=1) `<i>code</i>`\n\n```html\n<script>hit=1</script>\n```\n\n"
+    "# <svg onload=hit=1>\n\n- <iframe srcdoc='<script>parent.hit=1</script>'>\n\n"
+    "| <u>a</u> | b |\n|---|---|\n| <u>c</u> | d |"
+)
+ANSWERS = {
+    "hostile": f"<u>thought</u></think>{HOSTILE}",
+    "first": "a</think>one",
+    "second": "b</think>two",
+    "long": "c</think>" + "word " * 4000,
+    "marks": "d</think># Title\n\nSome *slanted* and **bold** `code`.\n\n1. one\n2. two\n   - inner\n\n> quoted\n\n"
+    "```python\nprint(1)\n```\n\n[name](https://example.org/a)\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n" + "x" * 300,
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    with browsing(CHROMIUM) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer, template = Tokenizer.from_directory(NANO), template_for(NANO)
+    lines = [
+        {
+            "after": template.render_ids(tokenizer, [{"role": "user", "content": question}]),
+            "tokens": tokenizer.encode(answer + "<|im_end|>", allow_special=True),
+        }
+        for question, answer in ANSWERS.items()
+    ]
+    file = tmp_path_factory.mktemp("page") / "script.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def scripted(script: Path) -> Iterator[Server]:
+    running = Server(command=command(script))
+    yield running
+    running.kill()
+
+
+def command(script: Path) -> list[str]:
+    options = ("--script", str(script), "--step-ms", "4", "--width", "4")
+    return [sys.executable, "-m", "tests.scripted_engine", *options, "serve", "kimi-nano", "--port", "0"]
+
+
+class Page:
+    """The page of a server, new and with nothing kept; what a user does with it."""
+
+    def __init__(self, browser: Browser, server: Server, size: tuple[int, int] = DESKTOP) -> None:
+        self.browser, self.value, self.wait = browser, browser.value, browser.wait
+        browser.open(f"{server.url}/", size)
+        self.wait("document.readyState === 'complete' && !!document.getElementById('status')")
+        self.value("localStorage.clear(); sessionStorage.clear()")
+        self.reload()
+
+    def reload(self) -> None:
+        self.value("window.old = 1; location.reload()")
+        self.wait("!window.old && document.readyState === 'complete' && !!document.querySelector('main > .empty')")
+
+    def key(self, name: str, **more: Any) -> None:
+        code = {"Enter": 13, "Escape": 27}[name]
+        text = {"text": "\r"} if name == "Enter" else {}
+        self.browser.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=name, windowsVirtualKeyCode=code, **text, **more
+        )
+        self.browser.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
+
+    def fill(self, selector: str, text: str) -> None:
+        field = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{field}.focus(); {field}.value = {json.dumps(text)}")
+
+    def press(self, name: str) -> None:
+        """The last button of that name."""
+        self.value(
+            f"[...document.querySelectorAll('button')].filter(b => b.textContent === {json.dumps(name)}).at(-1).click()"
+        )
+
+    def ask(self, text: str) -> str:
+        """Types a question; the answer's text."""
+        self.fill("#text", text)
+        self.key("Enter")
+        return self.answer()
+
+    def answer(self) -> str:
+        """The text of the answer when it is complete."""
+        self.wait("send.textContent === 'send'")
+        assert self.value("document.querySelector('main > .error')?.textContent ?? ''") == ""
+        return str(self.value("[...document.querySelectorAll('.assistant .said')].at(-1).innerText"))
+
+    def said(self, kind: str) -> list[str]:
+        return list(self.value(f"[...document.querySelectorAll('.{kind} .said')].map(e => e.innerText)"))
+
+
+def test_a_real_answer(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    empty = page.value("document.querySelector('.empty').innerText")
+    assert "Talk with kimi-nano" in empty and "JSON schema" in empty and "tools" in empty
+    assert page.value("temperature.placeholder") == "0" and page.value("top_p.placeholder") == "0.95"
+    assert "936" in page.ask("What is 347 + 589?")
+    assert page.value("document.querySelector('details').open") is False
+    assert page.value("document.querySelector('summary').textContent").startswith("thought for ")
+    note = page.value("document.querySelector('.assistant .note').textContent")
+    assert "tokens/s" in note and "% of drafts accepted" in note
+    page.value("think.click()")
+    page.ask("What is 2 + 2?")
+    assert page.value("document.querySelectorAll('details:not([hidden])').length") == 1
+
+
+def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    page.press("Please get the current weather for the city Oslo.")
+    page.answer()
+    assert page.value("document.querySelector('.assistant .call').innerText").startswith("call: get_weather")
+    assert json.loads(page.value("document.querySelector('.assistant .call code').textContent")) == {"city": "Oslo"}
+    page.fill("#text", "and now?")
+    page.key("Enter")
+    assert page.value("document.activeElement.matches('.results textarea')"), "calls are answered first"
+    page.fill(".results textarea", '{"weather": "rain"}')
+    page.press("send results")
+    assert page.answer().startswith("The current weather is ")
+    kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages")
+    assert [m["role"] for m in kept] == ["user", "assistant", "tool", "assistant"]
+    assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"weather": "rain"}'
+
+
+def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    page.fill("#schema", "{")
+    page.fill("#text", "Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.")
+    page.key("Enter")
+    assert page.value("document.getElementById('schema-fault').textContent").startswith("schema: ")
+    assert page.value("document.activeElement.id") == "schema", "the panel opens at the fault"
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    page.fill("#schema", json.dumps(schema))
+    page.value("document.getElementById('schema').dispatchEvent(new Event('change', {bubbles: true}))")
+    assert page.value("document.querySelectorAll('article').length") == 0
+    page.value("document.getElementById('ask').requestSubmit()")
+    assert json.loads(page.answer()) == {"name": "Emma", "age": 34, "city": "Oslo"}
+    assert page.value("document.getElementById('schema-fault').textContent") == ""
+    assert page.value("document.getElementById('open').textContent") == "settings: schema"
+
+
+def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    page.fill("#text", "long")
+    page.key("Enter", modifiers=8)
+    assert page.value("document.querySelectorAll('article').length") == 0, "Shift+Enter does not send"
+    page.fill("#text", "long")
+    page.key("Enter")
+    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    assert page.value("send.textContent") == "stop" and page.value("talk.getAttribute('aria-busy')") == "true"
+    assert "tokens/s" in page.wait("document.querySelector('.assistant .note').textContent"), "while it runs"
+    page.key("Escape")
+    assert page.answer().count("word") < 4000
+    assert page.value("document.querySelector('.assistant .note').textContent").endswith("stopped")
+    assert page.value("document.getElementById('status').textContent") == "stopped"
+    page.value("document.querySelector('.user button:nth-child(2)').click()")
+    page.fill(".user textarea", "first")
+    page.press("ask")
+    assert page.answer() == "one" and page.said("user") == ["first"]
+    assert page.ask("second") == "two"
+    page.value("document.querySelector('.assistant button:last-child').click()")  # regenerates the first answer
+    assert page.answer() == "one" and page.said("assistant") == ["one"] and page.said("user") == ["first"]
+    page.fill("#tools", "[5]")
+    page.press("regenerate")
+    assert page.said("assistant") == ["one"], "an answer goes only when another can be asked for"
+    page.reload()
+    page.value("document.querySelector('#history button').click()")
+    assert page.said("assistant") == ["one"], "kept by the browser"
+    page.press("delete all")
+    assert page.value("localStorage['perilune.chats']") == "[]" and page.said("assistant") == []
+
+
+def test_words_of_a_model_are_never_markup(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    bad = (
+        "[...document.querySelectorAll('main *')].filter(e => /^(IMG|SCRIPT|B|I|U|SVG|IFRAME)$/i.test(e.tagName)"
+        " || [...e.attributes].some(a => /^on|^src/.test(a.name)) || /^javascript/.test(e.getAttribute('href'))).length"
+    )
+
+    def harmless(text: str) -> None:
+        assert '<img src="x" onerror="hit=1"><script>hit=1</script> <b onclick="hit=1">bold</b>' in text
+        assert page.value(bad) == 0 and page.value("window.hit ?? null") is None
+
+    harmless(page.ask("hostile"))
+    assert page.value("document.querySelector('details > div').textContent") == "<u>thought</u>"
+    messages = [
+        {"role": "user", "content": HOSTILE},
+        {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "note": HOSTILE, "thought": HOSTILE,
+         "tool_calls": [{"id": HOSTILE, "function": {"name": HOSTILE, "arguments": HOSTILE}}, 7]},
+        {"role": "system", "content": "x"}, None, {"role": "user", "content": {}},
+    ]  # fmt: skip
+    for kept in ([{"id": "a", "messages": messages}, 5, {"id": {}}], {"no": "list"}, 3):
+        page.value(f"localStorage['perilune.chats'] = JSON.stringify({json.dumps(kept)})")
+        page.value('localStorage[\'perilune.settings\'] = \'{"system": 3, "think": "<b>"}\'')
+        page.reload()
+        if isinstance(kept, list):
+            page.value("document.querySelector('#history button').click()")
+            harmless(page.said("assistant")[0])
+            assert page.value("document.querySelectorAll('article').length") == 2
+            assert page.value("document.querySelectorAll('#panel li :not(button)').length") == 0
+    page.value("localStorage['perilune.chats'] = '['")
+    page.reload()
+    assert page.ask("first") == "one"
+    refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
+    assert page.value(refused), "the browser refuses strings as markup"
+
+
+def test_markdown(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted, PHONE)
+    page.ask("marks")
+    tags = page.value("[...document.querySelectorAll('.assistant .said > *')].map(e => e.tagName).join(' ')")
+    assert tags == "H1 P OL BLOCKQUOTE DIV P DIV P"
+    for selector, text in (
+        ("p em", "slanted"), ("p strong", "bold"), ("p code", "code"), ("ol > li > ul > li", "inner"),
+        ("blockquote p", "quoted"), (".code pre code", "print(1)"), ("td", "1"), ("a", "name (example.org)"),
+    ):  # fmt: skip
+        assert page.value(f"document.querySelector('.said {selector}').textContent") == text
+    page.browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    page.value("document.querySelector('.code button').click()")
+    page.wait("document.querySelector('.code button').textContent === 'copied'", 5)
+    for opened in (False, True):  # a phone has no horizontal scroll
+        if opened:
+            page.press("settings")
+        assert page.value("document.documentElement.scrollWidth") <= PHONE[0]
+        assert page.value("talk.scrollWidth <= talk.clientWidth && panel.scrollWidth <= panel.clientWidth")
+    page.key("Escape")
+    assert page.value("panel.hidden") and page.value("document.activeElement.id") == "open"
+    hostile = [mark * (19_000 // len(mark)) + "x" for mark in ("*", "`", "[", "_", "~~", "**a", "](", "*a ")]
+    hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n")]
+    hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]
+    page.value(f"window.hostile = {json.dumps(hostile)}")
+    took = page.value(
+        "hostile.map(s => { const t = performance.now(); show(document.createElement('div'), s);"
+        " return Math.round(performance.now() - t); })"
+    )
+    assert max(took) < 2000, f"milliseconds for each hostile text: {took}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(browser: Browser, scripted: Server, scheme: str) -> None:
+    page = Page(browser, scripted)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    color = "getComputedStyle(document.body).color.match(/\\d+/g).map(Number)[0]"
+    assert (page.value(color) > 127) == (scheme == "dark")
+    faint = page.value("getComputedStyle(document.getElementById('keys')).color.match(/\\d+/g).map(Number)[0]")
+    assert (faint > 127) == (scheme == "dark")
+    unnamed = "[...document.querySelectorAll('input, select, textarea')].filter(e => !e.labels.length).length"
+    assert page.value(unnamed) == 0, "each field has a label"
+
+
+def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
+    file = script.with_name("key")
+    file.write_text("hidden-key\n")
+    file.chmod(0o600)
+    server = Server("--api-key-file", str(file), command=command(script))
+    try:
+        page = Page(browser, server)
+        assert page.value("document.activeElement.id") == "key" and "key" in page.value("talk.innerText")
+        page.fill("#key", "hidden-key")
+        page.value("key.dispatchEvent(new Event('change'))")
+        page.wait("document.querySelector('.empty h1')?.textContent === 'Talk with kimi-nano'")
+        assert page.ask("first") == "one"
+        page.reload()
+        assert page.value("key.value") == "hidden-key"
+        assert not page.value("JSON.stringify({...localStorage}).includes('hidden-key')")
+        assert not page.value(
+            "[location.href, ...performance.getEntries().map(e => e.name)].join().includes('hidden-key')"
+        )
+        assert not any("hidden-key" in line for line in server.lines)
+        server.kill()
+        page.fill("#text", "second")
+        page.key("Enter")
+        assert "cannot be reached" in page.wait("document.querySelector('main > .error')?.textContent")
+        assert page.said("user")[-1] == "second", "a question without an answer stays"
+    finally:
+        server.kill()
