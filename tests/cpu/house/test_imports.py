@@ -30,6 +30,7 @@ MAY: dict[str, set[str] | None] = {
     "plan": {"core"},
     "tasks": {"core"},
     "text": {"core"},
+    "media": {"core"},
     "grammar": {"text", "core"},
     "client": {"text", "core"},
     "model": {"ops", "dist", "formats", "core"},
@@ -50,7 +51,7 @@ MAY: dict[str, set[str] | None] = {
     "cli": None,
 }
 NO_TORCH = (
-    "core", "text", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
+    "core", "text", "media", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
     "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
     "speculation.rejection_log", "speculation.protocol",

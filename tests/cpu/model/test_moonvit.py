@@ -6,15 +6,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from perilune.core.errors import CheckpointError
 from perilune.loading.moonvit import load_moonvit
+from perilune.media.decoder import Decoder
+from perilune.media.limits import Limits
 from perilune.model import names
 from perilune.model.moonvit import Block, Grid, MoonVit, MoonVitWeights, normalised
 from perilune.model.moonvit_config import MoonVitConfig
+from tests.cpu.media.pictures import file, scene
 from tests.oracle import BASE
 
 TOL = 1e-5
@@ -168,6 +172,23 @@ def test_impossible_grids_are_refused(tmp_path: Path, count: int, grids: list[Gr
     tower = MoonVit(*load_moonvit(tmp_path, dtype=torch.float32, device="cpu"))
     with pytest.raises(ValueError, match="patches"):
         tower(torch.zeros(count, 3, 14, 14), grids)
+
+
+@torch.no_grad()
+def test_an_image_file_becomes_rows(tmp_path: Path) -> None:
+    """From the file's bytes through the worker: as many rows as its tokens, and those of its pixels."""
+    write(tmp_path)
+    tower = MoonVit(*load_moonvit(tmp_path, dtype=torch.float32, device="cpu"))
+    limits, image = Limits.from_directory(tmp_path), scene(130, 50)
+    with Decoder(limits) as decoder:
+        picture = decoder.decode(file(image))
+    patches = torch.tensor(picture.patches)
+    rows = tower(normalised(patches, limits.image_mean, limits.image_std, torch.float32), [picture.grid])
+    assert rows.shape == (picture.tokens, 40) and picture.tokens == 10
+    padded = torch.full((3, 56, 140), -1.0)  # black
+    padded[:, :50, :130] = torch.tensor(np.asarray(image)).permute(2, 0, 1) / 127.5 - 1
+    by_hand = padded.unfold(1, 14, 14).unfold(2, 14, 14).permute(1, 2, 0, 3, 4).flatten(0, 1)
+    torch.testing.assert_close(rows, tower(by_hand, [(1, 4, 10)]), rtol=0, atol=TOL)
 
 
 def test_every_field_is_in_the_table_of_names() -> None:
