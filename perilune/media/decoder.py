@@ -1,7 +1,9 @@
 """Decodes image files in a process of its own, so that a hostile one can neither fill this process' memory, nor crash
 or delay it. No thread or queue of its own: callers wait for their turn, for a bounded time."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import mmap
 import os
@@ -26,6 +28,8 @@ DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
 TURN_SECONDS = 30.0  # to wait for the images of other requests
 REPLY_BYTES = 4096  # of the worker's answer
 NO_PILLOW = 3  # exit code of a worker that cannot import it
+# Of the memory with the patches: were it cut shorter later, reading it would end this process (SIGBUS). 0: not Linux.
+SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.platform == "linux" else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,12 +98,15 @@ class Decoder:
         if "error" in reply:
             raise RequestError(str(reply["error"]), code=str(reply["code"]))
         (memory,) = handles
+        one, rows, columns = reply["grid"]
+        side, merged = self._limits.patch_size, self._limits.merge_kernel_size
         try:
+            sealed = sys.platform != "linux" or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS == SEALS
+            if not sealed or os.fstat(memory).st_size != rows * columns * 3 * side * side:
+                raise self._died()
             pages = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
         finally:
             os.close(memory)
-        one, rows, columns = reply["grid"]
-        side, merged = self._limits.patch_size, self._limits.merge_kernel_size
         patches = np.frombuffer(pages, np.uint8).reshape(rows * columns, 3, side, side)
         tokens = rows * columns // (merged * merged)
         return Picture(patches, (one, rows, columns), tokens, bytes.fromhex(reply["digest"]))
@@ -153,8 +160,10 @@ class Decoder:
     def _died(self) -> RequestError:
         """Why the worker is gone."""
         worker = self._worker
-        self._end()
         assert worker is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(2)  # its link closes a moment before it ends
+        self._end()
         code = worker.returncode
         if code == NO_PILLOW:
             return busy("the image decoder cannot run: is Pillow installed? pip install pillow")

@@ -5,6 +5,7 @@ gone. Over the Unix socket, which is inherited, come 8 bytes of length and the f
 {"error", "code"}, or {"grid", "digest"} with the descriptor of a memory that holds the patches.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.core.errors import RequestError
-from perilune.media.decoder import NO_PILLOW
+from perilune.media.decoder import NO_PILLOW, SEALS
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
@@ -73,13 +74,15 @@ def _send(link: socket.socket, message: dict[str, object], descriptors: list[int
 def _memory(patches: NDArray[np.uint8]) -> int:
     """The descriptor of a file without a name that holds the patches; in memory where the system has such files."""
     if sys.platform == "linux":
-        handle = os.memfd_create("patches", os.MFD_CLOEXEC)
+        handle = os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         with tempfile.TemporaryFile() as file:
             handle = os.dup(file.fileno())
     left = patches.data.cast("B")
     while left:
         left = left[os.write(handle, left) :]
+    if sys.platform == "linux":
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
     return handle
 
 

@@ -1,13 +1,16 @@
 """The worker process: pictures by shared memory, and bounds on memory and time that hold."""
 
+import fcntl
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +31,9 @@ LIMITS = Limits()
 def shared() -> Iterator[Decoder]:
     with Decoder(LIMITS) as decoder:
         yield decoder
+
+
+waited = subprocess.Popen.wait
 
 
 def pid(decoder: Decoder) -> int:
@@ -142,6 +148,32 @@ def test_callers_take_turns_and_wait_for_a_bounded_time(shared: Decoder) -> None
     with Decoder(LIMITS, turn_seconds=0.05) as busy, busy._turn, pytest.raises(RequestError, match="try again") as e:
         busy.decode(pictures[1])
     assert (e.value.status, e.value.retry_seconds) == (503, 5)
+
+
+def test_a_worker_that_lies_about_its_memory_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that could be cut shorter later, or is shorter than its grid, is never mapped."""
+    real = Decoder._reply
+    for length in (1, 588 * 4):
+        with Decoder(LIMITS) as decoder:
+            data = file(scene(9, 9))
+            decoder.decode(data)
+            worker = decoder._worker
+
+            def lying(self: Decoder, *args: Any, length: int = length) -> Any:
+                reply, handles = real(self, *args)
+                os.close(handles[0])
+                handle = os.memfd_create("lies", os.MFD_ALLOW_SEALING)
+                os.truncate(handle, length)
+                if length == 1:
+                    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, module.SEALS)
+                return reply, [handle]
+
+            with monkeypatch.context() as patch, pytest.raises(RequestError, match="ended the decoder"):
+                patch.setattr(Decoder, "_reply", lying)
+                patch.setattr(module.subprocess.Popen, "wait", lambda self, timeout=None: waited(self, timeout and 0.1))
+                decoder.decode(data)
+            assert worker is not None and worker.poll() is not None
+            assert decoder.decode(data).tokens == 1
 
 
 def test_the_worker_ends_with_its_parent() -> None:
