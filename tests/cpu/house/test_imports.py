@@ -51,10 +51,10 @@ MAY: dict[str, set[str] | None] = {
     "cli": None,
 }
 NO_TORCH = (
-    "core", "text", "media", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
+    "core", "text", "grammar", "tasks", "server", "client", "plan", "cluster.router", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
     "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
-    "speculation.rejection_log", "speculation.protocol",
+    "speculation.rejection_log", "speculation.protocol", "media",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"
