@@ -121,6 +121,8 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
     if shards.shards:
         _weights(report, shards, config, values)
         report.answers = weights_examine.answers(shards, config)
+        report.answers["vision"], findings = weights_examine.tower(shards, raw)
+        report.findings += findings
     report.findings += text.findings
     report.answers |= text.answers
     report.answers["draft"] = _drafter(report, path, config, values)

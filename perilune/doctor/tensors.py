@@ -5,10 +5,11 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from perilune.core.errors import shown
+from perilune.core.errors import CheckpointError, shown
 from perilune.core.files import open_regular
 from perilune.doctor import published
 from perilune.doctor.finding import Finding
@@ -16,9 +17,11 @@ from perilune.doctor.headers import Shards
 from perilune.formats.checkpoint import few
 from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.stored import Part, finite
+from perilune.loading.moonvit import compare_moonvit
 from perilune.loading.survey import Survey, compare, spell
 from perilune.model import names
 from perilune.model.config import KimiConfig
+from perilune.model.moonvit_config import MoonVitConfig
 
 SAMPLED_BYTES = 1 << 26  # read of all values; a checkpoint with fewer to check is checked whole
 PIECE_BYTES = 1 << 15
@@ -37,10 +40,32 @@ def examine(shards: Shards, config: KimiConfig) -> tuple[Survey, list[Finding]]:
     found, faults = compare(shards.tensors, config, shards.unread)
     remedy = "config.json and the shards must be of one model and one revision: download both again"
     findings = [Finding("wrong", fault, remedy) for fault in faults]
-    if config.has_vision and not shards.unread and not found.vision_tensors:
-        text = "config.json describes a vision tower, and no tensor of one is there"
-        findings.append(Finding("warning", text, "text is served without it"))
     return found, findings
+
+
+def tower(shards: Shards, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
+    """What there is to say about the vision tower, and what keeps it from being loaded; text needs none of it.
+
+    raw  config.json
+    """
+    stored = {name: info for name, info in shards.tensors.items() if name.startswith(names.VISION)}
+    held = f"{len(stored):,} tensors ({sum(t.nbytes for t in stored.values()) / 1e9:.2f} GB)"
+    if not isinstance(raw.get("vision_config"), dict):
+        return (f"{held} known, and no vision_config that describes them" if stored else "none"), []
+    if shards.unread:  # else what is in other shards would be missed
+        return f"{held} known, not checked: shards are missing" if stored else "none", []
+    if not stored:
+        text = "config.json describes a vision tower, and no tensor of one is there"
+        return "none", [Finding("warning", text, "text is served without it")]
+    try:
+        _, faults = compare_moonvit(stored, MoonVitConfig.from_dict(raw))
+    except CheckpointError as e:
+        faults = [f"cannot be read: {e}"]
+    if not faults:
+        return f"{held} read by name, shape and type; not served over HTTP yet: text only", []
+    more = f" (and {len(faults) - 1:,} more faults)" if len(faults) > 1 else ""
+    found = Finding("warning", f"the vision tower {faults[0]}{more}", "text is served without it")
+    return f"{held} known, cannot be loaded", [found]
 
 
 def sample(found: Survey) -> tuple[Sample, list[Finding]]:
@@ -116,11 +141,8 @@ def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
         "expert scales": _types(tensors, ".weight_scale", ".weight_scale_inv"),
     }
     times = [name for name in tensors if name.endswith(names.TIME_WEIGHT)]
-    tower = [t.nbytes for name, t in tensors.items() if name.startswith(names.VISION)]
-    topics["vision"] = (
-        f"{len(tower):,} tensors ({sum(tower) / 1e9:.2f} GB) known, not served: text only" if tower else "none"
-    )
-    topics["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if tower else "no vision tensors here"
+    seeing = any(name.startswith(names.VISION) for name in tensors)
+    topics["pos_emb.time_weight"] = few(times, "tensor") if times else "absent" if seeing else "no vision tensors here"
     angles = [name for name in tensors if name.endswith(names.INV_FREQ)]
     topics["inv_freq"] = few(angles, "tensor", limit=2) + ", computed instead" if angles else "none"
     scales = [name for name in tensors if name.endswith(names.KV_SCALES)]

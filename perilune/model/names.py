@@ -4,7 +4,8 @@ A table lists the tensors of one record of model/weights.py in the checkpoint's 
 NESTED of checkpoints with a vision tower. Letters: D hidden size, X the attention's input width (D; 2 D in a draft), Q
 q_lora_rank, R kv_lora_rank, H heads, n and r nope and rope width of a query, v value width, I intermediate width of the
 MLP at hand, E routed experts, V vocabulary. Of a draft: W its vocabulary, T the target's hidden size, A aux states, K
-key-value heads, d their width.
+key-value heads, d their width. Of a vision tower: C its width, I its MLP's, P pixels on a patch's side, Y and X rows
+and columns of its position table, T the text model's hidden size.
 """
 
 import re
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from perilune.model.config import KimiConfig
     from perilune.model.eagle3_config import Eagle3Config
+    from perilune.model.moonvit_config import MoonVitConfig
 
 NESTED = "language_model."
 NESTED_LAYERS = NESTED + "model.layers."
 LEGACY_LAYERS = NESTED + "layers."  # instead of NESTED_LAYERS, in some NVFP4 shards of Kimi K2.5
-VISION = ("vision_tower.", "mm_projector.")  # prefixes of tensors that are known, and not served
+VISION = ("vision_tower.", "mm_projector.")  # prefixes of the tensors of the vision tower and its projector
 INV_FREQ = ".rotary_emb.inv_freq"  # stored by some members; computed from config.json instead
 KV_SCALES = (".k_scale", ".v_scale")  # scales of an FP8 KV cache, which is not served
-TIME_WEIGHT = "pos_emb.time_weight"  # of the vision tower
+TIME_WEIGHT = "pos_emb.time_weight"  # of the vision tower; stored by some, computed from its formula instead
 SKIPPED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(\w+\.)?[kv]_scale)")
 ROUTED = ".mlp.experts."  # in the name of every tensor of a routed expert
 # A matrix of a routed expert: groups are the expert's place, its layer's `experts`, and the kind.
@@ -81,6 +83,28 @@ _DRAFT_HEADS = (
 )  # fmt: skip
 DRAFT_EMBED, DRAFT_HEAD = "embed_tokens.weight", "lm_head.weight"
 DRAFT_OPTIONAL = (DRAFT_EMBED, DRAFT_HEAD)  # a draft without them uses its target's
+
+
+def _with_bias(field: str, suffix: str, shape: str) -> tuple[Entry, Entry]:
+    """A tower's linear layer or norm: both have a bias, of as many values as there are outputs."""
+    outputs = shape.split()[0]
+    return Entry(field, f"{suffix}.weight", shape), Entry(f"{field}_bias", f"{suffix}.bias", outputs)
+
+
+VISION_BLOCK = (
+    *_with_bias("norm0", "norm0", "C"), *_with_bias("norm1", "norm1", "C"),
+    *_with_bias("fc0", "mlp.fc0", "I C"), *_with_bias("fc1", "mlp.fc1", "C I"),
+    *_with_bias("qkv", "wqkv", "3C C"), *_with_bias("out", "wo", "C C"),
+)  # fmt: skip
+VISION_ENDS = (
+    *_with_bias("patch", "vision_tower.patch_embed.proj", "C 3 P P"),
+    Entry("positions", "vision_tower.patch_embed.pos_emb.weight", "Y X C"),
+    *_with_bias("norm", "vision_tower.encoder.final_layernorm", "C"),
+    *_with_bias("pre_norm", "mm_projector.pre_norm", "C"),
+    *_with_bias("linear0", "mm_projector.proj.0", "4C 4C"), *_with_bias("linear1", "mm_projector.proj.2", "T 4C"),
+)  # fmt: skip
+# Converted checkpoints spell the projector's layers so.
+_VISION_SPELLINGS = {"mm_projector.linear_1.": "mm_projector.proj.0.", "mm_projector.linear_2.": "mm_projector.proj.2."}
 
 # How quantisation blocks say "all but the routed experts": compressed-tensors' expressions, ModelOpt's globs; and
 # compressed-tensors' targets for FP8 in everything else.
@@ -242,6 +266,31 @@ def draft_name(stored: str) -> str:
     """The name used here of a draft's tensor, of which checkpoints have several spellings."""
     usual = stored.removeprefix("model.")
     return _DRAFT_LAYER + usual.removeprefix(_DRAFT_OTHER) if usual.startswith(_DRAFT_OTHER) else usual
+
+
+def vision_tensors(c: "MoonVitConfig") -> Iterator[Tensor]:
+    """Every tensor of the vision tower and its projector. Each rank holds them all."""
+    sizes = {
+        "C": c.hidden_size, "3C": 3 * c.hidden_size, "4C": c.merged_size, "I": c.intermediate_size, "3": 3,
+        "P": c.patch_size, "Y": c.pos_emb_height, "X": c.pos_emb_width, "T": c.text_hidden_size,
+    }  # fmt: skip
+    block = _sized(VISION_BLOCK, sizes)
+    for i in range(c.num_hidden_layers):
+        yield from _at(vision_block(i), block)
+    yield from _at("", _sized(VISION_ENDS, sizes))
+
+
+def vision_block(i: int) -> str:
+    """The place of a layer of the vision tower."""
+    return f"vision_tower.encoder.blocks.{i}."
+
+
+def vision_name(stored: str) -> str:
+    """The name used here of a vision tensor, of which checkpoints have two spellings."""
+    for theirs, ours in _VISION_SPELLINGS.items():
+        if stored.startswith(theirs):
+            return ours + stored.removeprefix(theirs)
+    return stored
 
 
 def shapes(entries: Iterable[Entry], sizes: Letters) -> dict[str, tuple[int, ...]]:

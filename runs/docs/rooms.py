@@ -30,6 +30,7 @@ HOLDS = {
     "formats": "checkpoint formats",
     "ops": "kernels, references",
     "text": "prompts, streams",
+    "media": "images to patches",
     "grammar": "enforced answers",
     "plan": "what fits",
     "tasks": "checked problems",

@@ -14,6 +14,7 @@ import pytest
 from perilune.cli import doctor
 from perilune.doctor import headers as shards_examine
 from perilune.doctor import published
+from perilune.doctor import tensors as weights_examine
 from perilune.doctor.headers import Shards
 from perilune.formats.checkpoint import INDEX
 from perilune.formats.safetensors_file import DTYPES, TensorInfo
@@ -99,11 +100,13 @@ def checkpoint(path: Path, module: ModuleType, table: Any, shards: int, texts: P
 # Kimi-K2-Instruct, which has the fewest tensors, as files; the others' tables are handed to doctor.
 @pytest.mark.parametrize(("name", "shards", "form", "says"), [
     ("Kimi-K2.5", 64, "int4", {
-        "vision": "335 tensors (0.94 GB) known, not served", "inv_freq": "none", "weight_shape": "int32",
+        "vision": "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP yet",
+        "inv_freq": "none", "weight_shape": "int32",
         "expert scales": "bfloat16", "router bias": "float32", "KV cache scales": "none",
     }),
     ("Kimi-K2.5-NVFP4", 119, "nvfp4", {
-        "vision": "335 tensors (0.94 GB) known, not served", "inv_freq": "none", "weight_shape": "none",
+        "vision": "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP yet",
+        "inv_freq": "none", "weight_shape": "none",
         "expert scales": "float8_e4m3fn", "router bias": "bfloat16", "KV cache scales": "122 tensors",
     }),
     ("Kimi-K2-Instruct", 61, "fp8-block", {
@@ -196,6 +199,31 @@ def test_damage_to_the_vision_tower_is_counted(module: ModuleType, tables: Mappi
     few["vision." + name] = few.pop(name)
     found, faults = compare(stored(module, few), KimiConfig.from_dict(tables["Kimi-K2.5"].config))
     assert found.vision_tensors == 334 and any("vision." + name in fault for fault in faults)
+
+
+def test_what_keeps_a_vision_tower_from_being_loaded_is_a_warning(
+    module: ModuleType, tables: Mapping[str, Any]
+) -> None:
+    table, name = tables["Kimi-K2.5"], "vision_tower.encoder.blocks.3.wo.bias"
+    vision = {n: x for n, x in table.tensors.items() if n.startswith(VISION)}
+    lacking = {n: x for n, x in vision.items() if n != name}
+    narrow = table.config | {"vision_config": table.config["vision_config"] | {"vt_num_hidden_layers": 26}}
+    other = table.config | {"vision_config": table.config["vision_config"] | {"merge_type": "other"}}
+    for tensors, config, unread, topic, says in (
+        (vision, table.config, (), "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP", ""),
+        (lacking, table.config, (), "334 tensors (0.94 GB) known, cannot be loaded", f"lacks 1 tensor ({name})"),
+        (lacking, table.config, ("x",), "not checked: shards are missing", ""),
+        (lacking | {name: ("BF16", (1153,))}, table.config, (), "cannot be loaded", "of shape [1153], not [1152]"),
+        (vision, narrow, (), "cannot be loaded", "12 tensors (vision_tower.encoder.blocks.26."),
+        (vision, other, (), "cannot be loaded", "merge_type='other' is not served"),
+        ({}, table.config, (), "none", "no tensor of one is there"),
+        (vision, {}, (), "no vision_config that describes them", ""),
+        ({}, {}, (), "none", ""),
+    ):
+        shards = Shards(stored(module, tensors), frozenset(unread), 64, 0, ())
+        answer, findings = weights_examine.tower(shards, config)
+        assert topic in answer
+        assert [f.severity for f in findings] == ["warning"] * bool(says) and all(says in str(f) for f in findings)
 
 
 CONFIGS = {

@@ -31,6 +31,7 @@ MAY: dict[str, set[str] | None] = {
     "plan": {"core"},
     "tasks": {"core"},
     "text": {"core"},
+    "media": {"core"},
     "grammar": {"text", "core"},
     "client": {"text", "core"},
     "model": {"ops", "dist", "formats", "core"},
@@ -55,7 +56,7 @@ NO_TORCH = (
     "kv.tiers", "kv.worth", "kv.disk", "engine.kv_tiers.offload",
     "engine.scheduler", "engine.client", "engine.wire", "formats.hub", "cli.serve", "model.names",
     "speculation.step_cost", "speculation.policy", "speculation.drafting", "speculation.suffix",
-    "speculation.rejection_log", "speculation.protocol",
+    "speculation.rejection_log", "speculation.protocol", "media",
 )  # fmt: skip
 HEAVY = {"torch", "triton", "safetensors"}
 STANDARD_LIBRARY_ONLY = "core"

@@ -16,8 +16,13 @@ from tests.cpu.house.test_imports import FILES, ROOT, imports_of, name_of
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 
 
+IMPORTED_AS = {"pillow": "PIL"}  # what is imported under another name
+
+
 def distributions(requirements: list[str]) -> set[str]:
-    return {re.split(r"[<>=\[ ]", r)[0].replace("-", "_") for r in requirements}
+    """The names under which what is required is imported."""
+    names = (re.split(r"[<>=\[ ]", r)[0].replace("-", "_") for r in requirements)
+    return {IMPORTED_AS.get(name, name) for name in names}
 
 
 def test_the_ledger_is_the_checkouts_wherever_a_bench_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,183 @@
+"""Decodes image files in a process of its own, so that a hostile one can neither fill this process' memory, nor crash
+or delay it. No thread or queue of its own: callers wait for their turn, for a bounded time."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.core.errors import RequestError
+from perilune.media.limits import Limits
+from perilune.media.refusal import busy, refused
+
+MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3 MB
+DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
+TURN_SECONDS = 30.0  # to wait for the images of other requests
+REPLY_BYTES = 4096  # of the worker's answer
+NO_PILLOW = 3  # exit code of a worker that cannot import it
+# Of the memory with the patches: were it cut shorter later, reading it would end this process (SIGBUS). 0: not Linux.
+SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.platform == "linux" else 0
+
+
+@dataclasses.dataclass(slots=True)
+class Picture:
+    """A decoded image. `patches` are the pages that the worker wrote, not a copy."""
+
+    patches: NDArray[np.uint8]  # [rows * columns, 3, P, P], read-only
+    grid: tuple[int, int, int]  # 1, rows, columns
+    tokens: int
+    digest: bytes  # 32 bytes: of pixels and grid
+
+
+class Decoder:
+    """One worker process, started at the first image and again after it had to be ended. Any thread may call it."""
+
+    def __init__(self, limits: Limits, *, seconds: float = DECODE_SECONDS, turn_seconds: float = TURN_SECONDS) -> None:
+        self._limits, self._seconds, self._turn_seconds = limits, seconds, turn_seconds
+        self._turn = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+
+    def decode(self, data: bytes) -> Picture:
+        """The picture in an image file's bytes.
+
+        RequestError in one line: 400 for a file that is too large, too slow, damaged or no image; 503 if the images of
+        other requests take too long, or no worker can be started.
+        """
+        if not data:
+            raise refused("it is empty")
+        if len(data) > MAX_FILE_BYTES:
+            raise refused(f"the file has {len(data):,} bytes, and at most {MAX_FILE_BYTES:,} are read")
+        if not self._turn.acquire(timeout=self._turn_seconds):
+            raise busy("too many images are being decoded: try again")
+        try:
+            return self._ask(data)
+        except RequestError:
+            raise
+        except BaseException:
+            self._end()  # an interrupt, say: the worker may be in the middle of a message
+            raise
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        with self._turn:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, data: bytes) -> Picture:
+        link = self._started()
+        deadline = time.monotonic() + self._seconds
+        try:
+            link.settimeout(self._seconds)
+            link.sendall(len(data).to_bytes(8, "little") + data)
+            reply, handles = self._reply(link, deadline)
+        except TimeoutError:
+            self._end()
+            raise refused(f"decoding it takes longer than {self._seconds:g} s: send a smaller one") from None
+        except (OSError, EOFError):
+            raise self._died() from None
+        if "error" in reply:
+            raise RequestError(str(reply["error"]), code=str(reply["code"]))
+        (memory,) = handles
+        one, rows, columns = reply["grid"]
+        side, merged = self._limits.patch_size, self._limits.merge_kernel_size
+        try:
+            sealed = sys.platform != "linux" or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS == SEALS
+            if not sealed or os.fstat(memory).st_size != rows * columns * 3 * side * side:
+                raise self._died()
+            pages = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(memory)
+        patches = np.frombuffer(pages, np.uint8).reshape(rows * columns, 3, side, side)
+        tokens = rows * columns // (merged * merged)
+        return Picture(patches, (one, rows, columns), tokens, bytes.fromhex(reply["digest"]))
+
+    def _reply(self, link: socket.socket, deadline: float) -> tuple[dict[str, Any], list[int]]:
+        data, handles = b"", list[int]()
+        try:
+            while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                link.settimeout(left)
+                part, some, *_ = socket.recv_fds(link, REPLY_BYTES, 1)
+                handles += some
+                if not part or len(data) > REPLY_BYTES:
+                    raise EOFError
+                data += part
+            reply = json.loads(data[4:])
+            assert isinstance(reply, dict)
+            return reply, handles
+        except BaseException:
+            for handle in handles:
+                os.close(handle)
+            raise
+
+    def _started(self) -> socket.socket:
+        if self._link is not None and self._worker is not None and self._worker.poll() is None:
+            return self._link
+        self._end()
+        ours, theirs = socket.socketpair()
+        settings = json.dumps(dataclasses.asdict(self._limits))
+        command = [sys.executable, "-m", "perilune.media.worker", str(theirs.fileno()), str(self._seconds), settings]
+        # Threads of numpy's BLAS, of which nothing is used, would reserve more address space than pictures need.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            self._worker = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        except OSError as e:
+            ours.close()
+            raise busy(f"the image decoder cannot be started: {e.strerror}") from e
+        finally:
+            theirs.close()
+        self._link = ours
+        return ours
+
+    def _died(self) -> RequestError:
+        """Why the worker is gone."""
+        worker = self._worker
+        assert worker is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(2)  # its link closes a moment before it ends
+        self._end()
+        code = worker.returncode
+        if code == NO_PILLOW:
+            return busy("the image decoder cannot run: is Pillow installed? pip install pillow")
+        cause = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        return refused(f"decoding it ended the decoder ({cause}): the file is damaged or too large")
+
+    def _end(self) -> None:
+        """Ends the worker, if there is one; its exit code, if it ended before, is kept."""
+        if self._link is not None:
+            self._link.close()
+        if self._worker is not None:
+            try:
+                self._worker.wait(0.2)
+            except subprocess.TimeoutExpired:
+                self._worker.kill()
+                self._worker.wait()
+        self._link = self._worker = None

@@ -1,0 +1,97 @@
+"""From the bytes of an image file to patches of pixels. Runs in the worker process (worker.py), never in a server:
+files come from anyone, and a decoder may need any time and memory for them.
+
+Colours are those of the reference's plain `convert("RGB")`: transparency is dropped, not blended. The picture is turned
+upright as its EXIF orientation says; of an animation the first frame counts.
+"""
+
+import hashlib
+import io
+import math
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from perilune.core.errors import RequestError
+from perilune.media.limits import Limits
+from perilune.media.refusal import refused
+
+FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF", "BMP": "BMP", "TIFF": "TIFF"}
+KINDS = ", ".join(FORMATS.values())
+MAX_PIXELS = 100_000_000  # of the file, before shrinking: at 4 bytes each, with two copies, 1.2 GB
+GRAY_16_BIT = ("I;16", "I;16L", "I;16B")
+UNSCALED = ("I", "F")  # 32-bit whole numbers and floats: no range says which value is white
+
+Patches = NDArray[np.uint8]  # [rows * columns, 3, P, P], by row and then column
+
+Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked instead, with an error of our own
+warnings.simplefilter("ignore")  # Pillow's, about damaged metadata
+
+
+def patches_of(data: bytes, limits: Limits) -> tuple[Patches, tuple[int, int, int]]:
+    """The patches of an image file, and their grid (1, rows, columns).
+
+    RequestError, in one line, if the file is no image of a known kind, damaged, truncated or too large.
+    """
+    try:
+        # Opening reads the header alone. Formats that would start other programs (EPS) are not among these.
+        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
+            if math.prod(image.size) > MAX_PIXELS:
+                raise refused(
+                    f"it has {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS:,} are decoded: "
+                    "send a smaller one"
+                )
+            if image.mode in UNSCALED:
+                raise refused(f"its pixels are 32-bit ({image.format}, mode {image.mode}): send 8 or 16 bits a colour")
+            image.load()
+            return _cut(_rgb(_upright(image)), limits)
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        start = data[:256].lstrip().lower()
+        svg = b"<svg" in start or start.startswith(b"<?xml")
+        what = (
+            "SVG is not read: send it rendered, as PNG" if svg else f"it is none of {KINDS}, or its header is damaged"
+        )
+        raise refused(what) from None
+    except MemoryError:
+        raise refused("decoding it takes too much memory: send a smaller one") from None
+    except Exception as e:  # Pillow raises a dozen types for damaged files, SyntaxError and struct.error among them
+        raise refused(f"it is damaged or truncated ({type(e).__name__})") from None
+
+
+def digest(patches: Patches, grid: tuple[int, int, int]) -> bytes:
+    """32 bytes that identify what the model sees of a picture: its resized pixels and its grid. Files that differ in
+    compression or metadata alone have the same one."""
+    found = hashlib.sha256(np.array(grid, dtype="<i8").tobytes())
+    found.update(np.ascontiguousarray(patches).data)
+    return found.digest()
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF orientation says; as it is if that cannot be read, for the pixels are sound."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:
+        return image
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode in GRAY_16_BIT:
+        # The high byte, as Pillow itself reads 16-bit colours; its conversion of 16-bit gray would clip at 255.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def _cut(image: Image.Image, limits: Limits) -> tuple[Patches, tuple[int, int, int]]:
+    """Resized, padded with black on the right and below, and cut into patches."""
+    fit, side = limits.fit(*image.size), limits.patch_size
+    resized = image.resize((fit.width, fit.height), Image.Resampling.BICUBIC)
+    padded = np.zeros((fit.rows * side, fit.columns * side, 3), np.uint8)
+    padded[: fit.height, : fit.width] = np.asarray(resized)
+    squares = padded.reshape(fit.rows, side, fit.columns, side, 3).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(squares).reshape(-1, 3, side, side), (1, fit.rows, fit.columns)

@@ -1,0 +1,13 @@
+"""The errors of this room, which callers give the name of the offending field."""
+
+from perilune.core.errors import RequestError
+
+
+def refused(why: str) -> RequestError:
+    """400: something is wrong with the image itself."""
+    return RequestError(f"the image cannot be used: {why}", code="invalid_image")
+
+
+def busy(why: str) -> RequestError:
+    """503: the same image may be accepted later."""
+    return RequestError(why, status=503, code="image_decoder_unavailable", retry_seconds=5)

@@ -1,0 +1,187 @@
+"""MoonViT-3D: images and video chunks to rows of the text model's width (docs/formats.md section 4).
+
+A media item is a grid of (t, h, w) patches: t = 1 of an image, up to `pos_emb_time` of a chunk of video frames; h and w
+are even. Items of a call are concatenated: patches by frame, then row, then column. N counts patches, C is the
+tower's width, H its heads, d their width, D the text model's width.
+
+A pass is `begin`, then `block` for each layer, then `finish`, so that a caller can run other work between layers;
+`__call__` is all of them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from perilune.model.moonvit_config import MAX_SIDE_PATCHES, MERGE_SIDE, MoonVitConfig
+
+EPS = 1e-5  # of the tower's norms: no key of the configuration
+THETA = 10000.0  # of rotations and of the frames' sinusoids
+
+Grid = tuple[int, int, int]  # frames, rows and columns of patches
+
+
+@dataclass(slots=True)
+class Block:
+    """One layer. Linear layers are [outputs, inputs]; I is the intermediate width."""
+
+    norm0: Tensor  # [C]
+    norm0_bias: Tensor
+    qkv: Tensor  # [3C, C]: queries of all heads, keys, values
+    qkv_bias: Tensor  # [3C]
+    out: Tensor  # [C, C]
+    out_bias: Tensor
+    norm1: Tensor  # [C]
+    norm1_bias: Tensor
+    fc0: Tensor  # [I, C]
+    fc0_bias: Tensor
+    fc1: Tensor  # [C, I]
+    fc1_bias: Tensor
+
+
+@dataclass(slots=True)
+class MoonVitWeights:
+    """The tower and its projector, all of one dtype and device."""
+
+    patch: Tensor  # [C, 3, P, P]: a convolution of stride P, which is one linear map of each patch
+    patch_bias: Tensor  # [C]
+    positions: Tensor  # [rows, columns, C]: the learned table
+    blocks: list[Block]
+    norm: Tensor  # [C]: after the last layer
+    norm_bias: Tensor
+    pre_norm: Tensor  # [C]: the projector's, of each patch of a token
+    pre_norm_bias: Tensor
+    linear0: Tensor  # [4C, 4C]
+    linear0_bias: Tensor
+    linear1: Tensor  # [D, 4C]
+    linear1_bias: Tensor
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass between two layers."""
+
+    x: Tensor  # [N, C]: the residual stream
+    grids: Sequence[Grid]
+    rotations: Tensor  # [N, 1, d / 2] complex64: of the neighbouring pairs of a query or key
+
+
+class MoonVit:
+    """The tower with its projector. Runs where its weights are, in their dtype."""
+
+    def __init__(self, config: MoonVitConfig, weights: MoonVitWeights) -> None:
+        self.config, self.weights = config, weights
+
+    def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[tokens, D], the items' rows one after the other; `begin` has the arguments and errors."""
+        state = self.begin(pixels, grids)
+        for i in range(self.config.num_hidden_layers):
+            self.block(state, i)
+        return self.finish(state)
+
+    def begin(self, pixels: Tensor, grids: Sequence[Grid]) -> Pass:
+        """Embeds the patches.
+
+        pixels  [N, 3, P, P]: floats as `normalised` makes them, of any dtype, on the weights' device
+        grids   of the items; their patches sum to N
+
+        ValueError if a grid is odd or too large, or they are not of N patches in all.
+        """
+        w, c = self.weights, self.config
+        for t, h, width in grids:
+            sides = (h, width)
+            if not 1 <= t <= c.pos_emb_time or any(n % MERGE_SIDE or not 2 <= n <= MAX_SIDE_PATCHES for n in sides):
+                raise ValueError(
+                    f"a grid of {t} x {h} x {width} patches: 1 to {c.pos_emb_time} frames, and even sides of at most "
+                    f"{MAX_SIDE_PATCHES} are possible"
+                )
+        if pixels.shape != (count := sum(map(math.prod, grids)), *w.patch.shape[1:]):
+            raise ValueError(f"pixels of shape {tuple(pixels.shape)} for grids of {count} patches in all")
+        x = F.linear(pixels.to(w.patch.dtype).flatten(1), w.patch.flatten(1), w.patch_bias)
+        x = x + torch.cat([self._position(grid) for grid in grids]).to(x.dtype)
+        return Pass(x, grids, torch.cat([self._rotation(grid) for grid in grids])[:, None])
+
+    def block(self, state: Pass, i: int) -> None:
+        """Layer i, which changes `state.x`."""
+        w, c = self.weights.blocks[i], self.config
+        x = F.layer_norm(state.x, (c.hidden_size,), w.norm0, w.norm0_bias, EPS)
+        q, k, v = F.linear(x, w.qkv, w.qkv_bias).unflatten(1, (3, c.num_attention_heads, c.head_dim)).unbind(1)
+        x = _attention(_rotated(q, state.rotations), _rotated(k, state.rotations), v, state.grids)
+        h = state.x + F.linear(x, w.out, w.out_bias)
+        x = F.layer_norm(h, (c.hidden_size,), w.norm1, w.norm1_bias, EPS)
+        x = F.gelu(F.linear(x, w.fc0, w.fc0_bias), approximate="tanh")
+        state.x = h + F.linear(x, w.fc1, w.fc1_bias)
+
+    def finish(self, state: Pass) -> Tensor:
+        """[tokens, D]: merged to a token for each 2 x 2 patches, of all frames together, and projected."""
+        w, c = self.weights, self.config
+        x = F.layer_norm(state.x, (c.hidden_size,), w.norm, w.norm_bias, EPS)
+        merged = []
+        for item, (t, h, width) in zip(x.split([math.prod(grid) for grid in state.grids]), state.grids):
+            squares = item.view(t, h // MERGE_SIDE, MERGE_SIDE, width // MERGE_SIDE, MERGE_SIDE, c.hidden_size)
+            merged.append(squares.mean(0).transpose(1, 2).reshape(-1, MERGE_SIDE * MERGE_SIDE, c.hidden_size))
+        x = F.layer_norm(torch.cat(merged), (c.hidden_size,), w.pre_norm, w.pre_norm_bias, c.projector_eps)
+        x = F.gelu(F.linear(x.flatten(1), w.linear0, w.linear0_bias))
+        return F.linear(x, w.linear1, w.linear1_bias)
+
+    def _position(self, grid: Grid) -> Tensor:
+        """[t h w, C] float32: the table stretched to the grid; in a chunk of several frames also their sinusoids."""
+        t, h, w = grid
+        table = self.weights.positions.float()
+        if table.shape[:2] != (h, w):
+            channels_first = table.permute(2, 0, 1)[None]
+            table = F.interpolate(channels_first, size=(h, w), mode="bicubic")[0].permute(1, 2, 0)
+        if t == 1:
+            return table.flatten(0, 1)
+        half = self.config.hidden_size // 2
+        frequency = THETA ** -(torch.arange(half, device=table.device) / half)
+        angles = torch.arange(t, device=table.device)[:, None] * frequency
+        frames = torch.cat([angles.sin(), angles.cos()], 1)
+        return (table + frames[:, None, None]).flatten(0, 2)
+
+    def _rotation(self, grid: Grid) -> Tensor:
+        """[t h w, d / 2] complex64: pairs turn by the column and by the row in turns; frames do not matter."""
+        t, h, w = grid
+        device, count = self.weights.positions.device, self.config.head_dim // 4
+        frequency = THETA ** -(torch.arange(count, device=device) / count)
+        columns = torch.arange(w, device=device)[:, None] * frequency
+        rows = torch.arange(h, device=device)[:, None] * frequency
+        both = torch.stack([columns[None].expand(h, -1, -1), rows[:, None].expand(-1, w, -1)], -1)
+        angles = both.flatten(2).flatten(0, 1).repeat(t, 1)
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def normalised(patches: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """uint8 patches [N, 3, P, P] as the tower takes them: (x / 255 - mean) / std of each colour, by float32."""
+    shift, scale = (patches.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (mean, std))
+    return ((patches.float() / 255 - shift) / scale).to(dtype)
+
+
+def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
+    """x [N, H, d] with its neighbouring pairs turned, in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """[N, C]: every patch of an item attends to all patches of that item. Neighbouring items of one size share a
+    launch, as the chunks of a video do."""
+    out = torch.empty_like(v)
+    for length, own in _runs(grids):
+        # [items * length, H, d] -> [items, H, length, d]
+        heads_first = [x[own].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+        attended = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2])
+        out[own] = attended.transpose(1, 2).flatten(0, 1)
+    return out.flatten(1)
+
+
+def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, slice]]:
+    """Patches of an item, and the rows, of each run of items with as many."""
+    end = 0
+    for length, items in groupby(map(math.prod, grids)):
+        first, end = end, end + length * sum(1 for _ in items)
+        yield length, slice(first, end)
