@@ -993,6 +993,7 @@ def keyed(rng, overlapped):
     return rig.scheduler.stats().cached_tokens
 
 
+@pytest.mark.slow
 def test_no_block_is_shared_across_keys():
     """Random histories, also of cramped pools with preemption and eviction; many of them do share within their keys."""
     hits = [keyed(random.Random(seed), overlapped) for seed in range(150) for overlapped in (False, True)]

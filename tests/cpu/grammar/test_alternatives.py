@@ -79,6 +79,7 @@ def accepted(nano: Tokenizer, grammar: str, value: Any) -> bool:
     return all(matcher.advance(i) for i in ids) and matcher.complete
 
 
+@pytest.mark.slow
 def test_what_is_enforced_is_valid(nano: Tokenizer) -> None:
     r = random.Random(7)
     refused = narrow = right = 0

@@ -141,6 +141,7 @@ def test_an_answer_that_fits_is_not_closed_early(tokenizer: Tokenizer, spare: in
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, spare=st.sampled_from([0, 1, 6]), seed=st.integers(0, 9))
+@pytest.mark.slow
 def test_any_answer_is_closed_in_time(nano: Tokenizer, schema: Any, spare: int, seed: int) -> None:
     closes(nano, schema, asked(nano, schema).least + spare, seed)
 

@@ -105,6 +105,7 @@ def test_structured_answers_are_valid_and_complete_within_any_budget(nano: Token
 
 
 @pytest.mark.parametrize("number", range(0, len(SCHEMAS), 3))
+@pytest.mark.slow
 def test_an_answer_goes_on_wherever_its_beginning_ends(nano: Tokenizer, number: int) -> None:
     schema = SCHEMAS[number]
     answer, monkey = AnswerFormat("json_schema", schema), Monkey(nano, number)
@@ -394,6 +395,7 @@ def test_the_compile_cache_is_bounded(nano: Tokenizer, monkeypatch: pytest.Monke
     assert len(known._compiled) <= 4
 
 
+@pytest.mark.slow
 def test_the_real_vocabulary(kimi_k26: Path) -> None:
     tokenizer = Tokenizer.from_directory(kimi_k26)
     declared = tools(*SCHEMAS[4:8])

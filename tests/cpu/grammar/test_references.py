@@ -133,6 +133,7 @@ _SCHEMAS = st.sampled_from([{"type": "integer"}, {"type": "null"}, {"enum": ["a"
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_way_of_naming_means_the_same(nano: Tokenizer, data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(["a", "b c", "d/e", "f~", "é"]), min_size=1, max_size=3, unique=True))
     parts = {name: dict(data.draw(_SCHEMAS)) for name in names}

@@ -102,6 +102,7 @@ def test_what_nothing_finite_satisfies_is_refused(nano: Tokenizer, schema: Any, 
         {"type": ["string", "null"], "minLength": 10**9},
     ],
 )
+@pytest.mark.slow
 def test_what_has_a_finite_value_is_answered_by_it(nano: Tokenizer, schema: Any) -> None:
     """The part without an end cannot be begun, however long the answer may be."""
     constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
