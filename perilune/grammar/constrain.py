@@ -11,7 +11,7 @@ from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Vocabulary, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.references import SchemaError, resolved
+from perilune.grammar.references import SchemaError, items, resolved
 from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
@@ -226,7 +226,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     One pair is one pair, though, and so are the required ones.
     """
     for node in _nodes(schema):
-        least, required = node.get("minProperties"), _items(node.get("required"))
+        least, required = node.get("minProperties"), items(node.get("required"))
         if is_number(least) and least > max(1, len({str(name) for name in required})):
             raise RequestError(
                 f"minProperties cannot be enforced beyond the required properties: list {least} in 'required'",
@@ -245,7 +245,3 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             level += value.values()
         elif isinstance(value, list):
             level += value
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -8,11 +8,11 @@ the grammar is compiled.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from perilune.grammar.negation import TYPES, Negation
-from perilune.grammar.references import SchemaError, target, with_parts
+from perilune.grammar.references import SchemaError, items, target, with_parts
 from perilune.grammar.sizes import KINDS, MAX_BYTES, NAMED, is_number, kind_of
 from perilune.grammar.unevaluated import WORDS as UNEVALUATED
 from perilune.grammar.unevaluated import without_unevaluated
@@ -108,7 +108,7 @@ class _Rewriter:
         if all(self._apart(a, b) for a, b in pairs):
             made = choices
         elif all(
-            isinstance(c, Mapping) and c.keys() == {"required"} and len(_items(c["required"])) == 1 for c in choices
+            isinstance(c, Mapping) and c.keys() == {"required"} and len(items(c["required"])) == 1 for c in choices
         ) and len(names := {c["required"][0] for c in choices}) == len(choices):
             made = [
                 {"type": "object", "required": [name], "properties": dict.fromkeys(names - {name}, False)}
@@ -130,7 +130,7 @@ class _Rewriter:
         ((name, test),) = tested.items()
         every, some = self._listed(node, name), self._listed({"properties": {name: test}}, name)
         plain = isinstance(test, Mapping) and test.keys() in ({"const"}, {"enum"})
-        if not plain or every is None or some is None or set(_items(asked.get("required"))) - {name}:
+        if not plain or every is None or some is None or set(items(asked.get("required"))) - {name}:
             return node
         if name not in self._required(node) or node.get("type") != "object":
             return node
@@ -150,7 +150,7 @@ class _Rewriter:
     def _choice(self, node: dict[str, Any]) -> dict[str, Any]:
         """`oneOf`, `if` and `dependentSchemas` as alternatives, by what they exclude."""
         if "oneOf" in node:
-            parts = _items(node["oneOf"])
+            parts = items(node["oneOf"])
             if len(parts) > _MOST_OVERLAPPING:
                 raise SchemaError(
                     f"oneOf has more than {_MOST_OVERLAPPING} alternatives, of which some could hold together: use "
@@ -276,9 +276,7 @@ class _Rewriter:
         if isinstance(names, bool):
             return rest if names else _and(rest, {"maxProperties": 0})
         said = {k: v for k, v in names.items() if k not in _REMARKS and (k, v) != ("type", "string")}
-        listed = (
-            _items(said["enum"]) if said.keys() == {"enum"} else [said["const"]] if said.keys() == {"const"} else ()
-        )
+        listed = items(said["enum"]) if said.keys() == {"enum"} else [said["const"]] if said.keys() == {"const"} else ()
         other, properties = rest.get("additionalProperties", True), dict(rest.get("properties") or {})
         if listed and "patternProperties" not in rest:
             allowed = {name: other for name in listed if isinstance(name, str)} | properties
@@ -287,7 +285,7 @@ class _Rewriter:
                 "additionalProperties": False,
             }
         pattern = said.get("pattern") if said.keys() == {"pattern"} else _length(said)
-        if (said and not pattern) or set(_items(rest.get("required"))) - properties.keys():
+        if (said and not pattern) or set(items(rest.get("required"))) - properties.keys():
             return node
         if pattern and ("patternProperties" in rest or (properties and other is not True)):
             return node
@@ -337,7 +335,7 @@ class _Rewriter:
         yield node
         if "$ref" in node:
             yield from self._facets(target(self._root, node["$ref"]), depth + 1)
-        for part in _items(node.get("allOf")):
+        for part in items(node.get("allOf")):
             yield from self._facets(part, depth + 1)
 
     def _kinds(self, node: Any, depth: int = 0) -> set[str]:
@@ -348,16 +346,16 @@ class _Rewriter:
             if "type" in facet:
                 named = facet["type"] if isinstance(facet["type"], list) else [facet["type"]]
                 found &= {kind for name in named if isinstance(name, str) for kind in NAMED.get(name, KINDS)}
-            for values in (_items(facet.get("enum")), [facet["const"]] if "const" in facet else []):
+            for values in (items(facet.get("enum")), [facet["const"]] if "const" in facet else []):
                 if values:
                     found &= {kind_of(v) for v in values}
             for word in ("anyOf", "oneOf"):
-                if choices := _items(facet.get(word)):
+                if choices := items(facet.get(word)):
                     found &= {kind for choice in choices for kind in self._kinds(choice, depth + 1)}
         return found
 
     def _required(self, node: Any) -> set[str]:
-        return {n for facet in self._facets(node) for n in _items(facet.get("required")) if isinstance(n, str)}
+        return {n for facet in self._facets(node) for n in items(facet.get("required")) if isinstance(n, str)}
 
     def _values(self, node: Any) -> set[str] | None:
         """The only values a schema allows, spelled; None: it does not list them."""
@@ -436,11 +434,7 @@ def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
 
 
 def _and(node: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return node | {"allOf": [*_items(node.get("allOf")), other]}
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
+    return node | {"allOf": [*items(node.get("allOf")), other]}
 
 
 # ---- strings

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.grammar.expressions import example
-from perilune.grammar.references import SchemaError, target
+from perilune.grammar.references import SchemaError, items, mapping, target
 from perilune.grammar.sizes import is_number
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -71,15 +71,15 @@ class Negation:
             case "const":
                 yield from _unlisted([value])
             case "enum":
-                yield from _unlisted(_items(value))
+                yield from _unlisted(items(value))
             case "not":
                 yield value
             case "allOf":
-                yield from (one for part in _items(value) for one in self.alternatives(part, depth))
+                yield from (one for part in items(value) for one in self.alternatives(part, depth))
             case "anyOf":
-                yield _all([self._none(part, depth) for part in _items(value)])
+                yield _all([self._none(part, depth) for part in items(value)])
             case "oneOf":
-                parts = _items(value)
+                parts = items(value)
                 yield _all([self._none(part, depth) for part in parts])
                 yield from (_all(list(pair)) for pair in itertools.combinations(parts, 2))
             case "if":
@@ -89,14 +89,14 @@ class Negation:
             case "$ref":
                 yield from self.alternatives(target(self._root, value), depth)
             case "dependentSchemas":
-                for name, part in _mapping(value).items():
+                for name, part in mapping(value).items():
                     yield _all([{"type": "object", "required": [name]}, self._none(part, depth)])
             case "prefixItems":
-                for i, part in enumerate(_items(value)):
+                for i, part in enumerate(items(value)):
                     head = [*[{}] * i, self._none(part, depth)]
                     yield {"type": "array", "minItems": i + 1, "prefixItems": head}
             case "items":
-                none, before = self._none(value, depth), [True] * len(_items(node.get("prefixItems")))
+                none, before = self._none(value, depth), [True] * len(items(node.get("prefixItems")))
                 if before:
                     yield {"type": "array", "minItems": len(before) + 1, "prefixItems": [*before, none]}
                 else:
@@ -110,14 +110,14 @@ class Negation:
                     yield {"type": "array", "contains": value, "minContains": int(most) + 1}
             case "additionalProperties":
                 if others := self.alternatives(value, depth):
-                    name = _unnamed(_mapping(node.get("properties")), _mapping(node.get("patternProperties")))
+                    name = _unnamed(mapping(node.get("properties")), mapping(node.get("patternProperties")))
                     yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
             case "properties":
-                for name, part in _mapping(value).items():
+                for name, part in mapping(value).items():
                     if others := self.alternatives(part, depth):
                         yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
             case "patternProperties":
-                for pattern, part in _mapping(value).items():
+                for pattern, part in mapping(value).items():
                     if others := self.alternatives(part, depth):
                         name = example(pattern).decode()
                         if not re.search(pattern, name):
@@ -150,10 +150,10 @@ def _outside(word: str, value: Any) -> Iterator[Any]:
         kind, other = _MOST[word]
         yield {"type": kind, other: int(value) + 1}
     elif word == "required":
-        yield from ({"type": "object", "properties": {name: False}} for name in _items(value))
+        yield from ({"type": "object", "properties": {name: False}} for name in items(value))
     elif word == "dependentRequired":
-        for name, others in _mapping(value).items():
-            for other in _items(others):
+        for name, others in mapping(value).items():
+            for other in items(others):
                 yield {"type": "object", "required": [name], "properties": {other: False}}
 
 
@@ -233,11 +233,3 @@ def _all(parts: Sequence[Any]) -> Any:
 
 def _any(parts: Sequence[Any]) -> Any:
     return False if not parts else parts[0] if len(parts) == 1 else {"anyOf": list(parts)}
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -72,7 +72,7 @@ class _Document:
         self._added: dict[str, Any] = {}
         self._waiting: list[tuple[str, Any, str]] = []  # name, schema, base URI
         for word in DEFINITIONS:
-            for name, value in _mapping(root.get(word)).items():
+            for name, value in mapping(root.get(word)).items():
                 if isinstance(value, Mapping) and _PLAIN.fullmatch(name):
                     self._pointers.setdefault(id(value), f"#/{word}/{name}")
         self._pointers[id(root)] = "#"
@@ -83,7 +83,7 @@ class _Document:
         while self._waiting:
             name, schema, base = self._waiting.pop()
             self._added[name] = self._rewritten(schema, base)
-        return made | {"$defs": {**_mapping(made.get("$defs")), **self._added}} if self._added else made
+        return made | {"$defs": {**mapping(made.get("$defs")), **self._added}} if self._added else made
 
     def _rewritten(self, node: Any, base: str) -> Any:
         if not isinstance(node, Mapping):
@@ -152,7 +152,7 @@ class _Document:
             raise SchemaError(f"$ref {reference!r:.200} names no schema in this one")
         if (plain := self._pointers.get(id(found))) is not None:
             return plain
-        known = _mapping(self._root.get("$defs"))
+        known = mapping(self._root.get("$defs"))
         name = next(name for number in self._numbers if (name := f"ref{number}") not in known)
         self._pointers[id(found)] = f"#/$defs/{name}"
         self._waiting.append((name, found, uri))
@@ -165,7 +165,7 @@ class _Document:
                 found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
                 continue
             base = self._base(found, base) if isinstance(found, Mapping) else base
-            found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
+            found = mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
         return found, base
 
     def _count(self) -> None:
@@ -174,5 +174,11 @@ class _Document:
             raise SchemaError(f"the schema is too large: more than {MAX_PARTS} parts with its references resolved")
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A client's value where a schema has a map; empty for anything else."""
     return value if isinstance(value, Mapping) else {}
+
+
+def items(value: Any) -> list[Any]:
+    """A client's value where a schema has a list; empty for anything else."""
+    return value if isinstance(value, list) else []

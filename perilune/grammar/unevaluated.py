@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.grammar.negation import MAX_DEPTH, Negation
-from perilune.grammar.references import SchemaError, target
+from perilune.grammar.references import SchemaError, items, mapping, target
 
 MAX_BRANCHES = 4  # of an anyOf, all subsets of which are tried
 MAX_WAYS = 32  # in which one schema is satisfied
@@ -82,15 +82,15 @@ class _Ways:
             return [_and_seen(whole, way)]
         if "$ref" in node:
             ways = _product(ways, self.of(target(self._root, node["$ref"]), depth + 1))
-        for part in _items(node.get("allOf")):
+        for part in items(node.get("allOf")):
             ways = _product(ways, self.of(part, depth + 1))
         if "anyOf" in node:
-            ways = _product(ways, self._any(_items(node["anyOf"]), depth + 1))
+            ways = _product(ways, self._any(items(node["anyOf"]), depth + 1))
         if "oneOf" in node:
-            ways = _product(ways, self._one(_items(node["oneOf"]), depth + 1))
+            ways = _product(ways, self._one(items(node["oneOf"]), depth + 1))
         if "if" in node:
             ways = _product(ways, self._condition(node, depth + 1))
-        for name, part in _mapping(node.get("dependentSchemas")).items():
+        for name, part in mapping(node.get("dependentSchemas")).items():
             absent, present = {"properties": {name: False}}, Way(({"required": [name]},))
             ways = _product(ways, [Way((absent,)), *_product([present], self.of(part, depth + 1))])
         return ways
@@ -100,10 +100,10 @@ class _Ways:
         held = {word: value for word, value in node.items() if word not in _APPLIED}
         return Way(
             (held,) if held else (),
-            frozenset(_mapping(node.get("properties"))),
-            frozenset(_mapping(node.get("patternProperties"))),
+            frozenset(mapping(node.get("properties"))),
+            frozenset(mapping(node.get("patternProperties"))),
             "additionalProperties" in node,
-            len(_items(node.get("prefixItems"))),
+            len(items(node.get("prefixItems"))),
             "items" in node,
             (node["contains"],) if "contains" in node else (),
         )
@@ -139,11 +139,3 @@ def _product(some: Sequence[Way], others: Sequence[Way]) -> list[Way]:
     if len(some) * len(others) > MAX_WAYS:
         raise SchemaError(f"unevaluated: more than {MAX_WAYS} combinations of alternatives")
     return [a + b for a in some for b in others]
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
