@@ -26,13 +26,16 @@ class Step:
     called_in_thought: bool = False  # the calls begin without the end of the thought
 
 
-def write(path: Path, tokenizer: Tokenizer, task: str, steps: Sequence[Step], *, tools: bool = True) -> None:
-    """A script of one session. `task`: words inside the user's message. `tools`: only for prompts that declare some."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines(tokenizer, task, steps, tools=tools)))
+def write(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    """A script of these lines, of one session or several."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
 
 
 def lines(tokenizer: Tokenizer, task: str, steps: Sequence[Step], *, tools: bool = True) -> list[dict[str, Any]]:
-    """Last step first, because a prompt holds the results of all steps before it."""
+    """The lines of a session, last step first, because a prompt holds the results of all steps before it.
+
+    `task`: words inside the user's message. `tools`: only for prompts that declare some.
+    """
     asked = [tokenizer.encode(" " + task)] + ([tokenizer.encode("tool_declare")] if tools else [])
     found: list[dict[str, Any]] = []
     first = 0  # counter of the step's first call

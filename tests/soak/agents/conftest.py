@@ -11,7 +11,7 @@ import pytest
 
 from perilune.text.tokenizer import Tokenizer
 from tests.e2e.server import Server
-from tests.session_script import Step, write
+from tests.session_script import Step, lines, write
 
 MODEL = "kimi-k2.6"
 TASK = "repair the function in prices.py until check.py passes"
@@ -70,7 +70,7 @@ def start(kimi_k26: Path, tmp_path: Path) -> Iterator[Start]:
         home.mkdir()
         (folder / "prices.py").write_text(BROKEN)
         (folder / "check.py").write_text(CHECK)
-        write(script, Tokenizer.from_directory(kimi_k26), TASK, steps)
+        write(script, lines(Tokenizer.from_directory(kimi_k26), TASK, steps))
         engine = ("--script", str(script), "--answer-tokens", "16", "--width", "3")
         command = [sys.executable, "-m", "tests.scripted_engine", *engine, "serve", str(kimi_k26), "--port", "0"]
         running.append(Server("--served-model-name", MODEL, command=command))
