@@ -280,6 +280,7 @@ def test_an_empty_schema_is_any_json(server: Server, schema: Any) -> None:
     asked = {"max_tokens": 60, "reasoning_effort": "none", "guided_json": schema, "temperature": 1.5}
     with httpx.Client(base_url=server.url) as client:
         json.loads(ask(client, CHAT, body(CHAT, "Hi", **asked), stream=False).text)
-        for wrong in ("", "{", []):
+        wrongs: list[Any] = ["", "{", []]
+        for wrong in wrongs:
             reply = client.post(CHAT, json={**body(CHAT, "Hi"), "guided_json": wrong})
             assert reply.status_code == 400 and "guided_json" in reply.json()["error"]["message"]

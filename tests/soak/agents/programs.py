@@ -90,9 +90,9 @@ class Program:
 
 
 def _newer_python() -> str | None:
-    """3.12 or 3.13, on the path or beside this Python, where version managers keep others."""
-    beside = sorted(Path(sys.base_prefix).parent.glob("3.1[23].*/bin/python3"))
-    for path in (shutil.which("python3.12"), shutil.which("python3.13"), *map(str, beside)):
+    """3.13 or 3.12 (kimi-cli fails with 3.12.1), on the path or beside this Python, as version managers keep them."""
+    beside = sorted(Path(sys.base_prefix).parent.glob("3.1[23].*/bin/python3"), reverse=True)
+    for path in (shutil.which("python3.13"), *map(str, beside), shutil.which("python3.12")):
         # A version manager may have a stub of that name without the version behind it.
         if path and not subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode:
             return path

@@ -33,7 +33,7 @@ KIMI_CLI = Program("kimi-cli", ["kimi-cli==1.30.0"], newer=True, variables={"KIM
 KIMI_CODE = Program("kimi-code", ["node@22.23.3", "@moonshot-ai/kimi-code@2.1.0"], npm=True)
 MINI = Program(
     "mini-swe-agent",
-    ["mini-swe-agent==2.4.6"],
+    ["mini-swe-agent==2.4.6", "mcp==2.3.0"],  # litellm in it imports mcp and does not require it
     variables={
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
