@@ -27,7 +27,7 @@ tools = [
 by_name = {tool.__name__: tool for tool in TOOLS}
 where = {"model": f"hosted_vllm/{name}", "api_base": f"{url}/v1"}
 if api == "messages":
-    where = {"model": f"anthropic/{name}", "api_base": url, "reasoning_effort": "low", "max_tokens": 8000}
+    where = {"model": f"anthropic/{name}", "api_base": url, "max_tokens": 8000}
 messages = [{"role": "user", "content": task}]
 while True:
     asked = {**where, "api_key": "none", "num_retries": 0, "messages": messages, "tools": tools}
