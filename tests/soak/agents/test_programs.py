@@ -20,6 +20,7 @@ CLAUDE_CODE = Program(
         "ANTHROPIC_AUTH_TOKEN": "none",
         "ANTHROPIC_MODEL": MODEL,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "262144",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     },
 )
@@ -88,7 +89,6 @@ def test_opencode(programs: Path, start: Start, tmp_path: Path) -> None:
         "limit": {"context": 262144, "output": 32768},
         "reasoning": True,
         "tool_call": True,
-        "interleaved": {"field": "reasoning_content"},
     }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
