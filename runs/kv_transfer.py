@@ -176,7 +176,7 @@ def slowdown(engine: Engine, batch: int, context: int, vocab: int, steps: int) -
         engine.submit(Submit(5000 + rid, tuple(rng.randrange(vocab) for _ in range(context)), params))
     for _ in range(40):
         engine.step()
-    tree = engine.scheduler._tree
+    tree = engine.scheduler.blocks.tree
     spare = [tree.allocate() for _ in range(tree.num_free // 2)]
     pages = engine.runner.pages.data
     memory = HostMemory(2 * len(spare), row_bytes([pages]), block_bytes([pages]), pages.device, at_once=2 * len(spare))
