@@ -271,10 +271,10 @@ class EngineClient:
             await self._process.kill(CRASH_SECONDS)
             why = why or f"the engine process ended unexpectedly ({self._process.ending})"
             if not self._supervised:
-                self._lose(f"{why}: see its output above, then restart the server", every=True)
+                self._lose(f"{why}: see its output above, then start it again", every=True)
                 return
             log.error("%s; it is started again", why)
-            self._lose(f"{why} while it answered: send the request again", every=False)
+            self._lose(f"{why}. It starts again by itself: send the request again", every=False)
             self._fruitless = 0 if self._process.stepped else self._fruitless + 1
             await self._start_again()
 

@@ -141,7 +141,8 @@ class _Rank:
 class Ranks:
     """All but rank 0. Orders come from one thread at a time.
 
-    on_failure  called once, from a thread of this class, with the reason, before `check` knows it
+    on_failure  called once, from a thread of this class, with the reason, before `check` knows it. It does not ask to
+                start the engine again, as `check` does: a server does that by itself
     """
 
     def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
@@ -322,12 +323,12 @@ class Ranks:
         with self._lock:
             if self.failure is not None or self._closing:
                 return
-            why = f"the engine stopped: {why}; its other ranks were ended too: start it again"
+            why = f"the engine stopped: {why}; its other ranks were ended too"
             for rank in self._ranks:
                 rank.process.kill()
             if self.on_failure is not None:
                 self.on_failure(why)
-            self.failure = why
+            self.failure = f"{why}: start it again"
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         self._over.set()

@@ -155,8 +155,6 @@ class Generation:
                             code="deadline_exceeded",
                             status=504,
                         )
-                    if delta.finish_reason == "cancelled":
-                        raise EngineError("the engine is shutting down")
                     for piece in delta.singly() if self.params.stop else (delta,):
                         self.completion_tokens += len(piece.tokens)
                         account.add_output(len(piece.tokens))
