@@ -144,6 +144,7 @@ class EngineInfo:
     ep: int = 1  # of these, how many share out whole experts
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+    pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
 
     @property
     def marks(self) -> dict[str, str | float | None]:

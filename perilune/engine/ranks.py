@@ -170,6 +170,10 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="perilune-ranks", daemon=True)
         self._watcher.start()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(rank.process.pid for rank in self._ranks)
+
     # ---- orders
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:

@@ -83,7 +83,7 @@ class Service:
         self.model = config.served_model_name or engine.info.model
         self.keys = Keyring(config.api_key, config.api_key_file)
         self.metrics = Metrics()
-        self.metrics.watch(engine.info, lambda: engine.stats, lambda: engine.alive, self.keys, self.model)
+        self.metrics.watch(engine, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
         self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()
