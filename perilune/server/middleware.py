@@ -147,15 +147,14 @@ class ClientLimit:
 
     def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app
-        self.limit = limit
-        self.limiter = Limiter()
+        self.limiter = Limiter(limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
         try:
-            end = self.limiter.take((scope.get("client") or ("",))[0], self.limit)
+            end = self.limiter.take((scope.get("client") or ("",))[0])
         except RequestError as e:
             await errors.response(e)(scope, receive, send)
             return
