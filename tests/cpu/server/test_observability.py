@@ -221,6 +221,19 @@ def test_no_secret_is_ever_logged(form: str, tmp_path: Path) -> None:
         assert text and KEY not in text and KEY[:20] not in text
 
 
+def test_probes_are_no_lines_unless_they_fail() -> None:
+    async def test(s: Served) -> None:
+        for path in ("/health", "/health/ready", "/health/live", "/metrics", "/", "/v1/models"):
+            assert (await s.client.get(path)).status == 200
+        s.engine.alive = False
+        await s.client.get("/health/ready")
+
+    said = captured("text", "info", lambda: serve(test)).splitlines()
+    asked = [found[1] for line in said if (found := re.search(r"GET (\S+ \d+)", line))]
+    assert asked == ["/ 200", "/v1/models 200", "/health/ready 503"]
+    assert captured("text", "debug", lambda: serve(test)).count(" 200 ") == 6
+
+
 # ---- the audit log
 
 
