@@ -193,7 +193,7 @@ class ServerConfig:
     client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
     client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
     default_max_tokens: int | None = _doc(
-        "tokens that a chat answer may have whose request names no limit; default: as many as the context has room for",
+        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
         None,
     )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)

@@ -32,8 +32,8 @@ OFFLOAD_BYTES = 16_384  # input from which work leaves the event loop: tokenizin
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's text side. `generation_config`: the checkpoint's own sampling defaults. `default_max_tokens`: of a
-    chat answer whose request names no limit; None: as many as there is room for."""
+    """The model's text side. `generation_config`: the checkpoint's own sampling defaults. `default_max_tokens`: of
+    chat answers to requests without a limit; None: as many as there is room for."""
 
     tokenizer: Tokenizer
     template: ChatTemplate

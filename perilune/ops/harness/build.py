@@ -264,7 +264,7 @@ def _scratch(directory: Path) -> Iterator[str]:
 
 
 def sweep(directory: Path) -> None:
-    """Removes folders of builds whose process was killed."""
+    """Removes folders of builds that were killed."""
     for folder in directory.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
             held = os.open(folder, os.O_RDONLY)

@@ -190,7 +190,7 @@ def test_a_stop_string_ends_the_turn_and_frees_the_engine(width: int) -> None:
     serve(test, answer="one END two", width=width)
 
 
-def test_a_default_for_answers_whose_request_names_no_limit() -> None:
+def test_a_default_for_requests_without_a_limit() -> None:
     async def test(s: Served) -> None:
         for path in (CHAT, "/v1/responses"):
             body = {"messages": HELLO} if path == CHAT else {"input": "Hi"}
