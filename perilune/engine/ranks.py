@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError, EngineError
+from perilune.core.errors import ConfigError, EngineError, signal_note
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
 from perilune.dist.slicing import Slicing
@@ -383,7 +383,7 @@ def _ending(process: "subprocess.Popen[bytes]") -> str:
         code = process.wait(BEAT_SECONDS)
     except subprocess.TimeoutExpired:
         return "closed its connection"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"ended by {signal.Signals(-code).name}{signal_note(code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def report(kind: str, **values: Any) -> bytes:
