@@ -32,7 +32,7 @@ _END = b"\r\n\r\n"
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]")  # bare LF or CR, folded line
 _QUOTED = re.compile(r"bytearray\(b(?=['\"])(.*)\)", re.DOTALL)  # how h11 quotes a line
 _ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)  # of a target as proxies are sent it
-_TLS_RECORD = 0x16  # first byte of a client that speaks TLS
+_TLS_RECORD = b"\x16"  # first byte of a client that speaks TLS
 _WITHOUT_BODY_STATUSES = (204, 304)
 
 Message = MutableMapping[str, Any]
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
             del self._head[:2]
             seen = 0
         if self._head and self._head != b"\r" and not self._head[:1].isalpha():
-            why = "this port speaks HTTP, not HTTPS" if self._head[0] == _TLS_RECORD else "it begins with no method"
+            why = "this port speaks HTTP, not HTTPS" if self._head.startswith(_TLS_RECORD) else "it begins with no method"
             self._refuse(_malformed(why))
             return
         end = self._head.find(_END)
