@@ -135,7 +135,9 @@ class Connection(asyncio.Protocol):
             del self._head[:2]
             seen = 0
         if self._head and self._head != b"\r" and not self._head[:1].isalpha():
-            why = "this port speaks HTTP, not HTTPS" if self._head.startswith(_TLS_RECORD) else "it begins with no method"
+            why = (
+                "this port speaks HTTP, not HTTPS" if self._head.startswith(_TLS_RECORD) else "it begins with no method"
+            )
             self._refuse(_malformed(why))
             return
         end = self._head.find(_END)
