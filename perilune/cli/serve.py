@@ -57,6 +57,7 @@ log = logging.getLogger("perilune.server")
     "host",
     "port",
     "served_model_name",
+    "default_max_tokens",
     "max_waiting",
     "chat_template",
     "vendor_strict",

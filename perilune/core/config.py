@@ -200,6 +200,10 @@ class ServerConfig:
     )
     client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
     client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
+    default_max_tokens: int | None = _doc(
+        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
+        None,
+    )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
         "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
@@ -240,6 +244,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         for name in (
+            "default_max_tokens",
             "max_waiting",
             "max_body_mb",
             "body_memory_mb",

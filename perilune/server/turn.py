@@ -147,7 +147,7 @@ def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bo
     ids = body.truncated(prompt.ids, wanted, info.max_model_len)
     params = body.sampling(
         defaults,
-        max_tokens=fit(ids, wanted, info, "messages"),
+        max_tokens=fit(ids, text.default_max_tokens if wanted is None else wanted, info, "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
