@@ -16,6 +16,7 @@ from perilune.core.errors import PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
 from perilune.server.call import current
+from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
 from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe
 from perilune.server.openai.chat import chat_completions
@@ -55,6 +56,7 @@ def build_app(service: Service) -> Starlette:
         Route("/health/ready", health, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/metrics", metrics_page, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
     ]
     app = Starlette(
         routes=routes,

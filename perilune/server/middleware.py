@@ -17,7 +17,7 @@ from perilune.server.limits import BodyBudget, BodyShare, Limit, Limiter
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 
-OPEN = ("/", "/health", "/health/ready", "/health/live")
+OPEN = ("/", "/openapi.json", "/health", "/health/ready", "/health/live")
 # What browsers must not do with an answer. The page at / has a content policy of its own.
 SECURITY = (
     (b"x-content-type-options", b"nosniff"),

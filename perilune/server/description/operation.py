@@ -1,0 +1,255 @@
+"""Every endpoint: what it is for, the type of its body, what it answers and one request to try."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from perilune.server.anthropic.protocol import CountBody, MessagesBody
+from perilune.server.body import RequestBody
+from perilune.server.description import answers
+from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from perilune.server.responses.protocol import ResponsesBody
+
+HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
+_QUESTION = {"role": "user", "content": "What is 347 + 589?"}
+_READS_MODEL = "Anthropic's clients, known by the header anthropic-version, get the form of their API."
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the query, or a header."""
+
+    name: str
+    schema: Mapping[str, Any]
+    meaning: str
+    place: str = "query"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A route and method.
+
+    body      type of the request's body; None: it has none
+    answer    type of the answer with status 200, or the media type of one that is not JSON
+    other     a second form of the answer
+    event     type of the events' data where `stream: true` is known; `events` the names that events have
+    errors    statuses of errors besides those of every endpoint
+    example   body of a request to try; `path_example` is its path, if the path has parameters
+    """
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    meaning: str = ""
+    body: type[RequestBody] | None = None
+    answer: type[BaseModel] | str
+    other: type[BaseModel] | None = None
+    event: type[BaseModel] | None = None
+    events: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    example: Mapping[str, Any] | None = None
+    path_example: str | None = None
+    example_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+GENERATES = (429, 500, 503, 504)
+ID_UNKNOWN = (404,)
+ANTHROPIC_VERSION = Parameter(
+    "anthropic-version", {"type": "string"}, "a date; its presence asks for Anthropic's form", "header"
+)
+RESPONSE_EVENTS = (
+    *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
+    *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
+    *(f"response.{name}" for name in ("content_part.added", "content_part.done")),
+    *(f"response.{part}.{when}" for part in ("output_text", "reasoning_text") for when in ("delta", "done")),
+    *(f"response.function_call_arguments.{when}" for when in ("delta", "done")),
+)
+MESSAGE_EVENTS = (
+    "message_start",
+    "ping",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "error",
+)
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        tag="chat",
+        summary="The next message of a conversation",
+        meaning="OpenAI's API, with the fields of vLLM. A thought comes as reasoning_content.",
+        body=ChatBody,
+        answer=answers.ChatCompletion,
+        event=answers.ChatCompletionChunk,
+        errors=GENERATES,
+        example={"messages": [_QUESTION], "max_tokens": 400},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions",
+        tag="completions",
+        summary="The continuation of a text",
+        meaning="The prompt is taken as it is: no chat template, control tokens included.",
+        body=CompletionBody,
+        answer=answers.Completion,
+        event=answers.CompletionChunk,
+        errors=GENERATES,
+        example={"prompt": "The capital of Norway is", "max_tokens": 8, "temperature": 0},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        tag="responses",
+        summary="The next response of a conversation",
+        meaning="Finished responses are kept for the API key that made them, until newer ones need the room: "
+        "previous_response_id continues one.",
+        body=ResponsesBody,
+        answer=answers.Response,
+        events=RESPONSE_EVENTS,
+        errors=GENERATES,
+        example={"input": "What is 347 + 589?", "instructions": "Answer briefly.", "max_output_tokens": 400},
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}",
+        tag="responses",
+        summary="A stored response",
+        answer=answers.Response,
+        errors=ID_UNKNOWN,
+        parameters=(Parameter("stream", {"type": "boolean"}, "refused: a stored response comes whole"),),
+        path_example="/v1/responses/resp_1",
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        tag="responses",
+        summary="Forgets a stored response",
+        answer=answers.DeletedResponse,
+        errors=ID_UNKNOWN,
+        path_example="/v1/responses/resp_1",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages",
+        tag="messages",
+        summary="The next message, as Anthropic's API has it",
+        body=MessagesBody,
+        answer=answers.Message,
+        events=MESSAGE_EVENTS,
+        errors=GENERATES,
+        example={"max_tokens": 400, "messages": [_QUESTION]},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        tag="messages",
+        summary="Tokens of the prompt that such a request makes",
+        body=CountBody,
+        answer=answers.TokenCount,
+        example={"messages": [_QUESTION]},
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models",
+        tag="models",
+        summary="The served model, what it can do, and how it samples by itself",
+        meaning=_READS_MODEL,
+        answer=answers.ModelList,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models/{model}",
+        tag="models",
+        summary="The served model by its name",
+        meaning=_READS_MODEL,
+        answer=answers.Model,
+        errors=ID_UNKNOWN,
+        path_example="/v1/models/kimi-nano",
+    ),
+    Operation(
+        method="POST",
+        path="/tokenize",
+        tag="tokens",
+        summary="Token ids of a text or of a conversation",
+        body=TokenizeBody,
+        answer=answers.Tokens,
+        example={"prompt": "Hello", "return_token_strs": True},
+    ),
+    Operation(
+        method="POST",
+        path="/detokenize",
+        tag="tokens",
+        summary="The text of token ids",
+        body=DetokenizeBody,
+        answer=answers.Detokenized,
+        example={"tokens": [72, 101]},
+    ),
+    Operation(
+        method="GET",
+        path="/tokenizer_info",
+        tag="tokens",
+        summary="The tokenizer's kind and end tokens",
+        answer=answers.TokenizerInfo,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/usage",
+        tag="server",
+        summary="What the key of the request has used since the server's start",
+        meaning="A key with operator = true gets every key's.",
+        answer=answers.UsageReport,
+    ),
+    Operation(
+        method="GET",
+        path="/health",
+        tag="server",
+        summary="200 while requests are taken, else 503",
+        answer=answers.Status,
+        errors=(503,),
+    ),
+    Operation(
+        method="GET",
+        path="/health/ready",
+        tag="server",
+        summary="The same as /health: the probe of readiness",
+        answer=answers.Status,
+        errors=(503,),
+    ),
+    Operation(
+        method="GET",
+        path="/health/live",
+        tag="server",
+        summary="200 while the server process answers: the probe of liveness",
+        answer=answers.Status,
+    ),
+    Operation(
+        method="GET",
+        path="/metrics",
+        tag="server",
+        summary="Counts and times in Prometheus' text form",
+        meaning="With keys, only for one with operator = true.",
+        answer=PLAIN,
+    ),
+    Operation(
+        method="GET",
+        path="/openapi.json",
+        tag="server",
+        summary="This description, OpenAPI 3.1",
+        answer=JSON,
+    ),
+    Operation(
+        method="GET",
+        path="/",
+        tag="server",
+        summary="A page to talk with the model",
+        answer=HTML,
+    ),
+)

@@ -1,0 +1,239 @@
+"""/openapi.json and docs/http-api.md: complete, true for every command of the page, and served to anyone."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.routing import Route
+
+from perilune.core.config import ServerConfig
+from perilune.server.app import build_app
+from perilune.server.description import meanings
+from perilune.server.description.document import ERRORS, bodies, document, meaning, names
+from perilune.server.description.operation import OPERATIONS, Operation
+from perilune.server.service import Service
+from runs.docs import http_api
+from tests.serving import BYTES, CALL, TEMPLATE, WEATHER, FakeEngine, Reply, Served, serve
+
+PAGE = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
+COMMANDS = re.findall(r"^curl .*$", PAGE, re.M)
+DOCUMENT = document()
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, which takes no field that it does not have."""
+    if isinstance(schema, list):
+        return [closed(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(value) for key, value in schema.items()}
+    return made | {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else made
+
+
+def check(reply: Any, o: Operation, status: int = 200) -> None:
+    """An answer is as the document says, with no field left over."""
+    described = DOCUMENT["paths"][o.path][o.method.lower()]["responses"][str(status)]
+    if "$ref" in described:
+        described = DOCUMENT["components"]["responses"][described["$ref"].rpartition("/")[2]]
+    schema = described["content"]["application/json"]["schema"]
+    whole = {**schema, "components": {"schemas": closed(DOCUMENT["components"]["schemas"])}}
+    jsonschema.Draft202012Validator(whole).validate(reply)
+
+
+def operation(method: str, path: str) -> Operation:
+    return next(o for o in OPERATIONS if (o.method, o.path) == (method, path))
+
+
+def routes() -> list[Route]:
+    app = build_app(Service(FakeEngine(), BYTES, TEMPLATE, ServerConfig()))
+    return [route for route in app.routes if isinstance(route, Route)]
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    served = {(m, re.sub(r":\w+", "", r.path)) for r in routes() for m in (r.methods or set()) - {"HEAD"}}
+    assert served == {(o.method, o.path) for o in OPERATIONS} and len(OPERATIONS) == len(served)
+
+
+def test_every_field_has_a_meaning_and_every_meaning_a_field() -> None:
+    used = set()
+    for kind in bodies():
+        for field in kind.model_fields:
+            own = f"{names()[kind]}.{field}"
+            assert meaning(names()[kind], field)
+            used |= {own if own in meanings.MEANINGS else field}
+    assert used == set(meanings.MEANINGS)
+    fields = {f"{names()[kind]}.{f}" for kind in bodies() for f in kind.model_fields}
+    assert {s for s in meanings.SHAPES if "." in s} <= fields
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (v for k, v in value.items() if k == "$ref")
+        for inner in value.values():
+            yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_the_document_is_whole() -> None:
+    for reference in references(DOCUMENT):
+        at: Any = DOCUMENT
+        for step in reference.removeprefix("#/").split("/"):
+            at = at[step]
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    ids = [o["operationId"] for path in DOCUMENT["paths"].values() for o in path.values()]
+    assert len(set(ids)) == len(ids) == len(OPERATIONS)
+    forms = [s for kind in (o.answer for o in OPERATIONS) if isinstance(kind, type) for s in [kind.__name__]]
+    assert not set(names().values()) & set(forms), "a body and an answer share a name"
+
+
+def test_anyone_may_read_it() -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.get("/openapi.json")
+        assert reply.status == 200 and reply.json == json.loads(json.dumps(DOCUMENT))
+        assert "sesame" not in reply.text
+        assert (await s.client.get("/v1/models")).status == 401
+
+    serve(test, api_key="sesame")
+
+
+async def sent(s: Served, command: str) -> tuple[Operation, Reply]:
+    """The reply to a command of the page. Ids in it stand for those of objects that exist."""
+    words = shlex.split(command)
+    assert words[0] == "curl"
+    method, path, data = "GET", "", b""
+    at = 1
+    while at < len(words):
+        if words[at] == "-X":
+            method, at = words[at + 1], at + 2
+        elif words[at] == "-H":
+            name, _, value = words[at + 1].partition(": ")
+            s.client.headers[name] = value
+            at += 2
+        elif words[at] == "-d":
+            method, data, at = "POST", words[at + 1].encode(), at + 2
+        else:
+            path, at = words[at].removeprefix(http_api.BASE) or "/", at + 1
+    o = next(o for o in OPERATIONS if http_api.curl(o) == command)
+    if "resp_1" in path:
+        made = await s.client.post("/v1/responses", {"input": "Hi"})
+        path = path.replace("resp_1", made.json["id"])
+    return o, await s.client.request(method, path, [data])
+
+
+def test_the_page_has_a_command_for_each_endpoint() -> None:
+    assert COMMANDS == [http_api.curl(o) for o in OPERATIONS]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.removeprefix("curl ").split(" -H")[0])
+def test_a_command_of_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[type] = []
+    receive = Service.receive
+
+    async def spy(self: Service, request: Any, kind: Any) -> Any:
+        received.append(kind)
+        return await receive(self, request, kind)
+
+    monkeypatch.setattr(Service, "receive", spy)
+
+    async def test(s: Served) -> None:
+        o, reply = await sent(s, command)
+        assert reply.status == 200, reply.text
+        content = DOCUMENT["paths"][o.path][o.method.lower()]["responses"]["200"]["content"]
+        assert reply.headers["content-type"].partition(";")[0] in content
+        assert received[-1:] == ([o.body] if o.body else []) or "resp_1" in command
+        if isinstance(o.answer, type):
+            check(reply.json, o)
+
+    serve(test, answer="Let me see.</think>Hello", served_model_name="kimi-nano")
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "answer"),
+    [
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}, "</think>Hi"),
+        ("/v1/chat/completions", {"prompt_logprobs": 1, "n": 2}, "a</think>Hi"),
+        ("/v1/chat/completions", {"tools": [WEATHER]}, "Hm</think>" + CALL.format(0)),
+        ("/v1/completions", {"logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True}, "Hi"),
+        ("/v1/responses", {"max_output_tokens": 3, "metadata": {"a": "b"}, "text": {"format": {"type": "text"}}}, "Hello"),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", **WEATHER["function"]}], "reasoning": {"effort": "low"}},
+            "Hm</think>" + CALL.format(0),
+        ),
+        ("/v1/messages", {"tools": [{"name": "get_weather", "input_schema": {}}]}, CALL.format(0)),
+        ("/v1/messages", {"stop_sequences": ["l"]}, "Hello"),
+    ],
+)  # fmt: skip
+def test_rich_answers_and_their_events_are_described(path: str, change: dict[str, Any], answer: str) -> None:
+    async def test(s: Served) -> None:
+        o = operation("POST", path)
+        body = {**(o.example or {}), **change}
+        reply = await s.client.post(path, body)
+        assert reply.status == 200, reply.text
+        check(reply.json, o)
+        if o.event is not None:
+            assert not isinstance(o.answer, str)
+            if "prompt_logprobs" in body:
+                del body["prompt_logprobs"]
+            schema = {"$ref": f"#/components/schemas/{o.event.__name__}"}
+            whole = {**schema, "components": {"schemas": closed(DOCUMENT["components"]["schemas"])}}
+            streamed = await s.client.post(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+            for chunk in streamed.chunks:
+                jsonschema.Draft202012Validator(whole).validate(chunk)
+        else:
+            streamed = await s.client.post(path, {**body, "stream": True})
+            assert set(re.findall(r"^event: (.+)$", streamed.text, re.M)) <= set(o.events)
+
+    serve(test, answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("/v1/chat/completions", {"messages": 5}, {}, 400),
+        ("/v1/messages", {"messages": []}, {}, 400),
+        ("/v1/chat/completions", {"messages": [], "model": "other"}, {}, 404),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_0"}, {}, 404),
+        ("/v1/messages", {}, {"content-type": "text/plain"}, 415),
+        ("/tokenize", {"prompt": "a"}, {"content-type": "application/x-www-form-urlencoded"}, 415),
+    ],
+)
+def test_errors_are_described(path: str, body: Any, headers: dict[str, str], status: int) -> None:
+    async def test(s: Served) -> None:
+        s.client.headers.update(headers)
+        reply = await s.client.post(path, body)
+        assert reply.status == status and status in ERRORS and reply.headers["x-request-id"]
+        check(reply.json, operation("POST", path), status)
+
+    serve(test)
+
+
+@pytest.mark.parametrize("declared", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"])
+def test_json_may_be_declared_as_such(declared: str) -> None:
+    async def test(s: Served) -> None:
+        s.client.headers["content-type"] = declared
+        assert (await s.client.post("/tokenize", {"prompt": "a"})).status == 200
+
+    serve(test)
+
+
+def test_a_body_of_another_type_is_refused_before_it_is_read() -> None:
+    """A web page may send text/plain to any address without asking the server: it must not cost a generation."""
+
+    async def test(s: Served) -> None:
+        s.client.headers["content-type"] = "text/plain"
+        reply = await s.client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert reply.status == 415 and s.engine.seen == []
+        assert reply.error["message"] == (
+            "the body is declared as 'text/plain': send JSON with 'Content-Type: application/json'"
+        )
+
+    serve(test)
