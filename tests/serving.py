@@ -200,7 +200,8 @@ class Client:
         return await self.request("POST", path, [data], **more)
 
     async def get(self, path: str) -> Reply:
-        return await self.request("GET", path, [b""])
+        path, _, query = path.partition("?")
+        return await self.request("GET", path, [b""], query=query)
 
     async def request(
         self,
@@ -210,6 +211,7 @@ class Client:
         *,
         leave: asyncio.Event | None = None,
         got: Callable[[bytes], None] = lambda piece: None,
+        query: str = "",
     ) -> Reply:
         reply = Reply(0, {}, [])
         parts = iter([{"type": "http.request", "body": b, "more_body": i + 1 < len(body)} for i, b in enumerate(body)])
@@ -236,7 +238,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),

@@ -23,7 +23,8 @@ from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
 from perilune.server.page.page import page
-from perilune.server.responses.api import create_response, response_by_id
+from perilune.server.responses.api import cancel_response, create_response, input_items, response_by_id
+from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import ModelText, Service
 from perilune.server.sse import CLIENT_GONE
@@ -44,6 +45,8 @@ def build_app(service: Service) -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
@@ -78,6 +81,7 @@ def build_app(service: Service) -> Starlette:
     )
     app.state.service = service
     app.state.responses = ResponseStore()
+    app.state.jobs = Jobs(service)
     return app
 
 
@@ -113,6 +117,8 @@ async def models(request: Request) -> Response:
     service: Service = request.app.state.service
     allowed = current().account.grant.models
     data = [_describe(service)] if allowed is None or service.model in allowed else []
+    if messages.VERSION in request.headers:
+        return json_response(messages.model_page([messages.model(m) for m in data], request.query_params))
     return json_response({"object": "list", "data": data})
 
 
@@ -120,7 +126,8 @@ async def model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(request.path_params["model"])
     current().account.check_model(service.model)
-    return json_response(_describe(service))
+    described = _describe(service)
+    return json_response(messages.model(described) if messages.VERSION in request.headers else described)
 
 
 async def health(request: Request) -> Response:

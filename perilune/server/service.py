@@ -105,6 +105,12 @@ class Service:
         self.drain()
         self.stopping.set()
 
+    def report(self, call: Call) -> None:
+        """What the observers see of a call that ends now: of work that outlives the request that began it."""
+        call.ended, call.status = time.perf_counter(), 200 if call.error is None else 500
+        for observer in self.observers:
+            observer(call)
+
     def check_ready(self) -> None:
         """EngineError unless generations are taken."""
         self.admission.check_open()

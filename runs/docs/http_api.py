@@ -43,7 +43,8 @@ def objects() -> str:
 
 def curl(o: Operation) -> str:
     """A command that sends the operation's example."""
-    parts = ["curl", *([] if o.method in ("GET", "POST") else ["-X", o.method]), BASE + (o.path_example or o.path)]
+    implied = "GET" if o.example is None else "POST"
+    parts = ["curl", *([] if o.method == implied else ["-X", o.method]), BASE + (o.path_example or o.path)]
     for name, value in o.example_headers.items():
         parts += ["-H", f"{name}: {value}"]
     if o.example is not None:
@@ -118,8 +119,7 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _type(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return name
+        return str(schema["$ref"].rpartition("/")[2])
     if "anyOf" in schema:
         found = [_type(s) for s in schema["anyOf"]]
         return " or ".join(dict.fromkeys(f for f in found if f != "null")) or "null"

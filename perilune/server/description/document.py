@@ -20,7 +20,7 @@ from perilune.server.fields import Refused
 from perilune.server.middleware import OPEN
 
 _REF = "#/components/schemas/"
-WITH_BODY = (400, 404, 408, 413, 415, 503)  # errors of every endpoint that reads a body
+BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # errors of every endpoint that reads a body
 ERRORS: Mapping[int, str] = {
     400: "A field is wrong; `param` names it, the message says what to send instead.",
     401: "The API key is missing, wrong or expired.",
@@ -71,7 +71,11 @@ def document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**_bodies(), **_answers()},
-            "responses": {_name(status, form): _error(status, form) for status in ERRORS for form in _FORMS},
+            "responses": {
+                _name(status, forms): _error(status, forms)
+                for status in ERRORS
+                for forms in (_FORMS[:1], _FORMS[1:], _FORMS)
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -80,20 +84,21 @@ def document() -> dict[str, Any]:
     }
 
 
-_FORMS: tuple[type[BaseModel], ...] = (answers.Error, answers.MessagesError)
+Forms = tuple[type[BaseModel], ...]
+_FORMS: Forms = (answers.Error, answers.MessagesError)
 
 
 def _operation(o: Operation) -> dict[str, Any]:
-    form = answers.MessagesError if o.path.startswith("/v1/messages") else answers.Error
+    forms = (answers.MessagesError,) if o.path.startswith("/v1/messages") else _FORMS if o.other else _FORMS[:1]
     is_open = o.path in OPEN
-    statuses = {*o.errors, *(WITH_BODY if o.body else ()), *(() if is_open else (401, 403, 429))}
+    statuses = {*o.errors, *(BODY_ERRORS if o.body else ()), *(() if is_open else (401, 403, 429))}
     made: dict[str, Any] = {
         "tags": [o.tag],
         "summary": o.summary,
         "operationId": re.sub(r"\W+", "_", f"{o.method.lower()}{o.path}").strip("_"),
         "responses": {
             "200": {"description": "The answer.", "headers": _headers("x-request-id"), "content": _content(o)},
-            **{str(s): {"$ref": f"#/components/responses/{_name(s, form)}"} for s in sorted(statuses)},
+            **{str(s): {"$ref": f"#/components/responses/{_name(s, forms)}"} for s in sorted(statuses)},
         },
         "security": [{}] if is_open else [{"bearer": []}, {"x-api-key": []}, {}],
     }
@@ -120,24 +125,34 @@ def _content(o: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": {"anyOf": forms} if len(forms) > 1 else forms[0]}}
     if o.event is not None:
         about = f"With stream: true. The data of an event is a {o.event.__name__}, of the last one [DONE]."
-        content[EVENTS] = {"schema": {"type": "string", "description": about}}
+        content[EVENTS] = {"schema": _event(about, o.event)}
     elif o.events:
         about = f"With stream: true. Events: {', '.join(o.events)}."
-        content[EVENTS] = {"schema": {"type": "string", "description": about}}
+        content[EVENTS] = {"schema": {**_event(about), "required": ["event", "data"]}}
+        content[EVENTS]["schema"]["properties"]["event"] = {"enum": [*o.events]}
     return content
+
+
+def _event(about: str, kind: type[BaseModel] | None = None) -> dict[str, Any]:
+    """The schema of one event of a stream; those of a `kind` end with [DONE]."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON}
+    if kind is not None:
+        data = {"anyOf": [{"const": "[DONE]"}, {**data, "contentSchema": {"$ref": _REF + kind.__name__}}]}
+    return {"type": "object", "description": about, "properties": {"data": data}, "required": ["data"]}
 
 
 def _headers(*names: str) -> dict[str, Any]:
     return {name: {"description": HEADERS[name], "schema": {"type": "string"}} for name in names}
 
 
-def _name(status: int, form: type[BaseModel]) -> str:
-    return f"{form.__name__}{status}"
+def _name(status: int, forms: Forms) -> str:
+    return f"{'Or'.join(form.__name__ for form in forms)}{status}"
 
 
-def _error(status: int, form: type[BaseModel]) -> dict[str, Any]:
+def _error(status: int, forms: Forms) -> dict[str, Any]:
     headers = _headers("x-request-id", *(("retry-after",) if status in (429, 503) else ()))
-    content = {JSON: {"schema": {"$ref": _REF + form.__name__}}}
+    found = [{"$ref": _REF + form.__name__} for form in forms]
+    content = {JSON: {"schema": {"anyOf": found} if len(found) > 1 else found[0]}}
     return {"description": ERRORS[status], "headers": headers, "content": content}
 
 

@@ -1,13 +1,14 @@
-"""What each declared field of a request asks for, in one sentence, and the form of the objects that are checked by hand.
+"""What each declared field of a request asks for, in one sentence, and the form of the objects that are checked by
+hand.
 
-A key is a field's name, or BODY.name where a body means something else by it. A test holds the table against the bodies:
-every declared field has an entry, and no entry is left over.
+A key is a field's name, or BODY.name where a body means something else by it. A test holds the table against the
+bodies: every declared field has an entry, and no entry is left over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perilune.core.sampling import MAX_LOGPROBS, MAX_STOPS
+from perilune.core.sampling import MAX_BAD_WORDS, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOPS
 from perilune.server.openai.protocol import MAX_DEADLINE_SECONDS, MAX_PRIORITIES, MAX_SALT_CHARS
 
 _ECHO = "a text about the request that the answer repeats"
@@ -120,78 +121,147 @@ MEANINGS: Mapping[str, str] = {
     "disable_parallel_tool_use": "true: at most one call in an answer",
 }
 
-_TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _NULL = {"type": "null"}
+_TEXT_OR_PARTS: list[Mapping[str, Any]] = [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
 _SCHEMA = {"type": "object", "description": "a JSON schema"}
-_FUNCTION = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"anyOf": [_SCHEMA, _NULL]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["name"],
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+
+
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def _list(item: Mapping[str, Any], least: int = 0, most: int | None = None) -> dict[str, Any]:
+    made = {"type": "array", "items": item, "minItems": least}
+    return made if most is None else {**made, "maxItems": most}
+
+
+def _or_null(*forms: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*forms, _NULL]}
+
+
+def _number(low: float | None = None, high: float | None = None, *, kind: str = "number") -> dict[str, Any]:
+    bounds = {"minimum": low, "maximum": high}
+    return _or_null({"type": kind} | {name: bound for name, bound in bounds.items() if bound is not None})
+
+
+def _whole(low: int | None = None, high: int | None = None) -> dict[str, Any]:
+    return _number(low, high, kind="integer")
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_FUNCTION = _object(
+    ["name"],
+    name=_NAME,
+    description={"type": ["string", "null"]},
+    parameters=_or_null(_SCHEMA),
+    strict={"type": ["boolean", "null"]},
+)
+_ID = {"type": "integer", "minimum": 0}
+_CHAT_MESSAGE = _object(
+    ["role"],
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content=_or_null(*_TEXT_OR_PARTS),
+    tool_calls={"type": ["array", "null"], "description": "of the assistant's"},
+    tool_call_id={"type": ["string", "null"], "description": "of a tool's: the call that it answers"},
+    reasoning_content={"type": ["string", "null"], "description": "the assistant's thought"},
+)
+_CHAT_TOOLS = _or_null(_list(_object(["type", "function"], type={"const": "function"}, function=_FUNCTION)))
+_MESSAGE = _object(
+    ["role", "content"], role={"enum": ["user", "assistant", "system"]}, content={"anyOf": _TEXT_OR_PARTS}
+)
+_JSON_SCHEMA = {"anyOf": [_SCHEMA, {"type": "boolean"}, {"type": "string", "description": "the same as JSON text"}]}
+_GUIDES = {
+    "json": _or_null(_JSON_SCHEMA),
+    "regex": _or_null(_TEXT),
+    "choice": _or_null(_list(_TEXT, 1, 1024)),
+    "grammar": _or_null(_TEXT),
 }
-_CHAT_MESSAGES = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
-            "content": {"anyOf": [*_TEXT_OR_PARTS["anyOf"], _NULL]},
-            "tool_calls": {"type": ["array", "null"], "description": "of the assistant's"},
-            "tool_call_id": {"type": ["string", "null"], "description": "of a tool's: the call that it answers"},
-            "reasoning_content": {"type": ["string", "null"], "description": "the assistant's thought"},
-        },
-        "required": ["role"],
-    },
-}
-_CHAT_TOOLS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-        "required": ["type", "function"],
-    },
-}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, _NULL]}
-# JSON schemas where a body's own type says less: BODY.name, or a name of every body.
+_PENALTY = _number(-2, 2)
+# JSON schemas where a body's own type says less: BODY.name, or a name of every body. Tests send what lies just inside
+# and just outside of each bound.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "stop": _STRINGS,
-    "bad_words": _STRINGS,
-    "ChatBody.messages": {**_CHAT_MESSAGES, "minItems": 1},
-    "ChatBody.tools": {"anyOf": [_CHAT_TOOLS, _NULL]},
-    "TokenizeBody.messages": {"anyOf": [_CHAT_MESSAGES, _NULL]},
-    "TokenizeBody.tools": {"anyOf": [_CHAT_TOOLS, _NULL]},
+    "max_tokens": _whole(1),
+    "CompletionBody.max_tokens": _whole(0),
+    "MessagesBody.max_tokens": {"type": "integer", "minimum": 1},
+    "max_completion_tokens": _whole(1),
+    "max_output_tokens": _whole(1),
+    "temperature": _number(0, 100),
+    "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "seed": _whole(-(2**63), 2**63 - 1),
+    "n": _whole(1, MAX_CANDIDATES),
+    "best_of": _whole(1, MAX_CANDIDATES),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": _number(0.01, 10),
+    "logit_bias": _or_null(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+    "stop": _or_null({"type": "string"}, _list(_TEXT, 0, MAX_STOPS)),
+    "stop_token_ids": _or_null(_list(_ID)),
+    "allowed_token_ids": _or_null(_list(_ID, 1)),
+    "bad_words": _or_null(_TEXT, _list(_TEXT, 0, MAX_BAD_WORDS)),
+    "min_tokens": _whole(0),
+    "prompt_logprobs": _whole(0, MAX_LOGPROBS),
+    "top_logprobs": _whole(0, MAX_LOGPROBS),
+    "CompletionBody.logprobs": _whole(0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": _whole(-1),
+    "cache_salt": _or_null({**_TEXT, "maxLength": MAX_SALT_CHARS}),
+    "priority": _whole(0, MAX_PRIORITIES),
+    "deadline_seconds": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_SECONDS}),
+    "request_id": _or_null({"type": "string", "pattern": "^[!-~]{1,128}$"}),
+    "response_format": _or_null(
+        _object(["type"], type={"enum": ["text", "json_object"]}),
+        _object(
+            ["type", "json_schema"], type={"const": "json_schema"}, json_schema=_object(["schema"], schema=_JSON_SCHEMA)
+        ),
+    ),
+    "tool_choice": _or_null(
+        {"enum": ["auto", "none", "required"]},
+        _object(["type", "function"], type={"const": "function"}, function=_object(["name"], name=_TEXT)),
+    ),
+    **{f"guided_{name}": schema for name, schema in _GUIDES.items()},
+    "structured_outputs": _or_null({"type": "object", "properties": {**_GUIDES, "json_object": {"type": "boolean"}}}),
+    "ChatBody.messages": _list(_CHAT_MESSAGE, 1),
+    "ChatBody.tools": _CHAT_TOOLS,
+    "TokenizeBody.messages": _or_null(_list(_CHAT_MESSAGE)),
+    "TokenizeBody.tools": _CHAT_TOOLS,
     "CompletionBody.prompt": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            _TOKEN_IDS,
-            {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-        ]
+        "anyOf": [{"type": "string"}, _list({"type": "string"}, 1), _list(_ID, 1), _list(_list(_ID, 1), 1)]
     },
+    "suffix": {"enum": ["", None]},
+    "DetokenizeBody.tokens": _list(_ID),
     "functions": _NULL,
     "function_call": _NULL,
-    "ResponsesBody.input": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "object"}, "minItems": 1},
-        ]
-    },
+    "ResponsesBody.input": {"anyOf": [_TEXT, _list({"type": "object"}, 1)]},
+    "ResponsesBody.tool_choice": _or_null(
+        {"enum": ["auto", "none", "required"]},
+        _object(["type", "name"], type={"const": "function"}, name=_TEXT),
+    ),
+    "Text.format": _or_null(
+        _object(["type"], type={"enum": ["text", "json_object"]}),
+        _object(["type", "schema"], type={"const": "json_schema"}, schema=_SCHEMA),
+    ),
+    "include": _or_null(_list({"const": "reasoning.encrypted_content"})),
+    "truncation": {"enum": ["disabled", None]},
     "conversation": _NULL,
     "ResponsesBody.prompt": _NULL,
-    "CountBody.messages": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _TEXT_OR_PARTS},
-            "required": ["role", "content"],
-        },
-        "minItems": 1,
+    "ResponsesBody.top_logprobs": {"enum": [0, None]},
+    **{
+        f"{body}.{name}": schema
+        for body in ("CountBody", "MessagesBody")
+        for name, schema in (
+            ("messages", _list(_MESSAGE, 1)),
+            ("system", _or_null(*_TEXT_OR_PARTS)),
+            ("tools", _or_null(_list(_object(["name", "input_schema"], name=_NAME, input_schema=_SCHEMA)))),
+            ("output_format", _or_null(_object(["type", "schema"], type={"const": "json_schema"}, schema=_SCHEMA))),
+        )
     },
-    "CountBody.system": {"anyOf": [*_TEXT_OR_PARTS["anyOf"], _NULL]},
+    "OutputConfig.format": _or_null(_object(["type", "schema"], type={"const": "json_schema"}, schema=_SCHEMA)),
 }
-SHAPES = {**SHAPES, **{f"MessagesBody.{n}": SHAPES[f"CountBody.{n}"] for n in ("messages", "system")}}

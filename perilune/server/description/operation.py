@@ -6,10 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from perilune.server.anthropic.messages import VERSION
 from perilune.server.anthropic.protocol import CountBody, MessagesBody
 from perilune.server.body import RequestBody
 from perilune.server.description import answers
 from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from perilune.server.responses.items import MAX_PAGE_ITEMS, PAGE_ITEMS
 from perilune.server.responses.protocol import ResponsesBody
 
 HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
@@ -56,11 +58,10 @@ class Operation:
     example_headers: Mapping[str, str] = field(default_factory=dict)
 
 
-GENERATES = (429, 500, 503, 504)
-ID_UNKNOWN = (404,)
-ANTHROPIC_VERSION = Parameter(
-    "anthropic-version", {"type": "string"}, "a date; its presence asks for Anthropic's form", "header"
-)
+GENERATION_ERRORS = (429, 500, 503, 504)
+ID_ERRORS = (404,)
+QUERY_ERRORS = (400, 404)
+ANTHROPIC_VERSION = Parameter(VERSION, {"type": "string"}, "a date; with it the answer has Anthropic's form", "header")
 RESPONSE_EVENTS = (
     *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
     *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
@@ -68,6 +69,7 @@ RESPONSE_EVENTS = (
     *(f"response.{part}.{when}" for part in ("output_text", "reasoning_text") for when in ("delta", "done")),
     *(f"response.function_call_arguments.{when}" for when in ("delta", "done")),
 )
+BACKGROUND_EVENTS = (*RESPONSE_EVENTS, "response.cancelled", "error")
 MESSAGE_EVENTS = (
     "message_start",
     "ping",
@@ -89,7 +91,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=ChatBody,
         answer=answers.ChatCompletion,
         event=answers.ChatCompletionChunk,
-        errors=GENERATES,
+        errors=GENERATION_ERRORS,
         example={"messages": [_QUESTION], "max_tokens": 400},
     ),
     Operation(
@@ -101,7 +103,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=CompletionBody,
         answer=answers.Completion,
         event=answers.CompletionChunk,
-        errors=GENERATES,
+        errors=GENERATION_ERRORS,
         example={"prompt": "The capital of Norway is", "max_tokens": 8, "temperature": 0},
     ),
     Operation(
@@ -113,18 +115,30 @@ OPERATIONS: tuple[Operation, ...] = (
         "previous_response_id continues one.",
         body=ResponsesBody,
         answer=answers.Response,
-        events=RESPONSE_EVENTS,
-        errors=GENERATES,
+        events=BACKGROUND_EVENTS,
+        errors=GENERATION_ERRORS,
         example={"input": "What is 347 + 589?", "instructions": "Answer briefly.", "max_output_tokens": 400},
     ),
     Operation(
         method="GET",
         path="/v1/responses/{id}",
         tag="responses",
-        summary="A stored response",
+        summary="A response that is stored, or is being made in the background",
         answer=answers.Response,
-        errors=ID_UNKNOWN,
-        parameters=(Parameter("stream", {"type": "boolean"}, "refused: a stored response comes whole"),),
+        events=BACKGROUND_EVENTS,
+        errors=QUERY_ERRORS,
+        parameters=(
+            Parameter(
+                "stream",
+                {"enum": ["true", "false"]},
+                "true: the events, of a response that was made with background and stream true",
+            ),
+            Parameter(
+                "starting_after",
+                {"type": "integer", "minimum": -1, "maximum": 2**53},
+                "number of an event: those behind it are sent",
+            ),
+        ),
         path_example="/v1/responses/resp_1",
     ),
     Operation(
@@ -133,8 +147,37 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="responses",
         summary="Forgets a stored response",
         answer=answers.DeletedResponse,
-        errors=ID_UNKNOWN,
+        errors=ID_ERRORS,
         path_example="/v1/responses/resp_1",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        tag="responses",
+        summary="Ends a response that is made in the background",
+        meaning="What it has so far stays. One that has ended is answered as it is.",
+        answer=answers.Response,
+        errors=QUERY_ERRORS,
+        path_example="/v1/responses/resp_1/cancel",
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        tag="responses",
+        summary="The items that the request of a response sent",
+        meaning="Those of the responses that it continues are theirs.",
+        answer=answers.InputItems,
+        errors=QUERY_ERRORS,
+        parameters=(
+            Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the last item first"),
+            Parameter(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS},
+                f"items of a page, {PAGE_ITEMS} by default",
+            ),
+            Parameter("after", {"type": "string"}, "id of an item: those behind it are sent"),
+        ),
+        path_example="/v1/responses/resp_1/input_items?order=asc",
     ),
     Operation(
         method="POST",
@@ -144,7 +187,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=MessagesBody,
         answer=answers.Message,
         events=MESSAGE_EVENTS,
-        errors=GENERATES,
+        errors=GENERATION_ERRORS,
         example={"max_tokens": 400, "messages": [_QUESTION]},
     ),
     Operation(
@@ -163,6 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The served model, what it can do, and how it samples by itself",
         meaning=_READS_MODEL,
         answer=answers.ModelList,
+        other=answers.MessagesModelList,
     ),
     Operation(
         method="GET",
@@ -171,7 +215,8 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The served model by its name",
         meaning=_READS_MODEL,
         answer=answers.Model,
-        errors=ID_UNKNOWN,
+        other=answers.MessagesModel,
+        errors=ID_ERRORS,
         path_example="/v1/models/kimi-nano",
     ),
     Operation(

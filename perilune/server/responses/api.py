@@ -1,4 +1,5 @@
-"""The OpenAI Responses API: POST /v1/responses, whole or streamed, and GET and DELETE /v1/responses/{id}.
+"""The OpenAI Responses API: POST /v1/responses, whole, streamed or in the background, and what is asked of a response
+by its id: GET, DELETE, cancel, input_items.
 
 A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
@@ -8,6 +9,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,9 +18,11 @@ from starlette.responses import Response
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
-from perilune.server.call import current
+from perilune.server.call import current, entered
 from perilune.server.conversation import Conversation, spelled
 from perilune.server.openai.protocol import ChatBody, json_response
+from perilune.server.responses import items
+from perilune.server.responses.background import Job, Jobs
 from perilune.server.responses.protocol import FIELDS, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
@@ -63,6 +67,15 @@ class Output:
         yield from self._end("incomplete" if cut else "completed")
         unfinished = [self._calls[i] for i in turn.stream.incomplete]
         self.items = [item for item in self.items if not any(item is u for u in unfinished)]
+
+    def cut(self) -> None:
+        """Ends the last item of an answer that was cancelled or failed."""
+        for _ in self._end("incomplete"):
+            pass
+
+    def complete(self) -> list[dict[str, Any]]:
+        """The items that have ended."""
+        return [item for item in self.items if item["status"] != "in_progress"]
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
         yield from self._end("completed")
@@ -110,6 +123,17 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return part | {"annotations": [], "logprobs": []} if kind == _MESSAGE else part
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a request says, read once. `sent`: the messages it adds to the conversation it continues, of which `last` is
+    the last. `items`: its input as the store keeps it."""
+
+    chat: ChatBody
+    sent: Sequence[msgspec.Raw]
+    last: Mapping[str, Any]
+    items: Sequence[msgspec.Raw]
+
+
 class Answer:
     """One response from its request to the store."""
 
@@ -120,16 +144,14 @@ class Answer:
         body: ResponsesBody,
         turn: Turn,
         *,
-        sent: Sequence[msgspec.Raw],
-        last: Mapping[str, Any],
+        read: Read,
     ) -> None:
-        """`sent`: the messages that the request adds to the conversation it continues, of which `last` is the last."""
         self.store = store
         self.owner = current().account.name
         self.body = body
         self.turn = turn
-        self.sent = sent
-        self.last = last
+        self.read = read
+        self.begun = False
         self.output = Output()
         self.head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -169,8 +191,8 @@ class Answer:
             usage=self._usage(),
         )
         if self.body.store is not False:
-            conversation = Conversation([self.last])
-            if self.last["role"] == "assistant":  # the beginning of this answer
+            conversation = Conversation([self.read.last])
+            if self.read.last["role"] == "assistant":  # the beginning of this answer
                 conversation.resume()
             for item in self.output.items:
                 if item["type"] == "function_call":
@@ -178,9 +200,25 @@ class Answer:
                 else:
                     say = conversation.think if item["type"] == _REASONING else conversation.answer
                     say(item["content"][0]["text"])
-            added: list[Mapping[str, Any] | msgspec.Raw] = [*self.sent[:-1], *conversation.messages]
-            self.store.put(self.owner, self.head["id"], response, added, self.body.previous_response_id)
+            self._keep(response, [*self.read.sent[:-1], *conversation.messages])
         return response
+
+    def state(self) -> dict[str, Any]:
+        """The response as far as it has come."""
+        status = "in_progress" if self.begun else "queued"
+        return self.response(status, output=self.output.complete())
+
+    def end(self, status: str, error: str | None = None) -> dict[str, Any]:
+        """Keeps the response as one that was cancelled or failed, with what it has."""
+        self.output.cut()
+        about = None if error is None else {"code": "server_error", "message": error}
+        response = self.response(status, error=about, usage=self._usage())
+        self._keep(response, None)
+        return response
+
+    def _keep(self, response: dict[str, Any], added: Sequence[Mapping[str, Any] | msgspec.Raw] | None) -> None:
+        body, read = self.body, self.read
+        self.store.put(self.owner, self.head["id"], response, added, body.previous_response_id, read.items)
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         body, params = self.body, self.turn.generation.params
@@ -190,7 +228,7 @@ class Answer:
             "error": None,
             "incomplete_details": None,
             "completed_at": None,
-            "background": False,
+            "background": bool(body.background),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
@@ -216,6 +254,7 @@ class Answer:
     async def _output_events(self) -> AsyncGenerator[dict[str, Any], None]:
         async with contextlib.aclosing(self.turn.events()) as stream:
             async for events, _ in stream:
+                self.begun = True
                 for e in events:
                     for event in self.output.take(e):
                         yield event
@@ -244,23 +283,34 @@ class Answer:
 async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
     body, size = await service.receive(request, ResponsesBody)
     body.check_supported()
     owner = current().account.name
-    stored = [] if body.previous_response_id is None else store.conversation(owner, body.previous_response_id)
+    if (previous := body.previous_response_id) is not None and jobs.running(owner, previous) is not None:
+        raise RequestError(
+            f"response {previous!r} is still being made: wait until it is completed",
+            param="previous_response_id",
+            code="response_not_complete",
+        )
+    stored = [] if previous is None else store.conversation(owner, previous)
     size += sum(len(turn) for turn in stored)
 
-    def translate() -> tuple[ChatBody, list[msgspec.Raw], Mapping[str, Any]]:
+    def translate() -> Read:
         chat, added = body.chat(decoded(stored))
-        return chat, encoded(added), added[-1]
+        return Read(chat, encoded(added), added[-1], items.as_items(body.input) if body.store is not False else ())
 
-    chat, sent, last = await service.offload(size, translate)
+    read = await service.offload(size, translate)
+    call = current().apart("/v1/responses") if body.background else current()
     with contextlib.ExitStack() as held:
-        with spelled(FIELDS):
-            chat.check_supported()
-            turns = await begin(service, size, chat)
+        with spelled(FIELDS), entered(call):
+            read.chat.check_supported()
+            turns = await begin(service, size, read.chat)
         held.callback(turns.release)
-        answer = Answer(service.model, store, body, turns.turns[0], sent=sent, last=last)
+        answer = Answer(service.model, store, body, turns.turns[0], read=read)
+        if body.background:
+            job = jobs.start(answer, call, held.pop_all().close, keeps_events=bool(body.stream))
+            return _followed(service, job, -1) if body.stream else json_response(answer.state())
         if body.stream:
             release = held.pop_all().close
             events = answer.events()
@@ -271,13 +321,70 @@ async def create_response(request: Request) -> Response:
             return Response(status_code=CLIENT_GONE)
 
 
+def _followed(service: Service, job: Job, after: int) -> Response:
+    """A stream of a job's events; the job goes on when the client leaves."""
+
+    def failure(error: Exception) -> bytes:
+        return named_event({"type": "error", **errors.describe(error)[1]["error"], "sequence_number": after + 1})
+
+    return EventStream(job.follow(after), service.stopping, lambda: None, failure=failure, encode=bytes)
+
+
 async def response_by_id(request: Request) -> Response:
     """GET and DELETE."""
+    service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
     id, owner = request.path_params["id"], current().account.name
     if request.method == "DELETE":
+        if (job := jobs.running(owner, id)) is not None:
+            await jobs.cancel(job)
         store.delete(owner, id)
+        jobs.forget(owner, id)
         return json_response({"id": id, "object": "response", "deleted": True})
-    if request.query_params.get("stream", "false").lower() == "true":
-        raise RequestError("a stored response cannot be streamed again: get it whole", param="stream")
+    after = items.whole_number(request.query_params, "starting_after", -1, -1, 2**53)
+    if items.flag(request.query_params, "stream"):
+        job = jobs.find(owner, id)
+        if job is None:
+            store.get(owner, id)  # 404 if there is none
+        if job is None or not job.keeps_events:
+            raise RequestError(
+                "the events of this response are not kept: send background and stream true when it is made, or get it "
+                "whole",
+                param="stream",
+                code="events_gone",
+            )
+        job.check(after)
+        return _followed(service, job, after)
+    if (job := jobs.running(owner, id)) is not None:
+        return json_response(job.answer.state())
     return Response(store.get(owner, id), media_type="application/json")
+
+
+async def cancel_response(request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel: ends a response that is made in the background."""
+    store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
+    id, owner = request.path_params["id"], current().account.name
+    if (job := jobs.running(owner, id)) is not None:
+        await jobs.cancel(job)
+    response = store.get(owner, id)
+    if not msgspec.json.decode(response)["background"]:
+        raise RequestError(
+            "only a response made with background: true can be cancelled: close the connection of another",
+            param="response_id",
+            code="not_in_background",
+        )
+    return Response(response, media_type="application/json")
+
+
+async def input_items(request: Request) -> Response:
+    service: Service = request.app.state.service
+    store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
+    id, owner = request.path_params["id"], current().account.name
+    if (job := jobs.running(owner, id)) is not None:
+        found = msgspec.json.encode(job.answer.read.items)
+    else:
+        found = store.items(owner, id)
+    return json_response(await service.offload(len(found), lambda: items.page(found, request.query_params)))

@@ -7,7 +7,7 @@ from perilune.core.errors import RequestError
 from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
-from perilune.server.openai.protocol import ChatBody, unsupported
+from perilune.server.openai.protocol import ChatBody
 from perilune.text.tools import show
 
 # Chat's names of fields -> this API's, for errors found further down.
@@ -69,8 +69,8 @@ class ResponsesBody(RequestBody):
     priority: int | None = None
     deadline_seconds: float | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
-    # Known, not acted on.
     background: bool | None = None
+    # Known, not acted on.
     conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
@@ -79,8 +79,10 @@ class ResponsesBody(RequestBody):
         """RequestError for what would otherwise be silently ignored."""
         if not isinstance(self.input, str | list) or not self.input:
             raise wrong("input", "must be a text or a list of items that is not empty")
-        if self.background:
-            raise unsupported("background: true", param="background")
+        if self.background and self.store is False:
+            raise RequestError(
+                "a response made in the background is kept: leave store out", param="store", code="invalid_value"
+            )
         if self.conversation is not None:
             raise RequestError(
                 "conversation is not supported: use previous_response_id or send the conversation as input",
