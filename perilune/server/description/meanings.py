@@ -242,7 +242,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "ResponsesBody.input": {"anyOf": [_TEXT, _list({"type": "object"}, 1)]},
     "ResponsesBody.tool_choice": _or_null(
         {"enum": ["auto", "none", "required"]},
-        _object(["type", "name"], type={"const": "function"}, name=_TEXT),
+        _object(["type", "name"], type={"enum": ["function", "custom"]}, name=_TEXT),
     ),
     "Text.format": _or_null(
         _object(["type"], type={"enum": ["text", "json_object"]}),

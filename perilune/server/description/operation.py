@@ -67,7 +67,11 @@ RESPONSE_EVENTS = (
     *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
     *(f"response.{name}" for name in ("content_part.added", "content_part.done")),
     *(f"response.{part}.{when}" for part in ("output_text", "reasoning_text") for when in ("delta", "done")),
-    *(f"response.function_call_arguments.{when}" for when in ("delta", "done")),
+    *(
+        f"response.{what}.{when}"
+        for what in ("function_call_arguments", "custom_tool_call_input")
+        for when in ("delta", "done")
+    ),
 )
 BACKGROUND_EVENTS = (*RESPONSE_EVENTS, "response.cancelled", "error")
 MESSAGE_EVENTS = (

@@ -21,18 +21,21 @@ from perilune.server import errors
 from perilune.server.call import current, entered
 from perilune.server.conversation import Conversation, spelled
 from perilune.server.openai.protocol import ChatBody, json_response
-from perilune.server.responses import items
+from perilune.server.responses import custom, items
 from perilune.server.responses.background import Job, Jobs
+from perilune.server.responses.custom import Unwrapped
 from perilune.server.responses.protocol import FIELDS, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
+from perilune.text.tools import Form
 
 _REASONING, _MESSAGE = "reasoning", "message"
 _PARTS = {_REASONING: "reasoning_text", _MESSAGE: "output_text"}
-_PREFIXES = {_REASONING: "rs", _MESSAGE: "msg", "function_call": "fc"}
+_CUSTOM = "custom_tool_call"
+_PREFIXES = {_REASONING: "rs", _MESSAGE: "msg", "function_call": "fc", _CUSTOM: "ctc"}
 
 
 class Output:
@@ -41,14 +44,20 @@ class Output:
     Events lack their sequence number. An item is complete when the next one begins or the answer ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom_tools: Mapping[str, bool] | None = None) -> None:
+        """`custom_tools`: by name, whether a call holds the input itself."""
         self.items: list[dict[str, Any]] = []
+        self._custom_tools = custom_tools or {}
+        self._unwrapped: Unwrapped | None = None  # of the open call of a custom tool with free text
         self._open = False  # whether the last item still grows
         self._text: list[str] = []  # its text or arguments
         self._calls: dict[int, dict[str, Any]] = {}
 
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
-        if isinstance(event, ToolStart):
+        if isinstance(event, ToolStart) and (raw := self._custom_tools.get(event.name)) is not None:
+            yield from self._begin(_CUSTOM, call_id=event.id, name=event.name, input="")
+            self._calls[event.index], self._unwrapped = self.items[-1], None if raw else Unwrapped()
+        elif isinstance(event, ToolStart):
             yield from self._begin("function_call", call_id=event.id, name=event.name, arguments="")
             self._calls[event.index] = self.items[-1]
         elif isinstance(event, Reasoning | Content):
@@ -56,6 +65,10 @@ class Output:
             if not self._open or self.items[-1]["type"] != kind:
                 yield from self._begin_text(kind)
             yield self._grow(f"response.{_PARTS[kind]}", event.text)
+        elif self.items[-1]["type"] == _CUSTOM:
+            text = event.text if self._unwrapped is None else self._unwrapped.feed(event.text)
+            if text:
+                yield self._grow("response.custom_tool_call_input", text)
         else:
             yield self._grow("response.function_call_arguments", event.text)
 
@@ -104,6 +117,9 @@ class Output:
         if kind == "function_call":
             item["arguments"] = text
             yield {"type": "response.function_call_arguments.done", **where, "name": item["name"], "arguments": text}
+        elif kind == _CUSTOM:
+            item["input"] = text
+            yield {"type": "response.custom_tool_call_input.done", **where, "input": text}
         else:
             where["content_index"] = 0
             part = _part(kind, text)
@@ -126,12 +142,13 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Read:
     """What a request says, read once. `sent`: the messages it adds to the conversation it continues, of which `last` is
-    the last. `items`: its input as the store keeps it."""
+    the last. `items`: its input as the store keeps it. `forms`: grammars of custom tools by name."""
 
     chat: ChatBody
     sent: Sequence[msgspec.Raw]
     last: Mapping[str, Any]
     items: Sequence[msgspec.Raw]
+    forms: Mapping[str, Form]
 
 
 class Answer:
@@ -152,7 +169,9 @@ class Answer:
         self.turn = turn
         self.read = read
         self.begun = False
-        self.output = Output()
+        named = {tool["name"] for tool in body.tools or () if tool.get("type") == "custom"}
+        self.custom_tools = {name: name in read.forms for name in named}
+        self.output = Output(self.custom_tools)
         self.head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -197,6 +216,9 @@ class Answer:
             for item in self.output.items:
                 if item["type"] == "function_call":
                     conversation.call(item["call_id"], item["name"], item["arguments"])
+                elif item["type"] == _CUSTOM:
+                    text = custom.arguments(item["input"], raw=self.custom_tools[item["name"]])
+                    conversation.call(item["call_id"], item["name"], text)
                 else:
                     say = conversation.think if item["type"] == _REASONING else conversation.answer
                     say(item["content"][0]["text"])
@@ -298,14 +320,15 @@ async def create_response(request: Request) -> Response:
 
     def translate() -> Read:
         chat, added = body.chat(decoded(stored))
-        return Read(chat, encoded(added), added[-1], items.as_items(body.input) if body.store is not False else ())
+        kept = items.as_items(body.input) if body.store is not False else ()
+        return Read(chat, encoded(added), added[-1], kept, body.forms())
 
     read = await service.offload(size, translate)
     call = current().apart("/v1/responses") if body.background else current()
     with contextlib.ExitStack() as held:
         with spelled(FIELDS), entered(call):
             read.chat.check_supported()
-            turns = await begin(service, size, read.chat)
+            turns = await begin(service, size, read.chat, read.forms)
         held.callback(turns.release)
         answer = Answer(service.model, store, body, turns.turns[0], read=read)
         if body.background:
