@@ -15,6 +15,18 @@ from starlette.routing import Route
 from perilune.core.errors import PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
+from perilune.server.batches.api import (
+    batch_by_id,
+    cancel_batch,
+    create_batch,
+    create_file,
+    file_by_id,
+    file_content,
+    list_batches,
+    list_files,
+    open_batches,
+)
+from perilune.server.batches.protocol import ENDPOINTS
 from perilune.server.call import current
 from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
@@ -47,6 +59,14 @@ def build_app(service: Service) -> Starlette:
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
+        Route("/v1/files", create_file, methods=["POST"]),
+        Route("/v1/files", list_files, methods=["GET"]),
+        Route("/v1/files/{id}", file_by_id, methods=["GET", "DELETE"]),
+        Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+        Route("/v1/batches", create_batch, methods=["POST"]),
+        Route("/v1/batches", list_batches, methods=["GET"]),
+        Route("/v1/batches/{id}", batch_by_id, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
@@ -82,6 +102,8 @@ def build_app(service: Service) -> Starlette:
     app.state.service = service
     app.state.responses = ResponseStore()
     app.state.jobs = Jobs(service)
+    batched = {r.path: r.endpoint for r in routes if r.path in ENDPOINTS}
+    app.state.batches = open_batches(service, batched, app)
     return app
 
 

@@ -22,7 +22,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a call whose arguments are text, not JSON: a Lark grammar, or a regular expression for all of it."""
+    """The form of calls with text, not JSON, as arguments: a Lark grammar, or a regular expression for all of it."""
 
     syntax: Literal["lark", "regex"]
     definition: str

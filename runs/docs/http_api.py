@@ -43,12 +43,14 @@ def objects() -> str:
 
 def curl(o: Operation) -> str:
     """A command that sends the operation's example."""
-    implied = "GET" if o.example is None else "POST"
+    implied = "GET" if o.example is None and not o.form_example else "POST"
     parts = ["curl", *([] if o.method == implied else ["-X", o.method]), BASE + (o.path_example or o.path)]
     for name, value in o.example_headers.items():
         parts += ["-H", f"{name}: {value}"]
     if o.example is not None:
         parts += ["-H", f"Content-Type: {JSON}", "-d", json.dumps(o.example)]
+    for field in o.form_example:
+        parts += ["-F", field]
     return shlex.join(parts)
 
 
@@ -62,6 +64,10 @@ def _endpoint(o: Operation, made: Mapping[str, Any]) -> Iterator[str]:
     for p in o.parameters:
         yield f"- `{p.name}` ({p.place}): {p.meaning}"
     if o.parameters:
+        yield ""
+    for name, meaning in (o.form or {}).items():
+        yield f"- `{name}`: {meaning}"
+    if o.form:
         yield ""
     schemas = made["components"]["schemas"]
     if o.body is not None:

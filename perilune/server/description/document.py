@@ -15,7 +15,16 @@ import perilune
 from perilune.server.body import Body
 from perilune.server.description import answers
 from perilune.server.description.meanings import MEANINGS, SHAPES
-from perilune.server.description.operation import ANTHROPIC_VERSION, EVENTS, JSON, OPERATIONS, Operation, Parameter
+from perilune.server.description.operation import (
+    ANTHROPIC_VERSION,
+    BYTES,
+    EVENTS,
+    FORM,
+    JSON,
+    OPERATIONS,
+    Operation,
+    Parameter,
+)
 from perilune.server.fields import Refused
 from perilune.server.middleware import OPEN
 
@@ -115,6 +124,14 @@ def _operation(o: Operation) -> dict[str, Any]:
     if o.body is not None:
         content = {"schema": {"$ref": _REF + names()[o.body]}} | ({"example": o.example} if o.example else {})
         made["requestBody"] = {"required": True, "content": {JSON: content}}
+    if o.form is not None:
+        fields: dict[str, dict[str, Any]] = {
+            name: {"type": "string", "description": said} for name, said in o.form.items()
+        }
+        fields["file"]["contentMediaType"] = BYTES
+        fields["purpose"]["enum"] = ["batch"]
+        form = {"type": "object", "properties": fields, "required": ["file", "purpose"], "additionalProperties": False}
+        made["requestBody"] = {"required": True, "content": {FORM: {"schema": form}}}
     return made
 
 

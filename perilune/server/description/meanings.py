@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.core.sampling import MAX_BAD_WORDS, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOPS
+from perilune.server.batches.files import EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from perilune.server.openai.protocol import MAX_DEADLINE_SECONDS, MAX_PRIORITIES, MAX_SALT_CHARS
 
 _ECHO = "a text about the request that the answer repeats"
@@ -109,6 +110,13 @@ MEANINGS: Mapping[str, str] = {
     "conversation": "refused: send previous_response_id",
     "ResponsesBody.prompt": "refused: send instructions and input",
     "ResponsesBody.top_logprobs": "refused: /v1/chat/completions has it",
+    # batches
+    "input_file_id": "a file of requests, one line of JSON each",
+    "endpoint": "the url of every request in the file",
+    "completion_window": "after it, what is not answered ends with the error batch_expired",
+    "output_expires_after": "when the files with answers are deleted; 30 days by default",
+    "anchor": "the moment from which seconds count",
+    "seconds": "3,600 to 2,592,000",
     # messages
     "system": "a text, or text blocks, ahead of the messages",
     "MessagesThinking.type": "enabled needs budget_tokens; adaptive leaves the amount to the model",
@@ -250,6 +258,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
     "include": _or_null(_list({"const": "reasoning.encrypted_content"})),
     "truncation": {"enum": ["disabled", None]},
+    "ExpiresAfter.seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": EXPIRY_SECONDS},
     "conversation": _NULL,
     "ResponsesBody.prompt": _NULL,
     "ResponsesBody.top_logprobs": {"enum": [0, None]},

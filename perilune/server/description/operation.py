@@ -8,6 +8,8 @@ from pydantic import BaseModel
 
 from perilune.server.anthropic.messages import VERSION
 from perilune.server.anthropic.protocol import CountBody, MessagesBody
+from perilune.server.batches.api import MAX_PAGE_BATCHES, PAGE_BATCHES, PAGE_FILES
+from perilune.server.batches.protocol import BatchBody
 from perilune.server.body import RequestBody
 from perilune.server.description import answers
 from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -15,6 +17,7 @@ from perilune.server.responses.items import MAX_PAGE_ITEMS, PAGE_ITEMS
 from perilune.server.responses.protocol import ResponsesBody
 
 HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
+BYTES, FORM = "application/octet-stream", "multipart/form-data"
 _QUESTION = {"role": "user", "content": "What is 347 + 589?"}
 _READS_MODEL = "Anthropic's clients, known by the header anthropic-version, get the form of their API."
 
@@ -39,6 +42,7 @@ class Operation:
     event     type of the events' data where `stream: true` is known; `events` the names that events have
     errors    statuses of errors besides those of every endpoint
     example   body of a request to try; `path_example` is its path, if the path has parameters
+    form      meanings of the fields of a multipart body; `form_example`: such fields as curl sends them
     """
 
     method: str
@@ -55,6 +59,8 @@ class Operation:
     parameters: tuple[Parameter, ...] = ()
     example: Mapping[str, Any] | None = None
     path_example: str | None = None
+    form: Mapping[str, str] | None = None
+    form_example: tuple[str, ...] = ()
     example_headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -62,6 +68,9 @@ GENERATION_ERRORS = (429, 500, 503, 504)
 ID_ERRORS = (404,)
 QUERY_ERRORS = (400, 404)
 ANTHROPIC_VERSION = Parameter(VERSION, {"type": "string"}, "a date; with it the answer has Anthropic's form", "header")
+FILE_ERRORS = (404,)
+_FILES = "With serve --files-dir DIR; otherwise a 404."
+_AFTER = Parameter("after", {"type": "string"}, "an id of the list: what is behind it is sent")
 RESPONSE_EVENTS = (
     *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
     *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
@@ -182,6 +191,118 @@ OPERATIONS: tuple[Operation, ...] = (
             Parameter("after", {"type": "string"}, "id of an item: those behind it are sent"),
         ),
         path_example="/v1/responses/resp_1/input_items?order=asc",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/files",
+        tag="batches",
+        summary="Keeps a file of requests for a batch",
+        meaning=f"{_FILES} A line is a request: "
+        '`{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}`. '
+        "serve --max-body-mb bounds the size of a file, --files-gb that of all files.",
+        answer=answers.File,
+        errors=(400, *FILE_ERRORS, 408, 413, 415, 503),
+        form={
+            "file": "the file, with its name",
+            "purpose": 'must be "batch"',
+            "expires_after[anchor]": "created_at",
+            "expires_after[seconds]": "when the file is deleted, 3,600 to 2,592,000; 30 days by default",
+        },
+        form_example=("purpose=batch", "file=@requests.jsonl"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files",
+        tag="batches",
+        summary="The files of the key",
+        answer=answers.FileList,
+        errors=(400, *FILE_ERRORS),
+        parameters=(
+            Parameter("purpose", {"type": "string"}, "only files of this purpose"),
+            Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the newest first"),
+            Parameter("limit", {"type": "integer", "minimum": 1, "maximum": PAGE_FILES}, "files of a page"),
+            _AFTER,
+        ),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files/{id}",
+        tag="batches",
+        summary="What a file is",
+        answer=answers.File,
+        errors=FILE_ERRORS,
+        path_example="/v1/files/file-1",
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/files/{id}",
+        tag="batches",
+        summary="Deletes a file that no batch reads",
+        answer=answers.DeletedFile,
+        errors=QUERY_ERRORS,
+        path_example="/v1/files/file-1",
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files/{id}/content",
+        tag="batches",
+        summary="A file itself",
+        answer=BYTES,
+        errors=FILE_ERRORS,
+        path_example="/v1/files/file-1/content",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/batches",
+        tag="batches",
+        summary="Answers all requests of a file when the engine has room beside other requests",
+        meaning=f"{_FILES} At most half of the requests that the engine computes together are batches', they begin "
+        "only while there is room for more, and wait behind all others. The key's limits hold: what is beyond them "
+        "waits. A server that starts again goes on where the last one was. Answers come in two files, of those with "
+        "status 200 and of others, in any order: custom_id says which is which.",
+        body=BatchBody,
+        answer=answers.Batch,
+        errors=(429,),
+        example={
+            "input_file_id": "file-1",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        },
+    ),
+    Operation(
+        method="GET",
+        path="/v1/batches",
+        tag="batches",
+        summary="The batches of the key, the newest first",
+        answer=answers.BatchList,
+        errors=(400, *FILE_ERRORS),
+        parameters=(
+            Parameter(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_BATCHES},
+                f"batches of a page, {PAGE_BATCHES} by default",
+            ),
+            _AFTER,
+        ),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/batches/{id}",
+        tag="batches",
+        summary="How far a batch is",
+        answer=answers.Batch,
+        errors=FILE_ERRORS,
+        path_example="/v1/batches/batch_1",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/batches/{id}/cancel",
+        tag="batches",
+        summary="Ends a batch",
+        meaning="What was answered stays, in the batch's files.",
+        answer=answers.Batch,
+        errors=FILE_ERRORS,
+        path_example="/v1/batches/batch_1/cancel",
     ),
     Operation(
         method="POST",

@@ -46,6 +46,16 @@ def check(reply: Any, o: Operation, status: int = 200) -> None:
     jsonschema.Draft202012Validator(whole).validate(reply)
 
 
+BATCH_LINE = json.dumps(
+    {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+)
+
+
 def operation(method: str, path: str) -> Operation:
     return next(o for o in OPERATIONS if (o.method, o.path) == (method, path))
 
@@ -118,6 +128,14 @@ async def sent(s: Served, command: str) -> tuple[Operation, Reply]:
             name, _, value = words[at + 1].partition(": ")
             s.client.headers[name] = value
             at += 2
+        elif words[at] == "-F":
+            name, _, value = words[at + 1].partition("=")
+            method, at = "POST", at + 2
+            given = f'name="{name}"; filename="requests.jsonl"' if value.startswith("@") else f'name="{name}"'
+            value = BATCH_LINE if value.startswith("@") else value
+            end = b"--XX--\r\n" if at == len(words) else b""
+            data += f"--XX\r\nContent-Disposition: form-data; {given}\r\n\r\n{value}\r\n".encode() + end
+            s.client.headers["content-type"] = "multipart/form-data; boundary=XX"
         elif words[at] == "-d":
             method, data, at = "POST", words[at + 1].encode(), at + 2
         else:
@@ -128,6 +146,14 @@ async def sent(s: Served, command: str) -> tuple[Operation, Reply]:
         path = path.replace("resp_1", made.json["id"])
         while (await s.client.get(f"/v1/responses/{made.json['id']}")).json["status"] in ("queued", "in_progress"):
             await asyncio.sleep(0)
+    if "file-1" in command or "batch_1" in command:
+        batches = s.client.app.state.batches
+        source = batches.store.write("", "file-" + "0" * 32, BATCH_LINE.encode())
+        file = batches.store.keep("", "file-" + "0" * 32, source, {"filename": "a.jsonl", "purpose": "batch"})
+        path, data = path.replace("file-1", file["id"]), data.replace(b"file-1", file["id"].encode())
+        if "batch_1" in path:
+            about = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+            path = path.replace("batch_1", (await s.client.post("/v1/batches", about)).json["id"])
     path, _, query = path.partition("?")
     return o, await s.client.request(method, path, [data], query=query)
 
@@ -137,7 +163,7 @@ def test_the_page_has_a_command_for_each_endpoint() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.removeprefix("curl ").split(" -H")[0])
-def test_a_command_of_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_of_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     received: list[type] = []
     receive = Service.receive
 
@@ -152,11 +178,12 @@ def test_a_command_of_the_page_works(command: str, monkeypatch: pytest.MonkeyPat
         assert reply.status == 200, reply.text
         content = DOCUMENT["paths"][o.path][o.method.lower()]["responses"]["200"]["content"]
         assert reply.headers["content-type"].partition(";")[0] in content
-        assert received[-1:] == ([o.body] if o.body else []) or "resp_1" in command
+        assert received[-1:] == ([o.body] if o.body else []) or "resp_1" in command or "batch_1" in command
         if isinstance(o.answer, type):
             check(reply.json, o)
+        await s.client.app.state.batches.close()
 
-    serve(test, answer="Let me see.</think>Hello", served_model_name="kimi-nano")
+    serve(test, answer="Let me see.</think>Hello", served_model_name="kimi-nano", files_dir=str(tmp_path / "files"))
 
 
 @pytest.mark.parametrize(
