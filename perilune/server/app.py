@@ -17,13 +17,11 @@ from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
 from perilune.server.batches.api import (
     batch_by_id,
+    batches,
     cancel_batch,
-    create_batch,
-    create_file,
     file_by_id,
     file_content,
-    list_batches,
-    list_files,
+    files,
     open_batches,
 )
 from perilune.server.batches.protocol import ENDPOINTS
@@ -59,12 +57,10 @@ def build_app(service: Service) -> Starlette:
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
-        Route("/v1/files", create_file, methods=["POST"]),
-        Route("/v1/files", list_files, methods=["GET"]),
+        Route("/v1/files", files, methods=["GET", "POST"]),
         Route("/v1/files/{id}", file_by_id, methods=["GET", "DELETE"]),
         Route("/v1/files/{id}/content", file_content, methods=["GET"]),
-        Route("/v1/batches", create_batch, methods=["POST"]),
-        Route("/v1/batches", list_batches, methods=["GET"]),
+        Route("/v1/batches", batches, methods=["GET", "POST"]),
         Route("/v1/batches/{id}", batch_by_id, methods=["GET"]),
         Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),

@@ -35,9 +35,19 @@ def _batches(request: Request) -> Batches:
     return found
 
 
-async def create_file(request: Request) -> Response:
-    batches, owner = _batches(request), current().account.name
-    store = batches.store
+async def files(request: Request) -> Response:
+    """POST and GET /v1/files."""
+    return await (_create_file if request.method == "POST" else _list_files)(request)
+
+
+async def batches(request: Request) -> Response:
+    """POST and GET /v1/batches."""
+    return await (_create_batch if request.method == "POST" else _list_batches)(request)
+
+
+async def _create_file(request: Request) -> Response:
+    served, owner = _batches(request), current().account.name
+    store = served.store
     raw = bytearray()
     async for piece in request.stream():
         raw += piece
@@ -82,10 +92,10 @@ def _checked(given: Any) -> tuple[multipart.Part, str, int | None]:
     return file, "batch", check_expiry(int(seconds.text), "expires_after[seconds]")
 
 
-async def list_files(request: Request) -> Response:
-    batches, owner = _batches(request), current().account.name
+async def _list_files(request: Request) -> Response:
+    served, owner = _batches(request), current().account.name
     purpose = request.query_params.get("purpose")
-    found = [f for f in batches.store.list(owner) if purpose in (None, f["purpose"])]
+    found = [f for f in served.store.list(owner) if purpose in (None, f["purpose"])]
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"order must be 'asc' or 'desc', not {show(order)}", param="order", code="invalid_value")
@@ -94,30 +104,30 @@ async def list_files(request: Request) -> Response:
 
 async def file_by_id(request: Request) -> Response:
     """GET and DELETE."""
-    batches, owner, id = _batches(request), current().account.name, request.path_params["id"]
+    served, owner, id = _batches(request), current().account.name, request.path_params["id"]
     if request.method == "GET":
-        return json_response(batches.store.get(owner, id))
-    if batches.reads(owner, id):
+        return json_response(served.store.get(owner, id))
+    if served.reads(owner, id):
         raise RequestError("a batch reads this file: cancel the batch first", param="file_id", code="file_in_use")
-    batches.store.delete(owner, id)
+    served.store.delete(owner, id)
     return json_response({"id": id, "object": "file", "deleted": True})
 
 
 async def file_content(request: Request) -> Response:
-    batches, owner, id = _batches(request), current().account.name, request.path_params["id"]
-    batches.store.get(owner, id)
-    return FileResponse(batches.store.path(owner, id), media_type="application/octet-stream")
+    served, owner, id = _batches(request), current().account.name, request.path_params["id"]
+    served.store.get(owner, id)
+    return FileResponse(served.store.path(owner, id), media_type="application/octet-stream")
 
 
-async def create_batch(request: Request) -> Response:
+async def _create_batch(request: Request) -> Response:
     service: Service = request.app.state.service
-    batches = _batches(request)
+    served = _batches(request)
     body, _ = await service.receive(request, BatchBody)
     body.check_supported()
-    return json_response(batches.create(current().account.name, body).shown())
+    return json_response(served.create(current().account.name, body).shown())
 
 
-async def list_batches(request: Request) -> Response:
+async def _list_batches(request: Request) -> Response:
     found = _batches(request).list(current().account.name)
     return _page(request, [b.shown() for b in found[::-1]], PAGE_BATCHES, MAX_PAGE_BATCHES)
 
@@ -127,9 +137,9 @@ async def batch_by_id(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    batches = _batches(request)
-    batch = batches.get(current().account.name, request.path_params["id"])
-    await batches.cancel(batch)
+    served = _batches(request)
+    batch = served.get(current().account.name, request.path_params["id"])
+    await served.cancel(batch)
     return json_response(batch.shown())
 
 

@@ -104,13 +104,15 @@ def _operation(o: Operation) -> dict[str, Any]:
     made: dict[str, Any] = {
         "tags": [o.tag],
         "summary": o.summary,
-        "operationId": re.sub(r"\W+", "_", f"{o.method.lower()}{o.path}").strip("_"),
+        "operationId": _operation_id(o),
         "responses": {
             "200": {"description": "The answer.", "headers": _headers("x-request-id"), "content": _content(o)},
             **{str(s): {"$ref": f"#/components/responses/{_name(s, forms)}"} for s in sorted(statuses)},
         },
         "security": [{}] if is_open else [{"bearer": []}, {"x-api-key": []}, {}],
     }
+    if links := _links(o):
+        made["responses"]["200"]["links"] = links
     if o.meaning:
         made["description"] = o.meaning
     in_path = [Parameter(n, {"type": "string"}, "", "path") for n in re.findall(r"\{(\w+)\}", o.path)]
@@ -133,6 +135,19 @@ def _operation(o: Operation) -> dict[str, Any]:
         form = {"type": "object", "properties": fields, "required": ["file", "purpose"], "additionalProperties": False}
         made["requestBody"] = {"required": True, "content": {FORM: {"schema": form}}}
     return made
+
+
+def _operation_id(o: Operation) -> str:
+    return re.sub(r"\W+", "_", f"{o.method.lower()}{o.path}").strip("_")
+
+
+def _links(o: Operation) -> dict[str, Any]:
+    """What may be asked of the object that an operation makes, by the id in its answer."""
+    later = [other for other in OPERATIONS if o.method == "POST" and other.path.startswith(f"{o.path}/{{id}}")]
+    return {
+        _operation_id(other): {"operationId": _operation_id(other), "parameters": {"id": "$response.body#/id"}}
+        for other in later
+    }
 
 
 def _content(o: Operation) -> dict[str, Any]:
