@@ -130,7 +130,6 @@ MEANINGS: Mapping[str, str] = {
 }
 
 _NULL = {"type": "null"}
-_TEXT_OR_PARTS: list[Mapping[str, Any]] = [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
 _SCHEMA = {"type": "object", "description": "a JSON schema"}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
 
@@ -166,18 +165,31 @@ _FUNCTION = _object(
     strict={"type": ["boolean", "null"]},
 )
 _ID = {"type": "integer", "minimum": 0}
-_CHAT_MESSAGE = _object(
-    ["role"],
-    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-    content=_or_null(*_TEXT_OR_PARTS),
-    tool_calls={"type": ["array", "null"], "description": "of the assistant's"},
-    tool_call_id={"type": ["string", "null"], "description": "of a tool's: the call that it answers"},
-    reasoning_content={"type": ["string", "null"], "description": "the assistant's thought"},
+_PARTS = _list(_object(["type"], type={"type": "string", "examples": ["text"]}, text={"type": "string"}))
+_WORDS: list[Mapping[str, Any]] = [{"type": "string"}, _PARTS]
+_CALL = _object(
+    ["id", "type", "function"],
+    id=_TEXT,
+    type={"const": "function"},
+    function=_object(["name"], name=_NAME, arguments={"type": ["string", "object", "null"]}),
 )
+_CHAT_MESSAGE = {
+    "anyOf": [
+        _object(["role", "content"], role={"enum": ["system", "developer", "user"]}, content={"anyOf": _WORDS}),
+        _object(
+            ["role"],
+            role={"const": "assistant"},
+            content=_or_null(*_WORDS),
+            reasoning_content={"type": ["string", "null"]},
+            tool_calls=_or_null(_list(_CALL)),
+        ),
+        _object(
+            ["role", "tool_call_id", "content"], role={"const": "tool"}, tool_call_id=_TEXT, content={"anyOf": _WORDS}
+        ),
+    ]
+}
 _CHAT_TOOLS = _or_null(_list(_object(["type", "function"], type={"const": "function"}, function=_FUNCTION)))
-_MESSAGE = _object(
-    ["role", "content"], role={"enum": ["user", "assistant", "system"]}, content={"anyOf": _TEXT_OR_PARTS}
-)
+_MESSAGE = _object(["role", "content"], role={"enum": ["user", "assistant", "system"]}, content={"anyOf": _WORDS})
 _JSON_SCHEMA = {"anyOf": [_SCHEMA, {"type": "boolean"}, {"type": "string", "description": "the same as JSON text"}]}
 _GUIDES = {
     "json": _or_null(_JSON_SCHEMA),
@@ -267,7 +279,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         for body in ("CountBody", "MessagesBody")
         for name, schema in (
             ("messages", _list(_MESSAGE, 1)),
-            ("system", _or_null(*_TEXT_OR_PARTS)),
+            ("system", _or_null(*_WORDS)),
             ("tools", _or_null(_list(_object(["name", "input_schema"], name=_NAME, input_schema=_SCHEMA)))),
             ("output_format", _or_null(_object(["type", "schema"], type={"const": "json_schema"}, schema=_SCHEMA))),
         )
