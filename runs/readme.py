@@ -18,6 +18,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/architecture.md": {"files": tables.files, "imports": rooms.text},
     "docs/configuration.md": {"engine": tables.engine_keys, "server": tables.server_keys},
     "docs/http-api.md": {
+        "index": http_api.index,
         "errors": http_api.errors,
         "headers": http_api.headers,
         "endpoints": http_api.endpoints,

@@ -1,6 +1,7 @@
 """docs/http-api.md, from the document that /openapi.json serves."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,17 @@ REFUSED, IGNORED = "refused: ", "accepted, without effect: "
 def endpoints() -> str:
     """Every endpoint with its request, one to try, and its answer."""
     made = document()
-    return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made))
+    shown: dict[str, str] = {}  # answers by name, with the endpoint that has their table
+    return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made, shown)).rstrip()
+
+
+def index() -> str:
+    rows = []
+    for o in OPERATIONS:
+        title = f"{o.method} {o.path}"
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        rows.append(f"| [{title}](#{anchor}) | {o.summary} |")
+    return "\n".join(["| endpoint | |", "|---|---|", *rows])
 
 
 def errors() -> str:
@@ -54,7 +65,7 @@ def curl(o: Operation) -> str:
     return shlex.join(parts)
 
 
-def _endpoint(o: Operation, made: Mapping[str, Any]) -> Iterator[str]:
+def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
     described = made["paths"][o.path][o.method.lower()]
     yield f"### {o.method} {o.path}"
     yield ""
@@ -74,18 +85,24 @@ def _endpoint(o: Operation, made: Mapping[str, Any]) -> Iterator[str]:
         reference = described["requestBody"]["content"][JSON]["schema"]["$ref"]
         yield from _fields(schemas[reference.rpartition("/")[2]])
         yield ""
-    yield from _answer(described["responses"], schemas)
+    yield from _answer(f"{o.method} {o.path}", described["responses"], schemas, shown)
     yield ""
 
 
-def _answer(responses: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
+def _answer(
+    title: str, responses: Mapping[str, Any], schemas: Mapping[str, Any], shown: dict[str, str]
+) -> Iterator[str]:
     content = responses["200"]["content"]
     for kind, about in content.items():
         if kind == JSON and "type" not in about["schema"]:
             yield f"Answer: {_type(about['schema'])}"
             yield ""
             for reference in about["schema"].get("anyOf", [about["schema"]]):
-                yield from _fields(schemas[reference["$ref"].rpartition("/")[2]])
+                name = reference["$ref"].rpartition("/")[2]
+                if shown.setdefault(name, title) != title:
+                    yield f"{name} has its fields at {shown[name]}."
+                else:
+                    yield from _fields(schemas[name])
                 yield ""
         elif kind == EVENTS:
             yield f"{about['schema']['description']}"

@@ -59,7 +59,7 @@ async def _create_file(request: Request) -> Response:
         store.expire()
         store.reserve(owner, len(file.data))
         reserved = held.enter_context(contextlib.ExitStack())
-        reserved.callback(store.free, len(file.data))
+        reserved.callback(store.free, owner, len(file.data))
         id = new_id("file")
         source = await asyncio.to_thread(store.write, owner, id, file.data)
         about = {"filename": file.filename, "purpose": purpose}

@@ -22,19 +22,20 @@ from perilune.text.tools import show
 MAX_FILES = 10_000  # of a key
 EXPIRY_SECONDS = 30 * 86_400
 MIN_EXPIRY_SECONDS = 3600
+OWNER_SHARE = 0.5  # of the room, for one API key
 FREE_BYTES = 256 << 20  # of the disk, which stay free
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 
 
 class FileStore:
-    """At most `limit_bytes` in all files."""
+    """At most `limit_bytes` in all files, of which each API key may have a share."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         """ConfigError for a directory that cannot be used, or that another server uses."""
         self.directory = directory
         self.limit_bytes = limit_bytes
         self._files: dict[str, dict[str, dict[str, Any]]] = {}  # by owner and id, oldest first
-        self.size_bytes = 0  # of all files, and of what room is reserved for
+        self._bytes: dict[str, int] = {}  # by owner, of files and of what room is reserved for
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -61,17 +62,25 @@ class FileStore:
     def reserve(self, owner: str, size: int) -> None:
         """Takes room for `size` bytes, which `free` gives back; RequestError 413 if there is none."""
         disk = os.statvfs(self.directory)
-        left = min(self.limit_bytes - self.size_bytes, disk.f_bavail * disk.f_frsize - FREE_BYTES)
+        own = self.limit_bytes * (OWNER_SHARE if owner else 1) - self._bytes.get(owner, 0)
+        left = min(self.limit_bytes - self.size_bytes, own, disk.f_bavail * disk.f_frsize - FREE_BYTES)
         if size > left or len(self._files.get(owner, ())) >= MAX_FILES:
             raise RequestError(
                 f"there is no room for {size:,} more bytes of files (serve --files-gb): delete files",
                 code="store_full",
                 status=413,
             )
-        self.size_bytes += size
+        self._add(owner, size)
 
-    def free(self, size: int) -> None:
-        self.size_bytes -= size
+    def free(self, owner: str, size: int) -> None:
+        self._add(owner, -size)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def _add(self, owner: str, size: int) -> None:
+        self._bytes[owner] = self._bytes.get(owner, 0) + size
 
     def write(self, owner: str, id: str, data: bytes) -> Path:
         """Blocks. A file under way, which `keep` takes over. Room for it must have been reserved."""
@@ -128,7 +137,7 @@ class FileStore:
     def _forget(self, owner: str, id: str) -> None:
         for end in (".json", ".data"):
             (self.folder(owner) / f"{id}{end}").unlink(missing_ok=True)
-        self.free(self._files[owner].pop(id)["bytes"])
+        self.free(owner, self._files[owner].pop(id)["bytes"])
 
     def _load(self, folder: Path) -> None:
         owner = folder.name.removeprefix("key-")
@@ -136,7 +145,7 @@ class FileStore:
             about["id"]: about for about in read_records(folder, "file") if self.path(owner, about["id"]).is_file()
         }
         self._files[owner] = dict(sorted(found.items(), key=lambda item: item[1]["created_at"]))
-        self.size_bytes += sum(about["bytes"] for about in found.values())
+        self._add(owner, sum(about["bytes"] for about in found.values()))
         for path in folder.glob("file-*.data"):  # of an upload that the server's end cut off
             if path.stem not in found:
                 path.unlink(missing_ok=True)

@@ -84,6 +84,8 @@ def test_the_request_that_began_it_may_be_closed() -> None:
         assert told(
             (await s.client.get(f"{PATH}/{id}?stream=true&starting_after={rest[-2]['sequence_number']}")).text
         ) == [rest[-1]]
+        stream = await sdk(s).responses.retrieve(id, stream=True, starting_after=rest[0]["sequence_number"])
+        assert [e.sequence_number async for e in stream] == [e["sequence_number"] for e in rest[1:]]
         for wrong in ("starting_after=99", "starting_after=x", "starting_after=-2", "stream=yes"):
             refused = await s.client.get(f"{PATH}/{id}?stream=true&{wrong}".replace("stream=true&stream", "stream"))
             assert refused.status == 400 and refused.error["param"] == wrong.partition("=")[0]

@@ -386,6 +386,17 @@ def test_the_store_is_bounded(tmp_path: Path) -> None:
     run(test, tmp_path, files_gb=1e-5)
 
 
+def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 1000)
+    store.reserve("ann", 500)
+    with pytest.raises(RequestError, match="no room for 1 more"):
+        store.reserve("ann", 1)
+    store.reserve("bob", 500)
+    store.free("ann", 500)
+    store.reserve("ann", 500)
+    store.close()
+
+
 def test_files_expire(tmp_path: Path) -> None:
     async def test(s: Served) -> None:
         client = sdk(s)

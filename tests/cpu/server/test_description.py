@@ -1,6 +1,7 @@
 """/openapi.json and docs/http-api.md: complete, true for every command of the page, and served to anyone."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import shlex
@@ -19,7 +20,7 @@ from perilune.server.description.document import ERRORS, bodies, document, meani
 from perilune.server.description.operation import OPERATIONS, Operation
 from perilune.server.service import Service
 from runs.docs import http_api
-from tests.serving import BYTES, CALL, TEMPLATE, WEATHER, FakeEngine, Reply, Served, serve
+from tests.serving import BYTES, CALL, INFO, TEMPLATE, WEATHER, FakeEngine, Reply, Served, serve
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
 COMMANDS = re.findall(r"^curl .*$", PAGE, re.M)
@@ -267,3 +268,45 @@ def test_a_body_of_another_type_is_refused_before_it_is_read() -> None:
         )
 
     serve(test)
+
+
+BOUNDED = {
+    "/v1/chat/completions": {"logprobs": True, "max_tokens": None},
+    "/v1/completions": {"max_tokens": 50, "echo": True},
+    "/v1/responses": {},
+    "/v1/messages": {},
+}
+
+
+def bounds(schema: dict[str, Any]) -> dict[str, Any] | None:
+    forms = schema.get("anyOf", [schema])
+    return next((f for f in forms if f.get("type") in ("integer", "number")), None)
+
+
+@pytest.mark.parametrize("path", BOUNDED)
+def test_numbers_have_the_bounds_that_are_described(path: str) -> None:
+    o = operation("POST", path)
+    assert o.body is not None
+    described = DOCUMENT["components"]["schemas"][names()[o.body]]["properties"]
+
+    async def test(s: Served) -> None:
+        tried = 0
+        for name, schema in described.items():
+            number = bounds(schema)
+            if number is None or name == "max_tool_calls":  # which counts nothing
+                continue
+            step = 1 if number["type"] == "integer" else 1e-6
+            inside = [number[b] for b in ("minimum", "maximum") if b in number]
+            outside = [number[b] + d * step for b, d in (("minimum", -1), ("maximum", 1)) if b in number]
+            if "exclusiveMinimum" in number:
+                inside, outside = [*inside, number["exclusiveMinimum"] + 1e-3], [*outside, number["exclusiveMinimum"]]
+            for value in (*inside, *outside):
+                reply = await s.client.post(path, {**(o.example or {}), **BOUNDED[path], name: value})
+                right = 200 if value in inside else 400
+                assert reply.status == right, (name, value, reply.text[:300])
+                tried += 1
+            assert outside or name in ("max_thinking_tokens", "thinking_token_budget"), f"{name} has no bound"
+        assert tried > 5
+
+    info = dataclasses.replace(INFO, max_num_seqs=256)
+    serve(test, answer="Hm</think>Hello", info=info)
