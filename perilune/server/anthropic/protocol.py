@@ -73,8 +73,8 @@ class CountBody(RequestBody):
         the model cannot do without. A last message of the assistant's is the beginning of the answer.
         """
         conversation = Conversation()
-        if self.system:
-            conversation.say("system", text_of(self.system, "system", _TEXT))
+        if self.system is not None and (system := text_of(self.system, "system", _TEXT)):
+            conversation.say("system", system)
         for i, message in enumerate(self.messages):
             _add(conversation, message, f"messages[{i}]")
         if conversation.messages[-1]["role"] == "assistant":
