@@ -105,6 +105,7 @@ class ScriptedEngine:
             num_blocks=blocks,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
+            pids=(os.getpid(),),
             choices=(("engine", "scripted", "a test double: the answers mean nothing"),),
         )
         self.waiting: deque[Submit] = deque()

@@ -5,6 +5,7 @@ name in them may have a million characters, or be made of terminal control codes
 """
 
 import reprlib
+import signal
 
 SHOWN = 80  # characters of a quoted value
 
@@ -49,6 +50,13 @@ class RequestError(PeriluneError):
         self.param = param
         self.code = code
         self.status = status
+
+
+def signal_note(code: int | None) -> str:
+    """What to say of a process that ended with this exit status, behind the signal: "" where nothing is known."""
+    if code == -signal.SIGBUS:
+        return ", because a file of the model became shorter while it was read: restore the file"
+    return ""
 
 
 def prompt_too_long(least: int, context: int, param: str, *, exact: bool = True) -> RequestError:

@@ -190,6 +190,7 @@ class ChatStream:
         self._counter: int | None = None  # what the header said
         self._call: int | None = None  # index of the call whose arguments arrive; None: its tool is not known yet
         self._arguments_begun = False
+        self._raw = False  # whether the arguments are text, passed on with all white space
         self._first = first_tool_index
         self._started = 0
         self._used: set[int] = set()
@@ -354,6 +355,7 @@ class ChatStream:
             while counter in self._used:
                 counter += 1
         self._used.add(counter)
+        self._raw = name in self._tools and self._tools[name].form is not None
         self._call, self._started = self._started, self._started + 1
         self._events.append(ToolStart(self._call, f"functions.{name}:{counter}", name))
 
@@ -361,9 +363,12 @@ class ChatStream:
         self._held += text
         if self._call is None:
             return
-        if not self._arguments_begun:
-            self._held = self._held.lstrip()
-        body = self._held.rstrip()
+        if self._raw:
+            body = self._held
+        else:
+            if not self._arguments_begun:
+                self._held = self._held.lstrip()
+            body = self._held.rstrip()
         if body:
             self._events.append(ToolArguments(self._call, body))
             self._arguments_begun = True
@@ -373,7 +378,7 @@ class ChatStream:
         if self._call is None:
             self._start_inferred_call()
         if self._call is not None and not self._arguments_begun:
-            self._events.append(ToolArguments(self._call, "{}"))
+            self._events.append(ToolArguments(self._call, "" if self._raw else "{}"))
 
     def _start_inferred_call(self) -> None:
         text = self._held.strip()

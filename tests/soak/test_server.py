@@ -173,6 +173,59 @@ def test_kills_of_the_engine_under_load(server: Server, share: float) -> None:
     assert max(waits) <= 10 or share < 1
 
 
+def test_draining_loses_no_answer_that_can_end_in_time(share: float) -> None:
+    """SIGTERM at any moment under load: what was begun ends whole, what comes later is refused or finds no server."""
+    outcomes: Counter[str] = Counter()
+    took = []
+
+    def ask(server: Server, client: httpx.Client, rng: random.Random) -> None:
+        body = {"prompt": "a", "max_tokens": rng.randrange(1, 120), "ignore_eos": True}
+        if rng.random() < 0.3:
+            reply = client.post(f"{server.url}/v1/completions", json=body)
+            outcomes["whole" if reply.status_code == 200 else str(reply.status_code)] += 1
+            assert reply.status_code == 503 or reply.json()["usage"]["completion_tokens"] == body["max_tokens"]
+            return
+        text, begun = b"", False
+        try:
+            with client.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}) as stream:
+                begun = stream.status_code == 200
+                for piece in stream.iter_raw():
+                    text += piece
+        finally:
+            whole = text.endswith(b"data: [DONE]\n\n") and b'"error"' not in text
+            if begun:
+                outcomes["whole" if whole else "lost"] += 1
+        if not begun:
+            outcomes[str(stream.status_code)] += 1
+
+    def load(server: Server, seed: int) -> None:
+        rng = random.Random(seed)
+        with httpx.Client(timeout=60) as client:
+            try:
+                while True:
+                    ask(server, client, rng)
+            except httpx.TransportError:  # it has ended, or has ended this connection while it was idle
+                outcomes["no server"] += 1
+
+    for round in range(max(int(10 * share), 2)):
+        server = Server(*OPTIONS)
+        try:
+            threads = [threading.Thread(target=load, args=(server, 100 * round + i)) for i in range(CLIENTS)]
+            for thread in threads:
+                thread.start()
+            time.sleep(1.0 + random.Random(round).random())
+            status, seconds = server.stop(signal.SIGTERM)
+            took.append(seconds)
+            for thread in threads:
+                thread.join(60)
+            assert status == 0 and not any(thread.is_alive() for thread in threads)
+            assert not any("Traceback" in line for line in server.lines)
+        finally:
+            server.kill()
+    print(f"{len(took)} drains took {min(took):.1f} to {max(took):.1f} s; {dict(outcomes)}")
+    assert not outcomes["lost"] and outcomes["whole"] > 10 * len(took)
+
+
 def test_memory_does_not_grow_with_requests(server: Server, share: float) -> None:
     first, last = int(2_000 * share), int(10_000 * share)
     engine = server.engine_pid()
@@ -185,11 +238,13 @@ def test_memory_does_not_grow_with_requests(server: Server, share: float) -> Non
             assert reply.status_code == (400 if wrong else 200)
 
         list(pool.map(ask, range(first)))
-        before = resident(server.process.pid), resident(engine)
-        list(pool.map(ask, range(first, last)))
-        after = resident(server.process.pid), resident(engine)
-    growth = [b / a - 1 for a, b in zip(before, after)]
+        curve = [(resident(server.process.pid), resident(engine))]
+        for begin in range(first, last, step := max((last - first) // 8, 1)):
+            list(pool.map(ask, range(begin, min(begin + step, last))))
+            curve.append((resident(server.process.pid), resident(engine)))
+    growth = [b / a - 1 for a, b in zip(curve[0], curve[-1])]
     print(f"RSS from request {first} to {last}: server {growth[0]:+.2%}, engine {growth[1]:+.2%}")
+    print("MB, server and engine:", ", ".join(f"{a / 2**20:.1f} + {b / 2**20:.1f}" for a, b in curve))
     assert max(growth) <= 0.01
 
 
@@ -253,14 +308,16 @@ def test_fuzzed_bodies_and_headers_never_fail(server: Server, share: float) -> N
             request = mutated(rng)
             with socket.create_connection((host, int(port)), timeout=20) as wire:
                 wire.sendall(request)
-                wire.shutdown(socket.SHUT_WR) if rng.random() < 0.1 else wire.settimeout(20)
+                wire.shutdown(socket.SHUT_WR) if rng.random() < 0.1 else wire.settimeout(45)
                 try:
                     answer = wire.recv(65536)
                 except ConnectionError:
                     answer = b""
+                except TimeoutError:
+                    raise AssertionError(f"neither answered nor closed in 45 s: {request!r}") from None
             status = answer.split(b" ", 2)[1].decode() if answer.startswith(b"HTTP/1.1 ") else "none"
             statuses[status] += 1
-            assert not status.startswith("5") or status in ("501", "503"), (request, answer)
+            assert not status.startswith("5") or status in ("501", "503", "505"), (request, answer)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fuzz, range(4)))

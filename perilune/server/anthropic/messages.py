@@ -8,6 +8,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
 PING = {"type": "ping"}
+VERSION = "anthropic-version"  # the header that every client of this API sends
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -224,6 +226,26 @@ def _thinks_unasked(template: ChatTemplate) -> bool:
         return True
 
 
+def model(described: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of the list of models in the form of this API."""
+    created = datetime.fromtimestamp(described["created"], UTC)
+    return {
+        "id": described["id"],
+        "type": "model",
+        "display_name": described["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": described["max_model_len"],
+        "max_tokens": described["max_model_len"],
+    }
+
+
+def model_page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """The list of models, which has one page: behind or ahead of any other id there is none."""
+    shown = [] if query.get("after_id") or query.get("before_id") else found
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+
+
 def describe(error: Exception) -> dict[str, Any]:
     """An exception as Anthropic's error object."""
     status, body = errors.describe(error)
@@ -236,13 +258,14 @@ def error_object(status: int, message: str) -> dict[str, Any]:
 
 
 class ErrorShape:
-    """Gives every error of the routes below /v1/messages Anthropic's shape, wherever in the application it arose."""
+    """Gives every error of the routes below /v1/messages, and of the models for clients of this API, Anthropic's shape,
+    wherever in the application it arose."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not f"{scope['path']}/".startswith("/v1/messages/"):
+        if scope["type"] != "http" or not _is_ours(scope):
             await self.app(scope, receive, send)
             return
         begun = False
@@ -270,6 +293,13 @@ class ErrorShape:
             if not begun:
                 await errors.response(error)(scope, receive, reshape)
             raise  # for the log
+
+
+def _is_ours(scope: Scope) -> bool:
+    path = f"{scope['path']}/"
+    if path.startswith("/v1/models/"):
+        return any(name == VERSION.encode() for name, _ in scope["headers"])
+    return path.startswith("/v1/messages/")
 
 
 def _is_error(start: Message) -> bool:
