@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:{0}<|tool_call_argument_begin|>"
     '{{"city": "Oslo"}}<|tool_call_end|><|tool_calls_section_end|>'
 )
-INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4)
+INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4, pids=(os.getpid(),))
 STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 0, 8, 6), ("suffix", 1, 5, 2)), 3, 4000)
 
 

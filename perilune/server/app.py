@@ -48,7 +48,7 @@ def build_app(service: Service) -> Starlette:
     config = service.config
     max_body = config.max_body_mb << 20
     budget = BodyBudget(config.body_memory_mb << 20, max_body)
-    clients = Limit(concurrent=config.client_concurrency, requests=config.client_requests_per_minute)
+    clients = Limit(concurrent=config.client_concurrency, requests_per_minute=config.client_requests_per_minute)
     routes = [
         Route("/", page, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),

@@ -33,11 +33,13 @@ OFFLOAD_BYTES = 16_384  # input from which work leaves the event loop: tokenizin
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's text side. `generation_config`: the checkpoint's own sampling defaults."""
+    """The model's text side. `generation_config`: the checkpoint's own sampling defaults. `default_max_tokens`: of
+    chat answers to requests without a limit; None: as many as there is room for."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     generation_config: Mapping[str, float] = field(default_factory=dict)
+    default_max_tokens: int | None = None
 
     def defaults(self, *, thinking: bool | None = None) -> dict[str, float]:
         """Sampling parameters of requests that send none (`sampling_defaults`)."""
@@ -79,12 +81,12 @@ class Service:
         generation_config: dict[str, float] | None = None,
     ) -> None:
         self.engine = engine
-        self.text = ModelText(tokenizer, template, generation_config or {})
+        self.text = ModelText(tokenizer, template, generation_config or {}, config.default_max_tokens)
         self.config = config
         self.model = config.served_model_name or engine.info.model
         self.keys = Keyring(config.api_key, config.api_key_file)
         self.metrics = Metrics()
-        self.metrics.watch(engine.info, lambda: engine.stats, lambda: engine.alive, self.keys, self.model)
+        self.metrics.watch(engine, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
         self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()

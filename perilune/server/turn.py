@@ -143,7 +143,8 @@ def read(
     if vendor_strict:
         check_vendor(body, defaults)
     context = text.context(info)
-    prompt = rendered(body, text, shown, context if body.truncate_prompt_tokens is None else None)
+    head = shown if body.head_tools is body.tools else body.head_tools
+    prompt = rendered(body, text, head, context if body.truncate_prompt_tokens is None else None)
     if body.add_generation_prompt is False and not prompt.beginning.given:
         raise RequestError(
             "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
@@ -154,7 +155,7 @@ def read(
     ids = body.truncated(prompt.ids, wanted, info.max_model_len)
     params = body.sampling(
         defaults,
-        max_tokens=fit(ids, wanted, info, "messages"),
+        max_tokens=fit(ids, text.default_max_tokens if wanted is None else wanted, info, "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )

@@ -147,10 +147,11 @@ _COUNTER = re.compile(r"[0-9]{1,9}")
 class ChatStream:
     """Reasoning, content and tool calls of one answer.
 
-    thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers are
-    ordinary text. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the
-    conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun:
-    the prompt holds the beginning of the content. style: as in TextStream; markers with a meaning here are never text.
+    thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers have no
+    meaning. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the conversation
+    (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun: the prompt
+    holds the beginning of the content. style: as in TextStream; markers with a meaning here are never text. Control
+    tokens give no text anywhere else, arguments included.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
@@ -180,7 +181,7 @@ class ChatStream:
         self._ends = _ends(tokenizer, end_ids, style.keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
         self._tools = {tool.name: tool for tool in parse_tools(tools)}
-        self._marks, self._plain = _read_marks(tokenizer, bool(self._tools))
+        self._marks = _read_marks(tokenizer, bool(self._tools))
         self._stops = StopMatcher(stop, keep=style.keep_stop)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
@@ -245,10 +246,8 @@ class ChatStream:
     def _take(self, id: int) -> None:
         mark = self._marks.get(id)
         if mark is None:
-            if self._show_special or id in self._plain or not self._tokenizer.is_special(id):
+            if self._show_special or not self._tokenizer.is_special(id):
                 self._text(self._detokenizer.push(id))
-        elif mark in (_Mark.THINK_BEGIN, _Mark.THINK_END) and self._state is _State.ARGUMENTS:
-            self._text(self._detokenizer.push(id))  # arguments are the model's text as it is
         else:
             self._text(self._detokenizer.flush())
             if not self.stopped:
@@ -408,8 +407,8 @@ class ChatStream:
         return joined
 
 
-def _read_marks(tokenizer: Tokenizer, tools: bool) -> tuple[dict[int, _Mark], frozenset[int]]:
-    """Ids with a meaning, and ids of control tokens that are ordinary text here."""
+def _read_marks(tokenizer: Tokenizer, tools: bool) -> dict[int, _Mark]:
+    """Ids with a meaning."""
     m = tokenizer.markers
     think = {m.think_begin: _Mark.THINK_BEGIN, m.think_end: _Mark.THINK_END}
     calls = {
@@ -420,8 +419,7 @@ def _read_marks(tokenizer: Tokenizer, tools: bool) -> tuple[dict[int, _Mark], fr
         m.call_end: _Mark.CALL_END,
     }
     meant = think | calls if tools else think
-    plain = frozenset() if tools else frozenset(id for id in calls if id is not None)
-    return {id: mark for id, mark in meant.items() if id is not None}, plain
+    return {id: mark for id, mark in meant.items() if id is not None}
 
 
 def _spelled_marker(text: str) -> int:

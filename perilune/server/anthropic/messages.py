@@ -21,7 +21,7 @@ from perilune.server import errors
 from perilune.server.anthropic.protocol import FIELDS, CountBody, MessagesBody
 from perilune.server.conversation import spelled
 from perilune.server.errors import GenerationError
-from perilune.server.openai.protocol import json_response
+from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin, rendered
@@ -184,7 +184,7 @@ async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, MessagesBody)
     body.check_supported()
-    chat = await service.offload(size, lambda: body.chat(thinks_unasked=_thinks_unasked(service.text.template)))
+    chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
@@ -207,11 +207,15 @@ async def count_tokens(request: Request) -> Response:
     body.check_supported()
 
     def count() -> int:
-        chat = body.chat(thinks_unasked=_thinks_unasked(service.text.template))
+        chat = _chat(body, service.text.template)
         with spelled(FIELDS):
-            return len(rendered(chat, service.text, chat.declared_tools).ids)
+            return len(rendered(chat, service.text, chat.head_tools).ids)
 
     return json_response({"input_tokens": await service.offload(size, count)})
+
+
+def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:
+    return body.chat(thinks_unasked=_thinks_unasked(template), tool_form=template.member.tools)
 
 
 def _thinks_unasked(template: ChatTemplate) -> bool:
