@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perilune.core.errors import EngineError, RequestError
+from perilune.core.errors import RequestError
 from perilune.server import errors
 from perilune.server.batches.files import FileStore, new_id, read_records, write_whole
 from perilune.server.batches.protocol import BatchBody, Line, read_line, record
@@ -84,15 +84,15 @@ class Batch:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         with open(os.open(self.path("errors" if failed else "output"), flags, 0o600), "wb") as file:
             file.write(data)
-        self._count(line["custom_id"], failed=failed)
+        self.done.add(line["custom_id"])
+        self.record["request_counts"]["failed" if failed else "completed"] += 1
 
     def recover(self, found: Mapping[str, tuple[int, list[str]]]) -> None:
         """Takes over what `answered` found."""
-        self.record["request_counts"] |= {"completed": 0, "failed": 0}
         for end, (size, ids) in found.items():
             self._reserve(size)
-            for id in ids:
-                self._count(id, failed=end == "errors")
+            self.done.update(ids)
+            self.record["request_counts"]["completed" if end == "output" else "failed"] = len(ids)
 
     def finish(self, status: str) -> None:
         """Makes files of the answers and ends the batch. The server may end at any moment: `resume` does the rest."""
@@ -117,10 +117,6 @@ class Batch:
 
     def _reserve(self, size: int) -> None:
         self.store.reserve(self.owner, size)
-
-    def _count(self, custom_id: str, *, failed: bool) -> None:
-        self.done.add(custom_id)
-        self.record["request_counts"]["failed" if failed else "completed"] += 1
 
 
 class Batches:
@@ -220,6 +216,7 @@ class Batches:
                 batch.fail([_error(e, None)])
 
     async def _work(self, batch: Batch) -> None:
+        batch.recover(await asyncio.to_thread(answered, batch))
         if batch.record["status"] in ("cancelling", "finalizing"):  # the server ended before the batch had
             batch.finish("cancelled")
             return
@@ -232,7 +229,6 @@ class Batches:
                 return
             batch.record["request_counts"]["total"] = total
             batch.move("in_progress")
-        batch.recover(await asyncio.to_thread(answered, batch))
         async with asyncio.TaskGroup() as group:
             with open(path, "rb") as file:
                 for raw in file:
@@ -251,6 +247,7 @@ class Batches:
             call.keeps_text = self.service.config.audit_text
             status, body = await self._answered(call, line)
             if status not in (429, 503):
+                self.service.report(call)
                 response = {"status_code": status, "request_id": call.id, "body": body}
                 batch.append(_answer(line, response, None), failed=status != 200)
                 return
@@ -304,9 +301,6 @@ class Batches:
                 call.error = e
                 errors.log_failure(f"a request of a batch to {line.url}", e)
                 return errors.describe(e)
-            finally:
-                if not isinstance(call.error, EngineError):  # it is sent again
-                    self.service.report(call)
 
 
 def answered(batch: Batch) -> dict[str, tuple[int, list[str]]]:

@@ -24,7 +24,7 @@ MEANINGS: Mapping[str, str] = {
     "function_call": "refused: send tool_choice",
     "echo": "the answer begins with the text that it continues",
     "CompletionBody.echo": "the answer begins with the prompt",
-    "max_tokens": "tokens of the answer at most, thoughts included; left out: what the context holds",
+    "max_tokens": "tokens of the answer at most, thoughts included; default: serve --default-max-tokens",
     "CompletionBody.max_tokens": "tokens of the answer at most; default 16",
     "max_completion_tokens": "the newer name of max_tokens",
     "thinking": "switches thinking on or off and bounds it",

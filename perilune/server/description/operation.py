@@ -11,7 +11,7 @@ from perilune.server.anthropic.protocol import CountBody, MessagesBody
 from perilune.server.batches.api import MAX_PAGE_BATCHES, PAGE_BATCHES, PAGE_FILES
 from perilune.server.batches.protocol import BatchBody
 from perilune.server.body import RequestBody
-from perilune.server.description import answers
+from perilune.server.description import answers, batch_answers
 from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from perilune.server.responses.items import MAX_PAGE_ITEMS, PAGE_ITEMS
 from perilune.server.responses.protocol import ResponsesBody
@@ -200,7 +200,7 @@ OPERATIONS: tuple[Operation, ...] = (
         meaning=f"{_FILES} A line is a request: "
         '`{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}`. '
         "serve --max-body-mb bounds the size of a file, --files-gb that of all files.",
-        answer=answers.File,
+        answer=batch_answers.File,
         errors=(400, *FILE_ERRORS, 408, 413, 415, 503),
         form={
             "file": "the file, with its name",
@@ -215,7 +215,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/files",
         tag="batches",
         summary="The files of the key",
-        answer=answers.FileList,
+        answer=batch_answers.FileList,
         errors=(400, *FILE_ERRORS),
         parameters=(
             Parameter("purpose", {"type": "string"}, "only files of this purpose"),
@@ -229,7 +229,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/files/{id}",
         tag="batches",
         summary="What a file is",
-        answer=answers.File,
+        answer=batch_answers.File,
         errors=FILE_ERRORS,
         path_example="/v1/files/file-1",
     ),
@@ -238,7 +238,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/files/{id}",
         tag="batches",
         summary="Deletes a file that no batch reads",
-        answer=answers.DeletedFile,
+        answer=batch_answers.DeletedFile,
         errors=QUERY_ERRORS,
         path_example="/v1/files/file-1",
     ),
@@ -261,7 +261,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "waits. A server that starts again goes on where the last one was. Answers come in two files, of those with "
         "status 200 and of others, in any order: custom_id says which is which.",
         body=BatchBody,
-        answer=answers.Batch,
+        answer=batch_answers.Batch,
         errors=(429,),
         example={
             "input_file_id": "file-1",
@@ -274,7 +274,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/batches",
         tag="batches",
         summary="The batches of the key, the newest first",
-        answer=answers.BatchList,
+        answer=batch_answers.BatchList,
         errors=(400, *FILE_ERRORS),
         parameters=(
             Parameter(
@@ -290,7 +290,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/batches/{id}",
         tag="batches",
         summary="How far a batch is",
-        answer=answers.Batch,
+        answer=batch_answers.Batch,
         errors=FILE_ERRORS,
         path_example="/v1/batches/batch_1",
     ),
@@ -300,7 +300,7 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="batches",
         summary="Ends a batch",
         meaning="What was answered stays, in the batch's files.",
-        answer=answers.Batch,
+        answer=batch_answers.Batch,
         errors=FILE_ERRORS,
         path_example="/v1/batches/batch_1/cancel",
     ),

@@ -29,7 +29,8 @@ def declared(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, description = string(tool, "name", where, empty=False), tool.get("description")
     if form(tool, where) is not None:
         note = "The call's arguments are the input itself, not JSON."
-        description = f"{description}\n{note}" if isinstance(description, str) and description else note
+        if isinstance(description, str | None):  # what else it may be is refused with all tools
+            description = f"{description}\n{note}" if description else note
     function = {"name": name, "parameters": _PARAMETERS}
     return {"type": "function", "function": function | ({} if description is None else {"description": description})}
 

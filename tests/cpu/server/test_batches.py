@@ -70,7 +70,8 @@ async def answers(client: openai.AsyncOpenAI, file: str | None) -> dict[str, Any
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/v1/responses"])
 def test_the_official_sdk_carries_out_a_batch(tmp_path: Path, endpoint: Any) -> None:
     async def test(s: Served) -> None:
-        client = sdk(s)
+        client, seen = sdk(s), list[Any]()
+        s.service.observers.append(seen.append)
         lines = [line(f"q{i}", f"Number {i}", endpoint) for i in range(9)] + [line("bad", endpoint, endpoint, top_p=7)]
         made = await begun(client, lines, endpoint, metadata={"night": "1"})
         assert made.status == "validating" and made.metadata == {"night": "1"}
@@ -85,6 +86,9 @@ def test_the_official_sdk_carries_out_a_batch(tmp_path: Path, endpoint: Any) -> 
         (wrong,) = (await answers(client, done.error_file_id)).values()
         assert wrong["response"]["status_code"] == 400 and "top_p" in wrong["response"]["body"]["error"]["message"]
         assert {order.priority for order in s.engine.orders} == {100}
+        calls = [call for call in seen if call.route == endpoint]
+        assert len(calls) == 10 and sum(call.total("output_tokens") > 0 for call in calls) == 9
+        assert {f["response"]["request_id"] for f in found.values()} < {call.id for call in calls}
         prompts = [bytes(t for t in ids if t < 256).decode() for ids, _ in s.engine.seen]
         assert sorted(f"Number {i}" in p for p in prompts for i in range(9)).count(True) == 9
         listed = [b.id async for b in client.batches.list(limit=1)]
@@ -106,7 +110,7 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
 
     async def first(s: Served) -> None:
         client = sdk(s)
-        made = await begun(client, [line(f"q{i}", f"Number {i}") for i in range(8)])
+        made = await begun(client, [line(f"q{i}", f"Number {i}") for i in range(40)])
         ids["batch"] = made.id
         while (await client.batches.retrieve(made.id)).request_counts.completed < 2:
             await asyncio.sleep(0.002)
@@ -115,16 +119,16 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     run(first, tmp_path, pause=0.003, info=_small(2))
     (output,) = (tmp_path / "files").glob("key-/*.output")
     before = output.read_bytes().count(b"\n")
-    assert 2 <= before < 8
+    assert 2 <= before < 40
     with open(output, "ab") as file:
         file.write(b'{"id": "half')
 
     async def second(s: Served) -> None:
         client = sdk(s)
         done = await ended(client, ids["batch"])
-        assert done.status == "completed" and done.request_counts.completed == 8
+        assert done.status == "completed" and done.request_counts.completed == 40
         found = await answers(client, done.output_file_id)
-        assert set(found) == {f"q{i}" for i in range(8)} and len(s.engine.seen) == 8 - before
+        assert set(found) == {f"q{i}" for i in range(40)} and len(s.engine.seen) == 40 - before
 
     run(second, tmp_path)
 
@@ -181,7 +185,9 @@ def test_the_end_of_a_batch_survives_the_servers(tmp_path: Path, moment: str, mo
         client = sdk(s)
         done = await ended(client, ids["batch"])
         assert done.status == "completed" and set(await answers(client, done.output_file_id)) == {"a", "b"}
-        assert s.engine.seen == [] and len([f async for f in client.files.list()]) == 2
+        assert s.engine.seen == [] and done.request_counts.completed == 2
+        kept = [f async for f in client.files.list()]
+        assert len(kept) == 2 and s.client.app.state.batches.store.size_bytes == sum(f.bytes for f in kept)
 
     run(second, tmp_path)
 
@@ -350,7 +356,9 @@ def test_a_keys_limits_hold(tmp_path: Path) -> None:
 
     async def test(s: Served) -> None:
         made = await begun(sdk(s, "ann"), [line(f"q{i}") for i in range(9)])  # 2 of the 5 are these requests
-        await asyncio.sleep(0.3)
+        while len(s.engine.seen) < 3:
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.2)
         assert len(s.engine.seen) == 3
         batch = s.client.app.state.batches.get("ann", made.id)
         assert batch.record["request_counts"]["completed"] == 3 and not batch.ended
