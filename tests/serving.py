@@ -201,7 +201,8 @@ class Client:
         return await self.request("POST", path, [data], **more)
 
     async def get(self, path: str) -> Reply:
-        return await self.request("GET", path, [b""])
+        path, _, query = path.partition("?")
+        return await self.request("GET", path, [b""], query=query)
 
     async def request(
         self,
@@ -211,6 +212,7 @@ class Client:
         *,
         leave: asyncio.Event | None = None,
         got: Callable[[bytes], None] = lambda piece: None,
+        query: str = "",
     ) -> Reply:
         reply = Reply(0, {}, [])
         parts = iter([{"type": "http.request", "body": b, "more_body": i + 1 < len(body)} for i, b in enumerate(body)])
@@ -237,7 +239,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),

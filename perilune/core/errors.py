@@ -59,6 +59,20 @@ def signal_note(code: int | None) -> str:
     return ""
 
 
+def prompt_too_long(least: int, context: int, param: str, *, exact: bool = True) -> RequestError:
+    """A prompt of `least` tokens, or of no fewer unless `exact`, and a context of `context` tokens.
+
+    Agents shorten their conversation when they recognise this error. By the code in OpenAI's shape; Claude Code by
+    "prompt is too long: N tokens > M", litellm by "this model's maximum context length is".
+    """
+    return RequestError(
+        f"prompt is too long: {'' if exact else 'at least '}{least} tokens > {context - 1} maximum: this model's "
+        f"maximum context length is {context} tokens, one of them for the answer: shorten the prompt",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def shown(value: object, limit: int = SHOWN) -> str:
     """`value` for a message: a string as it is, anything else by repr; on one line, printable, at most `limit`
     characters. Control characters and surrogates are escaped; the middle of what is longer becomes "...".

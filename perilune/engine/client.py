@@ -18,7 +18,7 @@ import msgspec
 
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
-from perilune.core.errors import EngineError, RequestError, signal_note
+from perilune.core.errors import EngineError, RequestError, prompt_too_long, signal_note
 from perilune.core.messages import (
     FIRST_COME,
     Cancel,
@@ -54,12 +54,7 @@ def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if len(prompt) >= info.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, but the context holds {info.max_model_len} tokens including at "
-            "least one of the answer: shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise prompt_too_long(len(prompt), info.max_model_len, "prompt")
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", param="prompt")
 

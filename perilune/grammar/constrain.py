@@ -19,6 +19,7 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
 MAX_CHOICES = 1024
+_FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
 _OVERLAP = (
@@ -101,6 +102,12 @@ def constrain(
     grammars = []
     for position, tool in enumerate(tools):
         if tool.name in declared:
+            if tool.form is not None:
+                answer_form = AnswerFormat(_FORMS[tool.form.syntax], tool.form.definition, f"tools[{position}].format")
+                grammar, leap = _answer(known, answer_form)
+                grammars.append((tool.name, grammar))
+                leaps.append(leap)
+                continue
             where = f"tools[{position}].function.parameters"
             schema, leap = _of_object(tool, where)
             grammars.append((tool.name, _compiled(compile, json_grammar, schema, where, f"tool {tool.name!r}")))

@@ -18,7 +18,7 @@ from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 
 HEALTH = ("/health", "/health/ready", "/health/live")
-OPEN = ("/", *HEALTH)
+OPEN = ("/", "/openapi.json", *HEALTH)
 PROBES = (*HEALTH, "/metrics")
 # What browsers must not do with an answer. The page at / has a content policy of its own.
 SECURITY = (

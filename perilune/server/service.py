@@ -27,6 +27,7 @@ from perilune.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
+JSON = "application/json"
 OFFLOAD_BYTES = 16_384  # input from which work leaves the event loop: tokenizing that much takes a millisecond
 
 
@@ -106,6 +107,12 @@ class Service:
         self.drain()
         self.stopping.set()
 
+    def report(self, call: Call) -> None:
+        """What the observers see of a call that ends now: of work that outlives the request that began it."""
+        call.ended, call.status = time.perf_counter(), 200 if call.error is None else 500
+        for observer in self.observers:
+            observer(call)
+
     def check_ready(self) -> None:
         """EngineError unless generations are taken."""
         self.admission.check_open()
@@ -121,6 +128,13 @@ class Service:
 
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
+        declared = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        if declared != JSON and not declared.endswith("+json"):
+            raise RequestError(
+                f"the body is declared as {quoted(declared)}: send JSON with 'Content-Type: {JSON}'",
+                code="unsupported_media_type",
+                status=415,
+            )
         raw = bytearray()  # one copy: Request.body() keeps all pieces and their sum
         async for piece in request.stream():
             raw += piece

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
-from tests.e2e.server import QUESTION, Server, needs_nano
+from tests.e2e.server import QUESTION, WEATHER, Server, needs_nano
 
 pytestmark = [needs_nano, pytest.mark.timeout(0)]
 OPTIONS = ("--draft", "off", "--set", "threads=1")
@@ -322,3 +323,74 @@ def test_fuzzed_bodies_and_headers_never_fail(server: Server, share: float) -> N
         list(pool.map(fuzz, range(4)))
     print(f"{statuses.total()} requests: {dict(statuses)}")
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_two_thousand_streamed_tool_calls_are_valid_with_drafts(share: float) -> None:
+    """64 in flight: a call, its result with the id that came, a second call. A validator checks all arguments."""
+    calls, flights = max(int(2000 * share), 128), 64
+    running = Server("--set", "threads=1", "--set", f"max_num_seqs={flights}")
+    order = {
+        "type": "object",
+        "properties": {
+            "items": {"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 1, "maxItems": 2},
+            "count": {"type": "integer", "minimum": 1, "maximum": 99},
+            "kind": {"enum": ["red", "green"]},
+        },
+        "required": ["items", "count", "kind"],
+        "additionalProperties": False,
+    }
+    schemas = {"order": order, "get_weather": WEATHER["function"]["parameters"]}
+    tools = [WEATHER, {"type": "function", "function": {"name": "order", "parameters": order}}]
+    outcomes: Counter[str] = Counter()
+
+    def ask(client: httpx.Client, messages: list[Any], seed: int) -> dict[str, Any]:
+        """The message put together from its chunks."""
+        body = {
+            "messages": messages, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed,
+            "temperature": (0.0, 1.0)[seed % 2], "max_tokens": 120, "max_thinking_tokens": 16, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        with client.stream("POST", CHAT, json=body) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        for chunk in map(json.loads, lines[:-1]):
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                for piece in choice["delta"].get("tool_calls", ()):
+                    if "id" in piece:
+                        message.setdefault("tool_calls", []).append(piece)
+                    else:
+                        message["tool_calls"][piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+                if choice["finish_reason"]:
+                    outcomes[choice["finish_reason"]] += 1
+            if chunk.get("usage"):
+                details = chunk["usage"]["completion_tokens_details"]
+                outcomes["accepted drafts"] += details["accepted_prediction_tokens"]
+                outcomes["rejected drafts"] += details["rejected_prediction_tokens"]
+                outcomes["tokens"] += chunk["usage"]["completion_tokens"]
+        return message
+
+    def converse(number: int) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"What is the weather in city {number % 50}?"}]
+        for turn in range(2):
+            message = ask(clients[number % flights], messages, number * 2 + turn)
+            (call,) = message["tool_calls"]
+            name = call["function"]["name"]
+            assert call["id"] == f"functions.{name}:{turn}"
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[name])
+            outcomes["calls"] += 1
+            messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
+
+    try:
+        begin = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(httpx.Client(timeout=600, base_url=running.url)) for _ in range(flights)]
+            with ThreadPoolExecutor(flights) as pool:
+                list(pool.map(converse, range(calls // 2)))
+        print(f"{outcomes['calls']} calls in {time.monotonic() - begin:.0f} s, all valid; {dict(outcomes)}")
+        assert outcomes["calls"] == calls // 2 * 2 and outcomes["accepted drafts"]
+        assert not any("Traceback" in line for line in running.lines), "".join(running.lines[-50:])
+    finally:
+        running.kill()
