@@ -179,7 +179,10 @@ async def run(
     if not (path / "tiktoken.model").is_file():
         raise CheckpointError(f"{path} has no tiktoken.model: the server needs the tokenizer")
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(EngineClient.start(path, engine, supervised=True, command=engine_command))
+    logged = server.log_format == "json"  # every line is an object then, also the engine's
+    starting = asyncio.create_task(
+        EngineClient.start(path, engine, supervised=True, command=engine_command, logged=logged)
+    )
     for number in SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
     await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest

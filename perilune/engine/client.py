@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -41,6 +42,8 @@ CRASH_SECONDS = 0.5  # for a process that has closed its socket to end by itself
 MAX_RUNS = 2  # engine processes that one request may run in. More: a request that ends the engine ends it more often.
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
+MAX_LINE_BYTES = 64 << 10  # of what the engine writes to standard error; more are several lines
+_LEVELLED = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # as engine/process.py logs
 LOST = "lost"  # the finish reason of a request that the engine process took with it; it does not leave this module
 
 log = logging.getLogger("perilune.engine")
@@ -78,6 +81,8 @@ class _Request:
 class _Process:
     """One life of the engine. `stepped`: it has finished a step."""
 
+    _relaying: asyncio.Task[None] | None = None
+
     def __init__(
         self,
         process: asyncio.subprocess.Process,
@@ -98,9 +103,12 @@ class _Process:
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+                stderr=asyncio.subprocess.PIPE if launch.logged else None,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         self = cls(process, reader, writer)
+        if process.stderr is not None:
+            self._relaying = asyncio.create_task(_relay(process.stderr))
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
         try:
             writer.write(wire.HEADER.pack(len(body)) + body)
@@ -137,15 +145,20 @@ class _Process:
         self._killed = True
         self.writer.close()
         await self.process.wait()
+        if self._relaying is not None:  # its last words; what it has started may hold its end of the pipe
+            await asyncio.wait([self._relaying], timeout=CRASH_SECONDS)
+            self._relaying.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the engine process is started with. The descriptor of its socket is appended to `command`."""
+    """What the engine process is started with. The descriptor of its socket is appended to `command`. `logged`: what it
+    writes to standard error becomes lines of this process's log."""
 
     model: Path
     config: EngineConfig
     command: Sequence[str] = ENGINE_COMMAND
+    logged: bool = False
 
 
 class EngineClient:
@@ -184,14 +197,15 @@ class EngineClient:
         stop_token_ids: Iterable[int] = (),
         supervised: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
+        logged: bool = False,
     ) -> "EngineClient":
         """Spawns the engine on a checkpoint directory and waits until it is loaded.
 
         `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json. `command` starts
-        another process that speaks engine/wire.py.
+        another process that speaks engine/wire.py. `logged` as in Launch.
         Raises EngineError with the engine's own message when it cannot start.
         """
-        launch = Launch(model, config, command)
+        launch = Launch(model, config, command, logged)
         process = await _Process.start(launch)
         end_tokens = frozenset(stop_token_ids) | set(process.info.stop_token_ids)
         return cls(launch, process, end_tokens, supervised=supervised)
@@ -341,3 +355,22 @@ def _now() -> float:
 async def _read(reader: asyncio.StreamReader) -> list[Any]:
     header = await reader.readexactly(wire.HEADER.size)
     return wire.decode(await reader.readexactly(wire.body_length(header)))
+
+
+async def _relay(written: asyncio.StreamReader) -> None:
+    """Logs what the engine writes, line by line, by the level that a line names."""
+    rest = b""
+    while piece := await written.read(MAX_LINE_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            _log_line(line)
+    _log_line(rest)
+
+
+def _log_line(line: bytes) -> None:
+    if text := line.decode(errors="replace").rstrip():
+        found = _LEVELLED.fullmatch(text)
+        level, text = (found[1], found[2]) if found else ("INFO", text)
+        log.log(logging.getLevelNamesMapping()[level], "%s", text)

@@ -178,6 +178,25 @@ def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(t
         time.sleep(0.01)
 
 
+def test_what_an_engine_writes_is_logged_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = (
+        "import os, sys, time\nsys.stderr.write('compiling\\n\\n12:00:01 WARNING no nvcc\\n12:00:02 ERR')\n"
+        "sys.stderr.flush()\ntime.sleep(0.1)\n"
+        "sys.stderr.write('OR it broke\\n' + 'x' * 100_000 + '\\nthe last')\nsys.stderr.flush()\nos._exit(3)\n"
+    )
+    command = (sys.executable, "-c", program)
+    with caplog.at_level("INFO"), pytest.raises(EngineError, match="exit code 3"):
+        asyncio.run(EngineClient.start(tmp_path, EngineConfig(), command=command, logged=True))
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "perilune.engine"]
+    long = [text for _, text in said if text.startswith("x")]
+    assert sum(map(len, long)) == 100_000 and max(map(len, long)) <= 2 * client_module.MAX_LINE_BYTES
+    assert [entry for entry in said if entry[1] not in long] == [
+        ("INFO", "compiling"), ("WARNING", "no nvcc"), ("ERROR", "it broke"), ("INFO", "the last"),
+    ]  # fmt: skip
+
+
 def test_without_supervision_everything_fails(tmp_path: Path) -> None:
     async def test(s: Supervised) -> None:
         with pytest.raises(EngineError, match="ended unexpectedly"):
