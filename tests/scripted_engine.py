@@ -6,7 +6,8 @@
 Without a script an answer is made of ordinary ids that depend on the prompt, as many as max_tokens allows or
 --answer-tokens says. A script (--script FILE) has one JSON object per line: "tokens", the ids of an answer with its end
 token, and "after", the ids that the prompt must end with (absent: any prompt). The first line that fits is played; a
-prompt that fits none gets a computed answer. Penalties, sampling and grammars have no effect.
+prompt that fits none gets a computed answer. Penalties, sampling and grammars have no effect. With --media-pad pictures
+are taken, counted on standard error, and not looked at.
 
 A step takes --step-ms and, for each 1,000 prompt tokens that were not in the (simulated) prefix cache, --prefill-ms.
 """
@@ -97,11 +98,12 @@ class ScriptedEngine:
             num_blocks=blocks,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
+            media_pad=options.media_pad,
             choices=(("engine", "scripted", "a test double: the answers mean nothing"),),
         )
         self.waiting: deque[Submit] = deque()
         self.running: dict[int, Running] = {}
-        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = 0
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = self.pictures = 0
         self.step_seconds = 0.0
 
     @property
@@ -144,7 +146,10 @@ class ScriptedEngine:
         )
 
     def _begin(self, request: Submit) -> Running:
-        cached = self.cache.take(request.prompt, request.cache_keys)
+        cached = self.cache.take(request.prompt, (*request.cache_keys, *(p.digest.hex() for p in request.pictures)))
+        if request.pictures:
+            self.pictures += len(request.pictures)
+            print(f"pictures: {self.pictures}", file=sys.stderr, flush=True)
         self.prompt_tokens += len(request.prompt)
         self.cached_tokens += cached
         room = self.options.context - len(request.prompt)
@@ -247,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once")
     p.add_argument("--block-size", type=int, default=64, help="tokens of a block of the simulated prefix cache")
     p.add_argument("--cache-tokens", type=int, default=4 << 20, help="tokens that the simulated prefix cache holds")
+    p.add_argument("--media-pad", type=int, default=None, help="id of the placeholder of pictures [default: sees none]")
     p.add_argument("--script", type=Path, default=None, help="recorded answers")
     p.add_argument("--answer-tokens", type=int, default=None, help="length of computed answers [default: max_tokens]")
     p.add_argument("--width", type=int, default=1, help="tokens of a request per step")

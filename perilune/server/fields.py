@@ -146,7 +146,7 @@ RESPONSES: Fields = {
     "access_programs": _HOSTED,
     "background_options": _HOSTED,
     "context_management": "the whole conversation is read, nothing is taken out",
-    "image": "of images, which are not served",
+    "image": "of generated images, which no model here makes",
 }
 REASONING: Fields = {
     "generate_summary": "the older name of summary",

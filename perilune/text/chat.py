@@ -234,7 +234,7 @@ def _message(role: str, name: str, body: Sequence[Piece]) -> list[Piece]:
 
 
 def _body(turn: Turn) -> list[Piece]:
-    """The parts of a message; a picture's placeholder stands once for each of its tokens (docs/formats.md 4.3)."""
+    """The parts of a message; a picture's placeholder is repeated once for each of its tokens (docs/formats.md 4.3)."""
     out: list[Piece] = []
     for part in turn.parts:
         if isinstance(part, Image):

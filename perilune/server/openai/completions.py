@@ -16,7 +16,7 @@ from perilune.core.messages import Delta, EngineInfo
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.server.answer_format import enforced
-from perilune.server.generation import Generation, fit
+from perilune.server.generation import Generation, Prompt, fit
 from perilune.server.openai.protocol import (
     CompletionBody,
     Predictions,
@@ -168,11 +168,9 @@ async def completions(request: Request) -> Response:
                 Generation(
                     service.engine,
                     service.metrics,
-                    prompt.ids,
+                    Prompt(prompt.ids, cache_keys=body.cache_keys, order=body.order),
                     params,
                     constraint,
-                    body.cache_keys,
-                    body.order,
                     first=not i,
                 )
                 for i, params in enumerate(siblings)

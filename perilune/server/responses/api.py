@@ -227,7 +227,7 @@ class Answer:
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                **usage["prompt_tokens_details"],
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
@@ -258,7 +258,7 @@ async def create_response(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
-            turns = await begin(service, size, chat)
+            turns = await begin(service, request, size, chat)
         held.callback(turns.release)
         answer = Answer(service.model, store, body, turns.turns[0], sent=sent, last=last)
         if body.stream:

@@ -53,7 +53,7 @@ MAY: dict[str, set[str] | None] = {
         "media",
         "core",
     },
-    "server": {"engine.client", "grammar", "text", "core"},
+    "server": {"engine.client", "grammar", "media", "text", "core"},
     "evals": {"client", "tasks", "text", "core"},
     "convert": {"loading", "model", "formats", "ops", "core"},
     "convert.texts": {"model", "text", "tasks", "core"},

@@ -1,0 +1,206 @@
+"""The pictures of a request: their bytes, from the request or fetched; decoded within bounds; counted until the end."""
+
+import asyncio
+import binascii
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from perilune.core.config import ServerConfig
+from perilune.core.errors import RequestError
+from perilune.core.messages import EngineInfo, Picture
+from perilune.media.decoder import MAX_FILE_BYTES
+from perilune.media.limits import Limits
+from perilune.media.pool import DecoderPool
+from perilune.server.pictures.parts import Part, unsupported
+
+if TYPE_CHECKING:
+    from perilune.server.pictures.fetch import Fetcher
+
+MAX_DECODERS = 4
+FETCHES = 8  # at once; with their files, of up to 32 MB each, until these are decoded
+PER_REQUEST = 4  # pictures of one request in work at once: the others' requests take turns with it
+REQUEST_SECONDS = 60.0  # for all pictures of a request
+CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpreter's lock
+SMALL_CHARS = 16_384  # of a data: URL that is decoded on the event loop
+MAX_HEAD_CHARS = 200  # of a data: URL before its comma
+_HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
+_BEGINNINGS = (
+    (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"),
+    (b"MM\0*", "tiff"),
+)  # fmt: skip
+_SYNONYMS = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp", "tif": "tiff"}
+
+
+class Budget:
+    """The bytes that pictures of all requests take: as text until they are decoded, as patches until the answers that
+    see them have ended."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held = 0
+
+    def share(self) -> "Share":
+        return Share(self)
+
+
+class Share:
+    """What one request holds of the budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        """RequestError: 503 if there is no room for `size` more bytes, 400 if there never is."""
+        limit = self._budget.limit_bytes
+        if self._size + size > limit:
+            raise RequestError(
+                f"the pictures of this request need more than {limit >> 20} MB of memory: send fewer, or smaller ones",
+                code="too_many_pictures",
+            )
+        if self._budget.held + size > limit:
+            raise RequestError(
+                "the pictures of other requests fill the memory for them: try again in 2 s",
+                code="server_busy",
+                status=503,
+                retry_seconds=2,
+            )
+        self._budget.held += size
+        self._size += size
+
+    def give(self, size: int) -> None:
+        self._budget.held -= size
+        self._size -= size
+
+    def release(self) -> None:
+        """Gives all of it back; more calls change nothing."""
+        self.give(self._size)
+
+
+class PictureReader:
+    """Of one served model. Belongs to one event loop."""
+
+    def __init__(self, limits: Limits, config: ServerConfig) -> None:
+        self.budget = Budget(config.media_memory_mb << 20)
+        self.pool = DecoderPool(limits, min(MAX_DECODERS, os.cpu_count() or 1))
+        self.max_pictures = config.max_pictures
+        self._fetcher = _fetcher(config.media_allow_host)
+        self._fetches = asyncio.Semaphore(FETCHES)
+
+    def check(self, parts: Sequence[Part], info: EngineInfo, name: str) -> None:
+        """RequestError, before anything is decoded, if the model `name` sees no pictures or they are too many."""
+        if parts and not info.media:
+            raise unsupported(
+                parts[0].where,
+                f"the model {name!r} does not see pictures: send text only, or serve a model that does "
+                "(moonshotai/Kimi-K2.6)",
+            )
+        if len(parts) > self.max_pictures:
+            raise RequestError(
+                f"{len(parts)} pictures in one request, and at most {self.max_pictures} are read: send fewer",
+                param=parts[self.max_pictures].where,
+                code="too_many_pictures",
+            )
+
+    async def read(self, parts: Sequence[Part], share: Share) -> list[Picture]:
+        """The decoded pictures, in order; they count in `share`. RequestError names the part that is wrong."""
+        text = sum(len(part.url) for part in parts)
+        share.take(text)
+        made: dict[int, Picture] = {}
+        left = iter(enumerate(parts))
+
+        async def some() -> None:
+            for i, part in left:
+                made[i] = await self._picture(part, share)
+
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                tasks = [asyncio.create_task(some()) for _ in range(min(PER_REQUEST, len(parts)))]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+        except TimeoutError:
+            raise RequestError(
+                f"decoding the {len(parts)} pictures of this request takes longer than {REQUEST_SECONDS:g} s: "
+                "send fewer, or smaller ones",
+                param=parts[0].where,
+                code="too_many_pictures",
+            ) from None
+        share.give(text)
+        return [made[i] for i in range(len(parts))]
+
+    async def close(self) -> None:
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        await asyncio.to_thread(self.pool.close)
+
+    async def _picture(self, part: Part, share: Share) -> Picture:
+        try:
+            if part.url[:5].lower() == "data:":
+                small = len(part.url) < SMALL_CHARS
+                data = of_data_url(part.url) if small else await asyncio.to_thread(of_data_url, part.url)
+                picture = await self.pool.decode(data)
+            elif self._fetcher is None:
+                raise RequestError(
+                    "the image must be sent as a data: URL: this server fetches none (serve --media-allow-host HOST "
+                    "allows a host)",
+                    code="invalid_image_url",
+                )
+            else:
+                async with self._fetches:
+                    picture = await self.pool.decode(await self._fetcher.fetch(part.url))
+            share.take(picture.patches.nbytes)
+            return picture
+        except RequestError as e:
+            raise RequestError(
+                f"{part.where}: {e}", param=part.where, code=e.code, status=e.status, retry_seconds=e.retry_seconds
+            ) from e
+
+
+def _fetcher(hosts: Sequence[str]) -> "Fetcher | None":
+    if not hosts:
+        return None
+    from perilune.server.pictures.fetch import Fetcher  # with httpx, which takes 0.1 s to import
+
+    return Fetcher(hosts)
+
+
+def of_data_url(url: str) -> bytes:
+    """The file in a data: URL; RequestError if it is not one, or of another kind than it says.
+
+    Takes 1 ms per MB: to be called on a thread if it is long.
+    """
+    head = _HEAD.match(url[:MAX_HEAD_CHARS])
+    if head is None or head[2] is None:
+        raise _wrong("its URL must be 'data:image/png;base64,...', with the type of the file")
+    data = bytearray()
+    text = url[head.end() :]
+    if any(space in text for space in "\n\r "):  # as the command base64 writes lines
+        text = "".join(text.split())
+    if len(text) * 3 // 4 > MAX_FILE_BYTES + 2:
+        raise _wrong(f"the file has more than {MAX_FILE_BYTES >> 20} MB")
+    for at in range(0, len(text), CHUNK_CHARS):
+        try:
+            data += binascii.a2b_base64(text[at : at + CHUNK_CHARS], strict_mode=True)
+        except ValueError:  # of binascii, and of characters beyond ASCII
+            raise _wrong("its data is not base64") from None
+    said, kind = (head[1] or "").lower(), _kind(data)
+    sort, _, said = said.partition("/")
+    if kind is not None and sort == "image" and _SYNONYMS.get(said, said) != kind:
+        raise _wrong(f"its URL says image/{said}, but the file is {kind.upper()}: send image/{kind}")
+    return bytes(data)
+
+
+def _kind(data: bytearray) -> str | None:
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), None)
+
+
+def _wrong(why: str) -> RequestError:
+    return RequestError(f"the image cannot be used: {why}", code="invalid_image")
