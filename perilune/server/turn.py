@@ -187,8 +187,7 @@ async def see(service: Service, request: Request, body: ChatBody, held: contextl
             param="truncate_prompt_tokens",
         )
     service.pictures.check(parts, service.engine.info, service.model)
-    share = service.pictures.budget.share()
-    held.callback(share.release)
+    share = held.enter_context(service.pictures.budget.share())
     pictures = await race(service.pictures.read(parts, share), request.receive, service.stopping)
     body.messages = replaced(body.messages, parts, pictures)
     return pictures

@@ -1,6 +1,8 @@
 """Pictures through the official SDKs, unchanged: Kimi K2.6's vocabulary, and an engine that plays token ids."""
 
 import base64
+import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from click.testing import CliRunner
 
+from perilune.cli import chat, generate
+from perilune.core.errors import RequestError
+from perilune.engine.client import EngineClient
+from tests import scripted_engine
 from tests.cpu.media.pictures import file, scene
 from tests.e2e.server import Server
 
@@ -112,3 +119,28 @@ def test_messages(seeing: Server) -> None:
     with pytest.raises(anthropic.BadRequestError, match="the file is JPEG: send image/jpeg"):
         lying = [{"role": "user", "content": [block(PHOTO, "image/png")]}]
         claude.messages.create(model="kimi", max_tokens=9, messages=lying)  # type: ignore[arg-type]  # plain dicts
+
+
+def test_command_line(kimi_k26: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = tmp_path / "shot.png"
+    image.write_bytes(PHOTO)  # the name says nothing
+    start = EngineClient.start
+
+    def scripted(*options: str) -> None:
+        run = scripted_engine.command("--vocab", "163840", "--answer-tokens", "5", *options)
+        monkeypatch.setattr(EngineClient, "start", functools.partial(start, command=run))
+
+    scripted("--media-pad", str(PAD))
+    arguments = [str(kimi_k26), "--image", str(image)]
+    shown = CliRunner().invoke(generate.command, [*arguments, "-p", "What is this?"], catch_exceptions=False)
+    assert f"{414 + AROUND + 12} prompt tokens" in shown.output, shown.output
+    talk = f"What is this?\n/image {image}\nAnd this?\n"
+    shown = CliRunner().invoke(chat.command, arguments, input=talk, catch_exceptions=False)
+    first, second = (int(n) for n in re.findall(r"\[(\d+) prompt tokens", shown.output))
+    assert first == 414 + AROUND + 12 and second > first + 414 and shown.exit_code == 0
+    scripted()
+    with pytest.raises(RequestError, match="does not see pictures"):
+        CliRunner().invoke(generate.command, [*arguments, "-p", "x"], catch_exceptions=False)
+    shown = CliRunner().invoke(chat.command, arguments, input="What is this?\n", catch_exceptions=False)
+    assert "error: messages[0].content[0]: the model 'kimi-k2.6' does not see pictures" in shown.output
+    assert shown.exit_code == 1

@@ -2,15 +2,17 @@
 
 import asyncio
 import binascii
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import RequestError
 from perilune.core.messages import EngineInfo, Picture
 from perilune.media.decoder import MAX_FILE_BYTES
+from perilune.media.kinds import kind_of
 from perilune.media.limits import Limits
 from perilune.media.pool import DecoderPool
 from perilune.server.pictures.parts import Part, unsupported
@@ -26,10 +28,6 @@ CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpre
 SMALL_CHARS = 16_384  # of a data: URL that is decoded on the event loop
 MAX_HEAD_CHARS = 200  # of a data: URL before its comma
 _HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
-_BEGINNINGS = (
-    (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"),
-    (b"MM\0*", "tiff"),
-)  # fmt: skip
 _SYNONYMS = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp", "tif": "tiff"}
 
 
@@ -41,8 +39,14 @@ class Budget:
         self.limit_bytes = limit_bytes
         self.held = 0
 
-    def share(self) -> "Share":
-        return Share(self)
+    @contextlib.contextmanager
+    def share(self) -> Iterator["Share"]:
+        """What one request takes, given back at the end."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            share.release()
 
 
 class Share:
@@ -75,7 +79,7 @@ class Share:
         self._size -= size
 
     def release(self) -> None:
-        """Gives all of it back; more calls change nothing."""
+        """Gives all of it back."""
         self.give(self._size)
 
 
@@ -189,17 +193,11 @@ def of_data_url(url: str) -> bytes:
             data += binascii.a2b_base64(text[at : at + CHUNK_CHARS], strict_mode=True)
         except ValueError:  # of binascii, and of characters beyond ASCII
             raise _wrong("its data is not base64") from None
-    said, kind = (head[1] or "").lower(), _kind(data)
+    said, kind = (head[1] or "").lower(), kind_of(data)
     sort, _, said = said.partition("/")
     if kind is not None and sort == "image" and _SYNONYMS.get(said, said) != kind:
         raise _wrong(f"its URL says image/{said}, but the file is {kind.upper()}: send image/{kind}")
     return bytes(data)
-
-
-def _kind(data: bytearray) -> str | None:
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), None)
 
 
 def _wrong(why: str) -> RequestError:
