@@ -253,6 +253,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--block-size", type=int, default=64, help="tokens of a block of the simulated prefix cache")
     p.add_argument("--cache-tokens", type=int, default=4 << 20, help="tokens that the simulated prefix cache holds")
     p.add_argument("--media-pad", type=int, default=None, help="id of the placeholder of pictures [default: sees none]")
+    p.add_argument("--sees", action="store_true", help="with serve: --media-pad with the model's own placeholder")
     p.add_argument("--script", type=Path, default=None, help="recorded answers")
     p.add_argument("--answer-tokens", type=int, default=None, help="length of computed answers [default: max_tokens]")
     p.add_argument("--width", type=int, default=1, help="tokens of a request per step")
@@ -271,7 +272,10 @@ def serve(options: argparse.Namespace, own: Sequence[str]) -> None:
 
     if options.vocab is None:
         model = next((a for a in options.run[1:] if not a.startswith("-")), "kimi-nano")
-        own = [*own, "--vocab", str(Tokenizer.from_directory(resolve_model(model, progress=False)).vocab_size)]
+        tokenizer = Tokenizer.from_directory(resolve_model(model, progress=False))
+        own = [*own, "--vocab", str(tokenizer.vocab_size)]
+        if options.sees:
+            own = [*own, "--media-pad", str(tokenizer.special("<|media_pad|>"))]
     verb.run = functools.partial(verb.run, engine_command=command(*own))
     sys.argv = ["perilune", *options.run]
     cli()

@@ -28,7 +28,7 @@ AROUND = 5  # begin, "image", content, end, newline
 
 @pytest.fixture(scope="module")
 def seeing(kimi_k26: Path) -> Iterator[Server]:
-    options = ("--media-pad", str(PAD), "--answer-tokens", "5")
+    options = ("--sees", "--answer-tokens", "5")
     command = [sys.executable, "-m", "tests.scripted_engine", *options, "serve", str(kimi_k26), "--port", "0"]
     running = Server("--served-model-name", "kimi", command=command)
     yield running
