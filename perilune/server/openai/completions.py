@@ -217,6 +217,12 @@ def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelT
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked
     kept = body.truncated(ids, wanted, info.max_model_len)
+    if info.media_pad is not None and info.media_pad in kept:
+        raise RequestError(
+            "the prompt has the placeholder of a picture, which only the chat APIs fill: leave it out",
+            param="prompt",
+            code="unsupported_media",
+        )
     params = body.sampling(
         text.defaults(),
         max_tokens=fit(kept, wanted, info, "prompt"),

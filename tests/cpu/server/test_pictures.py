@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import ConfigError
+from perilune.server.audit import AuditLog
 from perilune.server.call import Call
 from tests.cpu.media.pictures import chunk, file, png, scene
 from tests.serving import BYTES, CHAT, INFO, Reply, Served, serve
@@ -238,6 +240,22 @@ def test_a_model_that_does_not_see_says_so() -> None:
         assert "cannot be continued" in (await s.client.post(CHAT, begun)).error["message"]
 
     serve(seeing, **SEES)
+
+
+def test_placeholders_elsewhere(tmp_path: Path) -> None:
+    """The audit log has each picture's once; raw prompts have none."""
+    log = AuditLog(tmp_path, "m", BYTES.decode, lambda: None, limit_bytes=1 << 20)
+
+    async def test(s: Served) -> None:
+        await s.client.post(CHAT, chat(part(), text("A")))
+        for prompt in ([1, PAD], "a<|media_pad|>"):
+            refused = await s.client.post("/v1/completions", {"prompt": prompt})
+            assert (refused.error["param"], refused.error["code"]) == ("prompt", "unsupported_media")
+
+    serve(test, **SEES, audit_log=str(tmp_path), audit_text=True, observers=[lambda service: log])
+    (file,) = tmp_path.glob("*.jsonl")
+    first = json.loads(file.read_text().splitlines()[0])
+    assert "image<|media_content|><|media_pad|><|media_end|>\nA<|im_end|>" in first["prompts"][0]
 
 
 def test_a_hundred_pictures_are_one_clear_error() -> None:
