@@ -134,7 +134,7 @@ class Fetcher:
         except (httpx.InvalidURL, ValueError):
             raise refused("its address is no URL") from None
         if url.scheme not in DEFAULT_PORTS or not url.host:
-            raise refused("its address must begin with https:// or http://")
+            raise refused("its address must begin with data:, https:// or http://")
         if url.userinfo:
             raise refused("its address must not have a user name or a password")
         if not self._allowed(url):

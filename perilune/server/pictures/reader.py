@@ -2,10 +2,10 @@
 
 import asyncio
 import binascii
-import contextlib
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perilune.core.config import ServerConfig
@@ -15,6 +15,8 @@ from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.kinds import kind_of
 from perilune.media.limits import Limits
 from perilune.media.pool import DecoderPool
+from perilune.server.call import current
+from perilune.server.pictures.budget import Budget, Share
 from perilune.server.pictures.parts import Part, unsupported
 
 if TYPE_CHECKING:
@@ -29,58 +31,6 @@ SMALL_CHARS = 16_384  # of a data: URL that is decoded on the event loop
 MAX_HEAD_CHARS = 200  # of a data: URL before its comma
 _HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
 _SYNONYMS = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp", "tif": "tiff"}
-
-
-class Budget:
-    """The bytes that pictures of all requests take: as text until they are decoded, as patches until the answers that
-    see them have ended."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held = 0
-
-    @contextlib.contextmanager
-    def share(self) -> Iterator["Share"]:
-        """What one request takes, given back at the end."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            share.release()
-
-
-class Share:
-    """What one request holds of the budget."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._size = 0
-
-    def take(self, size: int) -> None:
-        """RequestError: 503 if there is no room for `size` more bytes, 400 if there never is."""
-        limit = self._budget.limit_bytes
-        if self._size + size > limit:
-            raise RequestError(
-                f"the pictures of this request need more than {limit >> 20} MB of memory: send fewer, or smaller ones",
-                code="too_many_pictures",
-            )
-        if self._budget.held + size > limit:
-            raise RequestError(
-                "the pictures of other requests fill the memory for them: try again in 2 s",
-                code="server_busy",
-                status=503,
-                retry_seconds=2,
-            )
-        self._budget.held += size
-        self._size += size
-
-    def give(self, size: int) -> None:
-        self._budget.held -= size
-        self._size -= size
-
-    def release(self) -> None:
-        """Gives all of it back."""
-        self.give(self._size)
 
 
 class PictureReader:
@@ -146,9 +96,7 @@ class PictureReader:
     async def _picture(self, part: Part, share: Share) -> Picture:
         try:
             if part.url[:5].lower() == "data:":
-                small = len(part.url) < SMALL_CHARS
-                data = of_data_url(part.url) if small else await asyncio.to_thread(of_data_url, part.url)
-                picture = await self.pool.decode(data)
+                picture = await self._inline(part.url)
             elif self._fetcher is None:
                 raise RequestError(
                     "the image must be sent as a data: URL: this server fetches none (serve --media-allow-host HOST "
@@ -164,6 +112,23 @@ class PictureReader:
             raise RequestError(
                 f"{part.where}: {e}", param=part.where, code=e.code, status=e.status, retry_seconds=e.retry_seconds
             ) from e
+
+    async def _inline(self, url: str) -> Picture:
+        """The picture of a data: URL, kept for the same account's next request with it."""
+        account, small = current().account.name, len(url) < SMALL_CHARS
+        key = _key(account, url) if small else await asyncio.to_thread(_key, account, url)
+        if (kept := self.budget.get(key)) is not None:
+            return kept
+        picture = await self.pool.decode(of_data_url(url) if small else await asyncio.to_thread(of_data_url, url))
+        self.budget.keep(key, picture)
+        return picture
+
+
+def _key(account: str, url: str) -> bytes:
+    found = hashlib.sha256(account.encode() + b"\0")
+    for at in range(0, len(url), CHUNK_CHARS):
+        found.update(url[at : at + CHUNK_CHARS].encode("utf-8", "surrogatepass"))
+    return found.digest()
 
 
 def _fetcher(hosts: Sequence[str]) -> "Fetcher | None":

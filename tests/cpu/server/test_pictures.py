@@ -10,13 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import ConfigError
+from perilune.media.decoder import Picture
 from perilune.server.audit import AuditLog
 from perilune.server.call import Call
+from perilune.server.pictures.reader import _key
 from tests.cpu.media.pictures import chunk, file, png, scene
 from tests.serving import BYTES, CHAT, INFO, Reply, Served, serve
 
@@ -295,6 +298,35 @@ def test_memory_of_all_pictures_is_bounded() -> None:
     serve(test, **SEES, hold=0, media_memory_mb=2)
 
 
+def test_a_picture_sent_again_is_not_decoded_again() -> None:
+    async def test(s: Served) -> None:
+        pictures, decoded = s.service.pictures, list[int]()
+        decode = pictures.pool.decode
+
+        async def counting(data: bytes) -> Picture:
+            decoded.append(len(data))
+            return await decode(data)
+
+        pictures.pool.decode = counting  # type: ignore[method-assign]
+        for more in ([], [part(TALL, "jpeg")], [part(TALL, "jpeg")]):
+            assert (await s.client.post(CHAT, chat(part(), *more))).status == 200
+        assert decoded == [len(WIDE), len(TALL)]
+        assert s.engine.pictures[2][0].digest == s.engine.pictures[0][0].digest
+        budget = pictures.budget
+        assert (budget.held, budget.cached) == (0, 2 * 32 * 588)
+        assert budget.get(_key("", url(WIDE))) is not None and budget.get(_key("another key", url(WIDE))) is None
+        with budget.share() as share:  # requests take the memory of what is only kept
+            share.take(budget.limit_bytes - 32 * 588)
+            assert budget.cached == 32 * 588 and budget.get(_key("", url(TALL, "jpeg"))) is None
+            share.take(1)
+            assert budget.cached == 0
+        for i in range(100):
+            budget.keep(b"%d" % i, Picture(np.zeros(1 << 20, np.uint8), (1, 2, 2), 1, b""))
+        assert budget.cached == 4 << 20, "a quarter of the limit"
+
+    serve(test, **SEES, media_memory_mb=16)
+
+
 def test_a_client_that_leaves_stops_the_decoding() -> None:
     async def test(s: Served) -> None:
         assert (await s.client.post(CHAT, chat(part()))).status == 200
@@ -304,7 +336,8 @@ def test_a_client_that_leaves_stops_the_decoding() -> None:
         worker, leave, calls = decoder._worker.pid, asyncio.Event(), list[Call]()
         s.service.observers.append(calls.append)
         os.kill(worker, signal.SIGSTOP)  # as a picture that takes long
-        for path, body in ((CHAT, chat(part())), ("/tokenize", chat(part()))):
+        other = chat(part(TALL, "jpeg"))
+        for path, body in ((CHAT, other), ("/tokenize", other)):
             waiting = asyncio.create_task(s.client.request("POST", path, [json.dumps(body).encode()], leave=leave))
             while not pool.active:
                 await asyncio.sleep(0.001)
