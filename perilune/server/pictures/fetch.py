@@ -6,9 +6,11 @@ answer of the name's server (DNS rebinding) has no effect. Redirects are followe
 """
 
 import asyncio
+import functools
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -19,6 +21,7 @@ FETCH_SECONDS = 20.0  # for one picture, redirects included
 CONNECT_SECONDS = 5.0
 MAX_REDIRECTS = 3
 MAX_URL_CHARS = 8192
+RESOLVERS = 8  # threads
 MAX_ADDRESSES = 3  # of one name that are tried
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -27,10 +30,17 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
-async def resolved(host: str, port: int) -> list[str]:
-    """The addresses of a name; OSError if it has none."""
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+class Resolver:
+    """The system's, on threads of its own: a name's server may take 10 s and more, and may be a client's."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RESOLVERS, "resolver")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a name; OSError if it has none."""
+        ask = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
 def public(address: str) -> bool:
@@ -53,10 +63,10 @@ class Fetcher:
     another port than the scheme's."""
 
     def __init__(
-        self, hosts: Sequence[str], *, resolve: Resolve = resolved, is_public: Callable[[str], bool] = public
+        self, hosts: Sequence[str], *, resolve: Resolve | None = None, is_public: Callable[[str], bool] = public
     ) -> None:
         self._hosts = [host.lower() for host in hosts]
-        self._resolve, self._is_public = resolve, is_public
+        self._resolve, self._is_public = resolve or Resolver(), is_public
         # No connection is kept: an address may be several hosts', and each has its certificate checked.
         self._http = httpx.AsyncClient(
             trust_env=False,  # a proxy would resolve the name again
