@@ -7,7 +7,8 @@ Without a script an answer is made of ordinary ids that depend on the prompt, as
 --answer-tokens says. A script (--script FILE) has one JSON object per line: "tokens", the ids of an answer with its end
 token, "after", the ids that the prompt must end with (absent: any prompt), and "holds", lists of ids each of which must
 occur somewhere in the prompt. The first line that fits is played; a prompt that fits none gets a computed answer.
-Penalties, sampling and grammars have no effect.
+Penalties, sampling and grammars have no effect. With --media-pad pictures are taken, counted on standard error, and not
+looked at.
 
 A step takes --step-ms and, for each 1,000 prompt tokens that were not in the (simulated) prefix cache, --prefill-ms.
 """
@@ -105,12 +106,13 @@ class ScriptedEngine:
             num_blocks=blocks,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
+            media_pad=options.media_pad,
             pids=(os.getpid(),),
             choices=(("engine", "scripted", "a test double: the answers mean nothing"),),
         )
         self.waiting: deque[Submit] = deque()
         self.running: dict[int, Running] = {}
-        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = 0
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = self.pictures = 0
         self.step_seconds = 0.0
 
     @property
@@ -153,7 +155,10 @@ class ScriptedEngine:
         )
 
     def _begin(self, request: Submit) -> Running:
-        cached = self.cache.take(request.prompt, request.cache_keys)
+        cached = self.cache.take(request.prompt, (*request.cache_keys, *(p.digest.hex() for p in request.pictures)))
+        if request.pictures:
+            self.pictures += len(request.pictures)
+            print(f"pictures: {self.pictures}", file=sys.stderr, flush=True)
         self.prompt_tokens += len(request.prompt)
         self.cached_tokens += cached
         room = self.options.context - len(request.prompt)
@@ -257,6 +262,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once")
     p.add_argument("--block-size", type=int, default=64, help="tokens of a block of the simulated prefix cache")
     p.add_argument("--cache-tokens", type=int, default=4 << 20, help="tokens that the simulated prefix cache holds")
+    p.add_argument("--media-pad", type=int, default=None, help="id of the placeholder of pictures [default: sees none]")
+    p.add_argument("--sees", action="store_true", help="with serve: --media-pad with the model's own placeholder")
     p.add_argument("--script", type=Path, default=None, help="recorded answers")
     p.add_argument("--answer-tokens", type=int, default=None, help="length of computed answers [default: max_tokens]")
     p.add_argument("--width", type=int, default=1, help="tokens of a request per step")
@@ -275,7 +282,10 @@ def serve(options: argparse.Namespace, own: Sequence[str]) -> None:
 
     if options.vocab is None:
         model = next((a for a in options.run[1:] if not a.startswith("-")), "kimi-nano")
-        own = [*own, "--vocab", str(Tokenizer.from_directory(resolve_model(model, progress=False)).vocab_size)]
+        tokenizer = Tokenizer.from_directory(resolve_model(model, progress=False))
+        own = [*own, "--vocab", str(tokenizer.vocab_size)]
+        if options.sees:
+            own = [*own, "--media-pad", str(tokenizer.special("<|media_pad|>"))]
     verb.run = functools.partial(verb.run, engine_command=command(*own))
     sys.argv = ["perilune", *options.run]
     cli()

@@ -12,9 +12,10 @@ from starlette.applications import Starlette
 from perilune.core.config import ServerConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError
-from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order, Picture
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import TokenLogprob
+from perilune.engine.client import check_pictures
 from perilune.server.app import build_app
 from perilune.server.service import Service
 from perilune.text.chat import ChatTemplate
@@ -91,6 +92,7 @@ class FakeEngine:
     constraints: list[Constraint | None] = field(default_factory=list)
     cache_keys: list[tuple[str, ...]] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     live: int = 0
     held: int = 0
@@ -102,10 +104,13 @@ class FakeEngine:
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
         order: Order = FIRST_COME,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Delta, None]:
+        check_pictures(prompt, pictures, self.info)
         rid = len(self.seen)
         self.cache_keys.append(cache_keys)
         self.orders.append(order)
+        self.pictures.append(tuple(pictures))
         self.constraints.append(constraint)
         self.seen.append((list(prompt), params))
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else BYTES.stop_ids)}
@@ -289,6 +294,7 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
         await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
         for one in made:
             one.close()
+        await service.pictures.close()
         assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 
     asyncio.run(main())

@@ -13,13 +13,17 @@ from typing import Any, Protocol
 import click
 
 from perilune.cli.shared import options, targets
+from perilune.cli.shared.pictures import data_url, image_option, read_picture
 from perilune.client.endpoint import Endpoint, is_url, thinking_switch
-from perilune.core.config import EngineConfig, build
+from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
 from perilune.core.jsonfile import write_object
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
+from perilune.media.limits import Limits
+from perilune.server.pictures.parts import found, replaced
+from perilune.server.pictures.reader import PictureReader
 from perilune.server.service import read_generation_config, sampling_defaults
 from perilune.text.chat import ChatTemplate, next_tool_index, template_for
 from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
@@ -29,6 +33,7 @@ from perilune.text.tools import parse_tools
 QUOTES = '"""'
 HELP = """\
   /think on|off   think before answering, or not
+  /image FILE     a picture that the next question is about; several are possible
   /system TEXT    set the system prompt; without TEXT, remove it
   /clear          forget the conversation (the system prompt stays)
   /save FILE      write the conversation to FILE as JSON
@@ -53,7 +58,7 @@ class Backend(Protocol):
     name: str
 
     def answer(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
     ) -> AsyncGenerator[Part, None]: ...
 
 
@@ -67,27 +72,33 @@ class Local:
     template: ChatTemplate
     defaults: Mapping[str, float]
     sampling: Mapping[str, Any]
+    pictures: PictureReader
 
     async def answer(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], thinking: bool
     ) -> AsyncGenerator[Part, None]:
         thinks = self.template.thinks(thinking)
         defaults = sampling_defaults(self.defaults, self.template, thinking=thinks)
         params = SamplingParams(**{**defaults, **self.sampling})
-        prompt = self.template.render_ids(self.tokenizer, messages, tools=tools, thinking=thinks)
-        stream = ChatStream(
-            self.tokenizer,
-            thinking=self.template.opens_thought(thinks),
-            tools=tools,
-            first_tool_index=next_tool_index(messages),
-        )
-        count = 0
-        async with contextlib.aclosing(self.client.generate(prompt, params)) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason == "error":
-                    raise EngineError(f"the generation failed: {delta.error}")
-                count += len(delta.tokens)
-                yield Part(stream.feed(delta.tokens), len(prompt), count)
+        parts = found(messages)
+        self.pictures.check(parts, self.client.info, self.name)
+        with self.pictures.budget.share() as share:
+            pictures = await self.pictures.read(parts, share)
+            seen = replaced(messages, parts, pictures)
+            prompt = self.template.render_ids(self.tokenizer, seen, tools=tools, thinking=thinks)
+            stream = ChatStream(
+                self.tokenizer,
+                thinking=self.template.opens_thought(thinks),
+                tools=tools,
+                first_tool_index=next_tool_index(seen),
+            )
+            count = 0
+            async with contextlib.aclosing(self.client.generate(prompt, params, pictures=pictures)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason == "error":
+                        raise EngineError(f"the generation failed: {delta.error}")
+                    count += len(delta.tokens)
+                    yield Part(stream.feed(delta.tokens), len(prompt), count)
         yield Part(stream.finish(), len(prompt), count)
 
 
@@ -208,6 +219,7 @@ class Chat:
         self.system = system
         self.tools = tools
         self.messages: list[dict[str, Any]] = []
+        self.attached: list[dict[str, Any]] = []  # pictures of the next question
         self.failed = False  # whether an answer or a command failed
         self._run = run
         self._read = read
@@ -238,11 +250,17 @@ class Chat:
             case "/think" if rest in ("on", "off"):
                 self.thinking = rest == "on"
                 click.secho(f"thinking is {rest}", dim=True)
+            case "/image" if rest:
+                try:
+                    self.attach(Path(rest).expanduser())
+                except ConfigError as e:
+                    self._fail(str(e))
             case "/system":
                 self.system = rest or None
                 click.secho("system prompt set" if rest else "no system prompt", dim=True)
             case "/clear":
                 self.messages.clear()
+                self.attached.clear()
                 click.secho("conversation forgotten", dim=True)
             case "/save" if rest:
                 try:
@@ -255,6 +273,11 @@ class Chat:
                 self._fail(f"{text.strip()!r} is no command; /help lists them")
         return True
 
+    def attach(self, file: Path) -> None:
+        """A picture that the next question is about. ConfigError if the file is none."""
+        self.attached.append({"type": "image_url", "image_url": {"url": data_url(file)}})
+        click.secho(f"{file.name} goes with the next question", dim=True)
+
     def _fail(self, text: str) -> None:
         click.secho(f"error: {text}", fg="red", err=True)
         self.failed = True
@@ -265,7 +288,9 @@ class Chat:
     def ask(self, text: str) -> None:
         """One question, and the answers that follow it: several if the model calls tools in between."""
         known = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
+        self.messages.append({"role": "user", "content": content})
+        self.attached = []
         while True:
             answer = self._answer()
             if answer is None:
@@ -315,6 +340,7 @@ class Chat:
 @click.command()
 @click.argument("model", default="kimi-nano")
 @click.option("--system", help="System prompt.")
+@image_option
 @click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
 @click.option(
     "--tools",
@@ -331,6 +357,7 @@ class Chat:
 def command(
     model: str,
     system: str | None,
+    images: tuple[Path, ...],
     thinking: bool,
     tools_file: Path | None,
     model_name: str | None,
@@ -347,6 +374,8 @@ def command(
     wanted = {k: v for k, v in sampling.items() if v is not None}
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
     tools = read_tools(tools_file) if tools_file is not None else []
+    for image in images:
+        read_picture(image)
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")
@@ -367,6 +396,8 @@ def command(
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  (line editing and history of input(), where the system has it)
             talk = Chat(backend, runner.run, read_line, thinking=thinking, system=system, tools=tools)
+            for image in images:
+                talk.attach(image)
             talk.loop()
         finally:
             runner.run(opened.__aexit__(None, None, None))
@@ -379,10 +410,12 @@ async def local(model: str, config: EngineConfig, sampling: Mapping[str, Any]) -
     path = resolve_model(model, progress=sys.stderr.isatty())
     tokenizer, template = Tokenizer.from_directory(path), template_for(path)
     defaults = read_generation_config(path)
+    pictures = PictureReader(Limits.from_directory(path), ServerConfig())
     client = await EngineClient.start(path, config, stop_token_ids=tokenizer.stop_ids)
     try:
-        yield Local(path.name, client, tokenizer, template, defaults, sampling)
+        yield Local(path.name, client, tokenizer, template, defaults, sampling, pictures)
     finally:
+        await pictures.close()
         await client.close()
 
 

@@ -68,6 +68,9 @@ log = logging.getLogger("perilune.server")
     "drain_seconds",
     "max_body_mb",
     "body_memory_mb",
+    "media_allow_host",
+    "max_pictures",
+    "media_memory_mb",
     "trusted_proxies",
     "client_concurrency",
     "client_requests_per_minute",
@@ -187,6 +190,7 @@ async def run(
         loop.add_signal_handler(number, starting.cancel)
     await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
     from perilune.grammar.constrain import warm_up
+    from perilune.media.limits import Limits
     from perilune.server.app import build_app
     from perilune.server.listener import Listener
     from perilune.server.service import Service, read_generation_config
@@ -196,7 +200,7 @@ async def run(
     try:
         tokenizer = Tokenizer.from_directory(path)
         template = template_for(path, server.chat_template)
-        generation_config = read_generation_config(path)
+        generation_config, limits = read_generation_config(path), Limits.from_directory(path)
         # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
         await asyncio.to_thread(warm_up, tokenizer)
         client = await starting
@@ -214,7 +218,7 @@ async def run(
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
         gc.freeze()
-        service = Service(client, tokenizer, template, server, generation_config)
+        service = Service(client, tokenizer, template, server, generation_config, limits)
         watched, certificate = reloadable(service)
         observing = observers(service)
         service.observers += [one.record for one in observing]
@@ -242,6 +246,7 @@ async def run(
         watching.cancel()
         if batches is not None:
             await batches.close()
+        await service.pictures.close()
         for one in observing:
             await asyncio.to_thread(one.close)
     finally:

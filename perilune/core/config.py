@@ -17,6 +17,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.step import MAX_DRAFTS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
 
 
 def _doc(text: str, default: Any) -> Any:
@@ -200,6 +201,18 @@ class ServerConfig:
     )
     client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
     client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
+    media_allow_host: tuple[str, ...] = _doc(
+        "host that pictures may be fetched from when a client sends their https:// or http:// address, e.g. "
+        "images.example.org, *.example.org, or * for every public one; with :PORT for another port than 443 and 80. "
+        "None: only data: URLs are read",
+        (),
+    )
+    max_pictures: int = _doc("pictures of one request, at most; more are answered 400", 64)
+    media_memory_mb: int = _doc(
+        "megabytes (2^20 bytes) that the pictures of all requests may take in memory until their answers have ended; "
+        "a request beyond is answered 503. One picture takes up to 10",
+        1024,
+    )
     default_max_tokens: int | None = _doc(
         "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
         None,
@@ -254,6 +267,8 @@ class ServerConfig:
         for name in (
             "default_max_tokens",
             "max_waiting",
+            "max_pictures",
+            "media_memory_mb",
             "max_body_mb",
             "body_memory_mb",
             "client_concurrency",
@@ -268,6 +283,12 @@ class ServerConfig:
             )
         if not 0 <= self.drain_seconds <= 86400:
             raise ConfigError(f"drain_seconds must be between 0 and 86400, not {self.drain_seconds:g}")
+        object.__setattr__(self, "media_allow_host", tuple(self.media_allow_host))
+        for host in self.media_allow_host:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"media_allow_host: {host!r} is not a host: write images.example.org, *.example.org or HOST:PORT"
+                )
         object.__setattr__(self, "trusted_proxies", tuple(self.trusted_proxies))
         object.__setattr__(self, "cors_origins", tuple(self.cors_origins))
         for origin in self.cors_origins:

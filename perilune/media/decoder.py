@@ -73,6 +73,11 @@ class Decoder:
         finally:
             self._turn.release()
 
+    def interrupt(self) -> None:
+        """From another thread: ends the work on the picture in progress, if there is one, with an error there."""
+        if (worker := self._worker) is not None:
+            worker.kill()
+
     def close(self) -> None:
         with self._turn:
             self._end()

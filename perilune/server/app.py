@@ -1,5 +1,6 @@
 """The HTTP application: every route and every wrapper in one expression, plus the endpoints too small for a file."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +37,9 @@ from perilune.server.page.page import page
 from perilune.server.responses.api import cancel_response, create_response, input_items, response_by_id
 from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
-from perilune.server.service import ModelText, Service
-from perilune.server.sse import CLIENT_GONE
-from perilune.server.turn import rendered
+from perilune.server.service import Service
+from perilune.server.sse import CLIENT_GONE, ClientGone
+from perilune.server.turn import rendered, see
 
 _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
 
@@ -92,6 +93,7 @@ def build_app(service: Service) -> Starlette:
             PeriluneError: errors.handle,
             HTTPException: errors.handle,
             ClientDisconnect: gone,
+            ClientGone: gone,
             Exception: errors.handle,
         },
     )
@@ -115,7 +117,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """The client left while it was still sending its body."""
+    """The client left while it was still sending its body, or while its pictures were decoded."""
     return Response(status_code=CLIENT_GONE)
 
 
@@ -126,7 +128,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "perilune",
         "max_model_len": service.engine.info.max_model_len,
-        **service.text.described(),
+        **service.text.described(service.engine.info),
         **service.engine.info.marks,
     }
 
@@ -181,23 +183,31 @@ async def metrics_page(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, TokenizeBody)
-    tokenizer = service.text.tokenizer
+    tokenizer, chat = service.text.tokenizer, _chat(body)
 
     def work() -> dict[str, Any]:
-        tokens = _tokens(body, service.text)
+        tokens = (
+            tokenizer.encode(body.prompt or "", allow_special=True)
+            if chat is None
+            else rendered(chat, service.text, body.tools).ids
+        )
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.info.max_model_len}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.token_text(t) for t in tokens]
         return answer
 
-    return json_response(await service.offload(size, work))
+    with contextlib.ExitStack() as held:
+        if chat is not None:
+            await see(service, request, chat, held)
+        return json_response(await service.offload(size, work))
 
 
-def _tokens(body: TokenizeBody, text: ModelText) -> list[int]:
+def _chat(body: TokenizeBody) -> ChatBody | None:
+    """The conversation that the body has; None: it has a raw prompt."""
     if body.prompt is not None and body.messages is None:
-        return text.tokenizer.encode(body.prompt, allow_special=True)
+        return None
     if body.messages and body.prompt is None:
-        chat = ChatBody(
+        return ChatBody(
             messages=body.messages,
             tools=body.tools,
             thinking=body.thinking,
@@ -205,7 +215,6 @@ def _tokens(body: TokenizeBody, text: ModelText) -> list[int]:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        return rendered(chat, text, body.tools).ids
     raise RequestError("send either prompt or messages", param="prompt")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from perilune.core.errors import ConfigError
 from perilune.server import errors
 from perilune.server.call import Call
+from perilune.text.chat import PLACEHOLDER
 
 MAX_QUEUED_REQUESTS = 1024
 MAX_QUEUED_TEXTS = 64  # requests waiting to be written, from which on no text is kept: it may be megabytes each
@@ -24,6 +25,7 @@ FILES = 8  # that share the bound
 CLOSE_SECONDS = 1.0
 UNSEEN = ("/", "/health", "/health/ready", "/health/live", "/metrics")  # routes of pages and probes
 HIDDEN = "[redacted]"
+_PICTURE = re.compile(rf"(?:{re.escape(PLACEHOLDER)})+")  # a picture is its placeholder thousands of times
 log = logging.getLogger("perilune.server")
 
 _KEY = r"(?:sk|pk|rk|plk|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|npm|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"
@@ -145,7 +147,7 @@ class AuditLog:
 
     def _shown(self, ids: Sequence[int]) -> str:
         # All of the text is redacted before it is cut: half a key would not be recognised.
-        text = redacted(self._decode(ids), self._patterns)
+        text = redacted(_PICTURE.sub(PLACEHOLDER, self._decode(ids)), self._patterns)
         return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}[{len(text) - MAX_TEXT_CHARS} more]"
 
     def _append(self, line: bytes) -> None:

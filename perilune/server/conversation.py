@@ -1,11 +1,15 @@
 """Chat messages put together from what other APIs send: the ground the Responses and the Messages API share."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.core.errors import RequestError
+from perilune.server.pictures.parts import picture_part
 from perilune.text.tools import show
+
+Content = str | list[Mapping[str, Any]]
+PictureUrl = Callable[[Mapping[str, Any], str], str]
 
 
 class Conversation:
@@ -32,10 +36,10 @@ class Conversation:
         """The last message, which is the assistant's, grows on."""
         self._turn = self.messages[-1] = dict(self.messages[-1])
 
-    def say(self, role: str, text: str) -> None:
+    def say(self, role: str, content: Content) -> None:
         """A message of the system, the developer or the user."""
         self.close()
-        self.messages.append({"role": role, "content": text})
+        self.messages.append({"role": role, "content": content})
 
     def think(self, text: str) -> None:
         turn = self._assistant()
@@ -50,12 +54,12 @@ class Conversation:
         self._assistant().setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
         self._calls.add(id)
 
-    def result(self, id: str, text: str, where: str) -> None:
+    def result(self, id: str, content: Content, where: str) -> None:
         """What a tool gave back; RequestError names `where` if no earlier call has this id."""
         if id not in self._calls:
             raise wrong(where, f"{show(id)} is not the id of an earlier tool call in this conversation")
         self.close()
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     def _assistant(self) -> dict[str, Any]:
         if self._turn is None:
@@ -66,20 +70,45 @@ class Conversation:
 
 def text_of(content: Any, where: str, parts: Mapping[str, str]) -> str:
     """The text of a string or a list of parts; `parts` maps the types that are text to the field that holds it."""
+    text = content_of(content, where, parts, {})
+    assert isinstance(text, str)
+    return text
+
+
+def content_of(content: Any, where: str, texts: Mapping[str, str], pictures: Mapping[str, PictureUrl]) -> Content:
+    """The same where `pictures` may be among the parts: by type, what gives the URL of such a part and its place.
+
+    A list of chat's parts if there are any, else the text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(where, "must be a string or a list of parts")
-    texts = []
+    made = []
     for i, part in enumerate(content):
         spot = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
             raise wrong(spot, "must be an object with a type")
-        if kind not in parts:
-            raise wrong(spot, f"is of type {show(kind)}, but only text is served", code="unsupported_parameter")
-        texts.append(string(part, parts[kind], spot))
-    return "".join(texts)
+        if kind in texts:
+            made.append(text_part(string(part, texts[kind], spot)))
+        elif kind in pictures:
+            made.append(picture_part(pictures[kind](part, spot), spot))
+        else:
+            served = "text and pictures are" if pictures else "text is"
+            raise wrong(spot, f"is of type {show(kind)}, but only {served} served here", code="unsupported_parameter")
+    return joined(made)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> Content:
+    """Chat's parts, as one text if they are no more than that."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
 
 
 def string(item: Mapping[str, Any], name: str, where: str, *, empty: bool = True) -> str:

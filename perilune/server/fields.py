@@ -38,7 +38,7 @@ class Refused:
 Fields = Mapping[str, str | Refused]
 
 _HOSTED = "for a hosted service's records, billing, routing or cache"
-_TEXT_ONLY = Refused("only text is served")
+_PREPROCESSOR = Refused("pictures are read as the model's own preprocessor reads them")
 _BEAMS = "beams are not searched: use n, best_of or temperature"
 _TRANSFER = Refused("this server does not take part in disaggregated serving")
 _TEMPLATE = Refused("the server's own template is used, see serve --chat-template")
@@ -92,10 +92,10 @@ CHAT: Fields = {
     **_SAMPLING,
     **_VERBOSITY,
     "best_of": Refused("/v1/completions has it", (1,)),
-    "modalities": Refused("only text is served", (["text"],)),
-    "audio": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "media_io_kwargs": _TEXT_ONLY,
+    "modalities": Refused("answers are text", (["text"],)),
+    "audio": Refused("answers are text"),
+    "mm_processor_kwargs": _PREPROCESSOR,
+    "media_io_kwargs": _PREPROCESSOR,
     "web_search_options": Refused("declare a tool that searches, which the client runs", ()),
     "documents": Refused("put them into a message"),
     "chat_template": _TEMPLATE,
@@ -109,8 +109,8 @@ COMPLETION: Fields = {
 }
 STREAM_OPTIONS: Fields = {"include_obfuscation": "events are not padded"}
 TOKENIZE: Fields = {
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "media_io_kwargs": _TEXT_ONLY,
+    "mm_processor_kwargs": _PREPROCESSOR,
+    "media_io_kwargs": _PREPROCESSOR,
     "chat_template": _TEMPLATE,
 }
 
@@ -146,7 +146,7 @@ RESPONSES: Fields = {
     "access_programs": _HOSTED,
     "background_options": _HOSTED,
     "context_management": "the whole conversation is read, nothing is taken out",
-    "image": "of images, which are not served",
+    "image": "of generated images, which no model here makes",
 }
 REASONING: Fields = {
     "generate_summary": "the older name of summary",

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import FIRST_COME, Delta, EngineInfo, Order
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, Order, Picture
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.call import Run, current
@@ -28,7 +29,22 @@ class Engine(Counted, Protocol):
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
         order: Order = FIRST_COME,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Delta, None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine reads: token ids, with the pictures that the placeholders among them mean, in order.
+
+    cache_keys  only prompts of one API key with the same ones share cached KV
+    order       when it runs, compared with others
+    """
+
+    ids: Sequence[int]
+    pictures: Sequence[Picture] = ()
+    cache_keys: tuple[str, ...] = ()
+    order: Order = FIRST_COME
 
 
 class Admission:
@@ -96,25 +112,23 @@ class Generation:
         self,
         engine: Engine,
         metrics: Metrics,
-        prompt: Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         constraint: Constraint | None,
-        cache_keys: tuple[str, ...],
-        order: Order,
         first: bool = True,
     ) -> None:
-        """`cache_keys`: only prompts of one API key with the same ones share cached KV. `first` of the answers to its
-        prompt, which counts once."""
-        self.order = order
+        """`first` of the answers to its prompt, which counts once."""
+        self.order = prompt.order
         self.engine = engine
         self.metrics = metrics
-        self.prompt = prompt
+        self.prompt = prompt.ids
+        self.pictures = prompt.pictures
         self.params = params
         self.constraint = constraint
         self.account = current().account
-        self.cache_keys = (*self.account.cache_keys, *cache_keys)
-        self.run = Run(prompt_tokens=len(prompt) if first else 0)
-        current().add(self.run, prompt)
+        self.cache_keys = (*self.account.cache_keys, *prompt.cache_keys)
+        self.run = Run(prompt_tokens=len(prompt.ids) if first else 0)
+        current().add(self.run, prompt.ids)
         self.finish_reason: str | None = None
         self._closed = False
         self.cached_tokens = 0
@@ -131,7 +145,9 @@ class Generation:
         account.begin(run.prompt_tokens)
         outcome = "error"
         try:
-            generate = self.engine.generate(self.prompt, self.params, self.constraint, self.cache_keys, self.order)
+            generate = self.engine.generate(
+                self.prompt, self.params, self.constraint, self.cache_keys, self.order, self.pictures
+            )
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
                     self._time(delta)
@@ -165,6 +181,11 @@ class Generation:
         finally:
             run.last, run.finish_reason, run.output_tokens = time.perf_counter(), outcome, self.completion_tokens
             self.metrics.observe(run, len(self.prompt), closed=bool(self.marks))
+
+    @property
+    def image_tokens(self) -> int:
+        """Of the prompt's tokens, those that are pictures."""
+        return sum(picture.tokens for picture in self.pictures)
 
     def add_reasoning(self, count: int) -> None:
         """Of the tokens so far, `count` more are a thought."""

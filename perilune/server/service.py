@@ -16,11 +16,13 @@ from perilune.core.errors import CheckpointError, RequestError, quoted
 from perilune.core.files import read_regular
 from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
+from perilune.media.limits import Limits
 from perilune.server.body import WHOLE_BYTES, Context, RequestBody, parse
 from perilune.server.call import Call, current
 from perilune.server.generation import Admission, Engine
 from perilune.server.keys import Keyring
 from perilune.server.metrics import Metrics
+from perilune.server.pictures.reader import PictureReader
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate, NoChatTemplate
 from perilune.text.tokenizer import Tokenizer
@@ -45,13 +47,14 @@ class ModelText:
         """Sampling parameters of requests that send none (`sampling_defaults`)."""
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
 
-    def described(self) -> dict[str, Any]:
-        """What the list of models says of the text side: what can be asked for, and the samplings of requests that
-        send none, by mode."""
+    def described(self, info: EngineInfo) -> dict[str, Any]:
+        """What the list of models says: what can be asked for, and the samplings of requests that send none, by
+        mode."""
         chat, thinking = not isinstance(self.template, NoChatTemplate), self.template.member.thinking
         modes = {"thinking": True} if thinking != "never" else {}
         modes |= {"instant": False} if thinking != "always" else {}
-        can = {"chat": chat, "thinking": thinking, "tools": chat, "structured_output": True, "input": ["text"]}
+        can: dict[str, Any] = {"chat": chat, "thinking": thinking, "tools": chat, "structured_output": True}
+        can["input"] = ["text", "image"] if chat and info.media else ["text"]
         defaults = {mode: self.defaults(thinking=on) for mode, on in modes.items()}
         return {"capabilities": can, "sampling_defaults": defaults}
 
@@ -79,7 +82,9 @@ class Service:
         template: ChatTemplate,
         config: ServerConfig,
         generation_config: dict[str, float] | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        """`limits`: sizes of pictures, of a model that sees; None: those of Kimi K2.5."""
         self.engine = engine
         self.text = ModelText(tokenizer, template, generation_config or {}, config.default_max_tokens)
         self.config = config
@@ -88,6 +93,7 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch(engine, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
+        self.pictures = PictureReader(limits or Limits(), config)
         self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()
         self._large = asyncio.Semaphore(1)

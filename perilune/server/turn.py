@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+
 from perilune.core.errors import RequestError
-from perilune.core.messages import EngineInfo
+from perilune.core.messages import EngineInfo, Picture
 from perilune.core.sampling import SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
 from perilune.server.body import Context
-from perilune.server.generation import Generation, fit
+from perilune.server.generation import Generation, Prompt, fit
 from perilune.server.openai.protocol import ChatBody, Predictions, usage
+from perilune.server.pictures.parts import found, replaced
 from perilune.server.service import ModelText, Service
+from perilune.server.sse import race
 from perilune.text.beginning import Beginning
 from perilune.text.chat import PromptOptions, RenderedPrompt
 from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
@@ -79,7 +83,9 @@ class Turn:
 
     def usage(self) -> dict[str, Any]:
         g = self.generation
-        return usage(len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens, g.predictions)
+        return usage(
+            len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens, g.predictions, g.image_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ class Turns:
             first.cached_tokens,
             sum(t.reasoning_tokens for t in self.turns),
             Predictions.total(t.generation.predictions for t in self.turns),
+            first.image_tokens,
         )
 
 
@@ -175,7 +182,26 @@ def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context 
     return text.template.read(text.tokenizer, body.messages, partial(context.check, param="messages"), **options)
 
 
-async def begin(service: Service, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
+async def see(service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack) -> Sequence[Picture]:
+    """Decodes the pictures of a body and puts their tokens in their place in its messages; `held` counts their memory.
+
+    RequestError names the part that is wrong. A client that leaves meanwhile ends the work (ClientGone).
+    """
+    if not (parts := found(body.messages)):
+        return ()
+    if body.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens does not go with pictures, which it could cut in two: leave it out",
+            param="truncate_prompt_tokens",
+        )
+    service.pictures.check(parts, service.engine.info, service.model)
+    share = held.enter_context(service.pictures.budget.share())
+    pictures = await race(service.pictures.read(parts, share), request.receive, service.stopping)
+    body.messages = replaced(body.messages, parts, pictures)
+    return pictures
+
+
+async def begin(service: Service, request: Request, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
     """Reads, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
 
     `size` is the conversation's length in bytes, which decides where it is read. RequestError for everything that is
@@ -184,6 +210,7 @@ async def begin(service: Service, size: int, body: ChatBody, forms: Forms = NO_F
     text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
         held.callback(service.admission.take(candidates(1 if body.n is None else body.n), "n"))
+        pictures = await see(service, request, body, held)
         strict = service.config.vendor_strict
         asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=strict, forms=forms))
         constraint = await enforced(
@@ -194,17 +221,9 @@ async def begin(service: Service, size: int, body: ChatBody, forms: Forms = NO_F
             begun=asked.beginning,
             budget=asked.budget,
         )
+        prompt = Prompt(asked.ids, pictures, body.cache_keys, body.order)
         generations = [
-            Generation(
-                service.engine,
-                service.metrics,
-                asked.ids,
-                params,
-                constraint,
-                body.cache_keys,
-                body.order,
-                first=not i,
-            )
+            Generation(service.engine, service.metrics, prompt, params, constraint, first=not i)
             for i, params in enumerate(_siblings(asked.params, 1 if body.n is None else body.n))
         ]
         return Turns([_turn(g, asked, body, text.tokenizer) for g in generations], held.pop_all().close)

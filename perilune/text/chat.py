@@ -12,18 +12,20 @@ from typing import Any, NoReturn, TypedDict, Unpack
 from perilune.core.errors import CheckpointError, RequestError
 from perilune.text.beginning import Beginning, beginning
 from perilune.text.family import K26, Member, NotOfTheFamily, member_named, recognise
-from perilune.text.history import Turn, next_counter, read_turns
+from perilune.text.history import Image, Turn, next_counter, read_turns
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Declared, Tool, declaration, parse_tools
 
+PLACEHOLDER = "<|media_pad|>"
 _ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A control token, by name."""
+    """A control token, by name, `count` times in a row."""
 
     name: str
+    count: int = 1
 
 
 Piece = Special | str
@@ -124,7 +126,7 @@ class ChatTemplate:
         pieces = self._pieces(tools, turns, begun, options)
         check(sum(len(p) for p in pieces if isinstance(p, str)))
         for p in pieces:
-            ids += [tokenizer.special(p.name)] if isinstance(p, Special) else tokenizer.encode(p)
+            ids += [tokenizer.special(p.name)] * p.count if isinstance(p, Special) else tokenizer.encode(p)
         return RenderedPrompt(ids, begun, next_counter(turns))
 
     def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:
@@ -161,12 +163,12 @@ class ChatTemplate:
         if self.member.default_system is not None and turns[0].role != "system":
             out += [*_message("system", "system", [self.member.default_system]), self.member.after_default_system]
         for i, turn in enumerate(earlier):
-            body: list[Piece] = [turn.content]
+            body = _body(turn)
             if turn.role == "assistant":
                 if has_thoughts:
                     # A client that keeps the raw text has the thought in it: a second one must not go in front.
                     turn = turn.with_thought_apart()
-                    body = [_THINK, turn.reasoning if thinking and i > finished else "", _THOUGHT, turn.content]
+                    body = [_THINK, turn.reasoning if thinking and i > finished else "", _THOUGHT, *_body(turn)]
                 body += _calls(turn)
             elif turn.role == "tool":
                 body = [f"## Return of {turn.answers}\n", *body]
@@ -182,7 +184,7 @@ class ChatTemplate:
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> str:
         """The prompt as one string, for display and tests: it cannot tell a control token from its name in a text."""
-        return "".join(p.name if isinstance(p, Special) else p for p in self.pieces(messages, **options))
+        return "".join(p.name * p.count if isinstance(p, Special) else p for p in self.pieces(messages, **options))
 
     def render_ids(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
@@ -229,6 +231,19 @@ def _last_final_answer(turns: Sequence[Turn]) -> int:
 def _message(role: str, name: str, body: Sequence[Piece]) -> list[Piece]:
     token = _ROLE_TOKENS.get(role, "<|im_system|>")
     return [Special(token), name, Special("<|im_middle|>"), *body, Special("<|im_end|>")]
+
+
+def _body(turn: Turn) -> list[Piece]:
+    """The parts of a message; a picture's placeholder is repeated once for each of its tokens (docs/formats.md 4.3)."""
+    out: list[Piece] = []
+    for part in turn.parts:
+        if isinstance(part, Image):
+            pads = Special(PLACEHOLDER, part.tokens)
+            out += [Special("<|media_begin|>"), "image", Special("<|media_content|>"), pads]
+            out += [Special("<|media_end|>"), "\n"]
+        else:
+            out.append(part)
+    return out
 
 
 def _calls(turn: Turn) -> list[Piece]:

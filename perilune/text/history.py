@@ -1,7 +1,7 @@
 """A conversation as clients send it, checked and made uniform: the turns that every chat template writes.
 
-Clients keep histories of many origins. Parts become one text, the null content of an assistant message that has calls
-or reasoning instead becomes an empty one, and tool calls get ids of the form that the models were trained on.
+Clients keep histories of many origins. Parts of text in a row become one, the null content of an assistant message that
+has calls or reasoning instead becomes an empty one, and tool calls get ids of the form that the models were trained on.
 """
 
 import json
@@ -17,7 +17,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _NATIVE_ID = re.compile(r"functions\.[\w.-]+:[0-9]+")
 _COUNTER = re.compile(r":([0-9]{1,9})\Z")
 _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|\Z)", re.DOTALL)
-_MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "input_video")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A part of a message: a picture that was decoded, of so many `tokens`. JSON has no such value, so that only the
+    program can put one into a message."""
+
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +41,23 @@ class Turn:
 
     role: str
     name: str
-    content: str
+    parts: tuple[str | Image, ...]
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     answers: str = ""  # a tool message: id of the call it answers
 
+    @property
+    def content(self) -> str:
+        """The text of the parts."""
+        return "".join(p for p in self.parts if isinstance(p, str))
+
     def with_thought_apart(self) -> "Turn":
         """A thought that a client left at the head of the content becomes reasoning, unless there is some already."""
-        thought = _LEADING_THOUGHT.match(self.content)
+        first, *rest = self.parts or ("",)
+        thought = _LEADING_THOUGHT.match(first) if isinstance(first, str) else None
         if thought is None:
             return self
-        return replace(self, content=thought[2] or "", reasoning=self.reasoning or thought[1])
+        return replace(self, parts=(thought[2] or "", *rest), reasoning=self.reasoning or thought[1])
 
 
 def read_turns(messages: Any) -> list[Turn]:
@@ -117,7 +130,7 @@ def _turn(message: Any, where: str, ids: _Ids) -> Turn:
         role = "system"
     if message.get("content") is None and role != "assistant":
         raise _wrong(f"{where}.content", "is null, not text" if "content" in message else "is missing")
-    turn = Turn(role, name or role, _content(message.get("content"), f"{where}.content"))
+    turn = Turn(role, name or role, _parts(message.get("content"), f"{where}.content"))
     if role == "assistant":
         return _assistant(turn, message, where, ids)
     if role == "tool":
@@ -173,26 +186,29 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
     return Call(ids.call(id, name), arguments)
 
 
-def _content(content: Any, where: str) -> str:
+def _parts(content: Any, where: str) -> tuple[str | Image, ...]:
+    """Texts in a row are joined."""
     if content is None:  # which only an assistant's may be
-        return ""
+        return ()
     if isinstance(content, str):
-        return content
+        return (content,)
     if not isinstance(content, list):
         raise _wrong(where, "must be a string or a list of parts")
-    texts = []
+    parts = list[str | Image]()
     for i, part in enumerate(content):
+        if isinstance(part, Image):
+            parts.append(part)
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _MEDIA_PARTS:
-            raise RequestError(
-                f"{where}[{i}]: images and video are not supported yet, send text only", param="messages"
-            )
         if kind != "text":
             raise _wrong(f"{where}[{i}].type", f"must be 'text', not {show(kind)}")
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "must be a string")
-        texts.append(part["text"])
-    return "".join(texts)
+        if parts and isinstance(parts[-1], str):
+            parts[-1] += part["text"]
+        else:
+            parts.append(part["text"])
+    return tuple(parts)
 
 
 def _wrong(where: str, what: str) -> RequestError:

@@ -14,13 +14,14 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from runs.docs.browser import Browser, browsing
 from runs.docs.tables import ROOT
 
 PICTURE = ROOT / "docs/images/page.png"
 TOOLS_PICTURE = ROOT / "docs/images/page-tools.png"  # a call that waits for its result, settings open, dark
+ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.png"  # a question with pictures that is not sent yet
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 200_000
 QUESTIONS = (
@@ -28,11 +29,20 @@ QUESTIONS = (
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",
 )
 SIZE, SCALE = (820, 660), 1.5
+ATTACHED_SIZE = (720, 420)
+SHAPES = {"spring.png": [40, 90, 60, 120], "autumn.png": [110, 70, 140, 95]}  # heights of bars, of 150
+ATTACH = (
+    "(async (name, bars) => { const c = document.createElement('canvas'); c.width = 240; c.height = 150;"
+    " const p = c.getContext('2d'); p.fillStyle = '#fff'; p.fillRect(0, 0, 240, 150);"
+    " bars.forEach((bar, i) => { p.fillStyle = ['#1f5fd6', '#e8a33d', '#2a9d6f', '#b3261e'][i];"
+    " p.fillRect(20 + 55 * i, 150 - bar, 35, bar); });"
+    " await attachFiles([new File([await new Promise(r => c.toBlob(r))], name, {type: 'image/png'})]); })"
+)
 KEY = b"page"
 
 
 def problems() -> Iterator[str]:
-    for picture in (PICTURE, TOOLS_PICTURE):
+    for picture in (PICTURE, TOOLS_PICTURE, ATTACHED_PICTURE):
         data = picture.read_bytes() if picture.is_file() else b""
         if len(data) > MOST_BYTES:
             yield f"{picture.relative_to(ROOT)} has {len(data)} bytes: at most {MOST_BYTES}"
@@ -47,9 +57,9 @@ def digest() -> bytes:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[str]:
-    """kimi-nano's server; its address."""
-    command = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0"]
+def serving(*program: str, options: Sequence[str] = ()) -> Iterator[str]:
+    """A server of kimi-nano by this module and its arguments; its address."""
+    command = [sys.executable, "-m", *program, "serve", "kimi-nano", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -71,7 +81,7 @@ def taken(browser: Browser) -> bytes:
 
 def main() -> None:
     chromium = sys.argv[1] if len(sys.argv) > 1 else "chromium"
-    with serving() as url, browsing(chromium) as browser:
+    with serving("perilune.cli.main") as url, browsing(chromium) as browser:
         browser.open(f"{url}/", SIZE, SCALE)
         browser.wait('document.getElementById("model")?.textContent === "kimi-nano"')
         for question in QUESTIONS:
@@ -88,6 +98,16 @@ def main() -> None:
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)
         TOOLS_PICTURE.write_bytes(labelled(taken(browser)))
+    # The tests' engine, as kimi-nano does not see. Nothing is asked.
+    sees = serving("tests.scripted_engine", "--sees", options=("--served-model-name", "a model that sees"))
+    with sees as url, browsing(chromium) as browser:
+        browser.open(f"{url}/", ATTACHED_SIZE)
+        browser.wait('document.getElementById("model")?.textContent === "a model that sees"')
+        for name, shape in SHAPES.items():
+            browser.value(f"{ATTACH}({json.dumps(name)}, {json.dumps(shape)})")
+        browser.value('document.getElementById("text").value = "Which of the two has the higher bars?"')
+        browser.wait('[...document.querySelectorAll("#pictures img")].every(i => i.complete && i.naturalWidth)')
+        ATTACHED_PICTURE.write_bytes(labelled(taken(browser)))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_bad_responses_requests_are_bad_request_errors(server: Server) -> None:
     create = server.openai.responses.create
     with pytest.raises(openai.BadRequestError, match="web_search"):
         create(model=MODEL, input="Hi", tools=[{"type": "web_search"}])
-    with pytest.raises(openai.BadRequestError, match="only text is served"):
+    with pytest.raises(openai.BadRequestError, match="does not see pictures"):
         image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "low"}]}
         create(model=MODEL, input=[image])
     with pytest.raises(openai.BadRequestError, match="context"):
@@ -272,7 +272,7 @@ def test_messages_stop_reasons(claude: anthropic.Anthropic) -> None:
 def test_bad_messages_requests_are_typed_errors(server: Server, claude: anthropic.Anthropic) -> None:
     ask: dict[str, Any] = {"model": MODEL, "max_tokens": 9}
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    with pytest.raises(anthropic.BadRequestError, match="only text is served") as bad:
+    with pytest.raises(anthropic.BadRequestError, match="does not see pictures") as bad:
         claude.messages.create(messages=[{"role": "user", "content": [image]}], **ask)
     assert bad.value.type == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError, match="not served here"):

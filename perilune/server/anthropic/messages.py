@@ -24,7 +24,7 @@ from perilune.server.errors import GenerationError
 from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
-from perilune.server.turn import Turn, begin, rendered
+from perilune.server.turn import Turn, begin, rendered, see
 from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
@@ -188,7 +188,7 @@ async def messages(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
-            turns = await begin(service, size, chat)
+            turns = await begin(service, request, size, chat)
         held.callback(turns.release)
         answer = Answer(service.model, turns.turns[0])
         if body.stream:
@@ -206,12 +206,14 @@ async def count_tokens(request: Request) -> Response:
     body, size = await service.receive(request, CountBody)
     body.check_supported()
 
-    def count() -> int:
-        chat = _chat(body, service.text.template)
-        with spelled(FIELDS):
-            return len(rendered(chat, service.text, chat.head_tools).ids)
+    chat = await service.offload(size, lambda: _chat(body, service.text.template))
 
-    return json_response({"input_tokens": await service.offload(size, count)})
+    def count() -> int:
+        return len(rendered(chat, service.text, chat.head_tools).ids)
+
+    with spelled(FIELDS), contextlib.ExitStack() as held:
+        await see(service, request, chat, held)
+        return json_response({"input_tokens": await service.offload(size, count)})
 
 
 def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal
 from perilune.core.errors import RequestError
 from perilune.server.anthropic.tools import ToolSet
 from perilune.server.body import Body, RequestBody
-from perilune.server.conversation import Conversation, string, text_of, wrong
+from perilune.server.conversation import Conversation, content_of, joined, string, text_of, text_part, wrong
 from perilune.server.fields import COUNT, MESSAGES, OUTPUT_CONFIG, THINKING, of_chat
 from perilune.server.openai.protocol import ChatBody
+from perilune.server.pictures.parts import picture_part
 from perilune.text.tools import DeclarationForm, check_depth, show
 
 # Chat's names of fields -> this API's, for errors found further down.
@@ -194,7 +195,7 @@ def _add(conversation: Conversation, message: Mapping[str, Any], where: str) -> 
         raise wrong(f"{where}.content", "must be a string or a list of blocks")
     conversation.close()
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    said: list[str] = []
+    said: list[Mapping[str, Any]] = []
     for i, block in enumerate(blocks):
         spot = f"{where}.content[{i}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -202,17 +203,19 @@ def _add(conversation: Conversation, message: Mapping[str, Any], where: str) -> 
             _add_own(conversation, block, spot)
         elif role == "user" and kind == "tool_result":
             if said:
-                conversation.say("user", "".join(said))
+                conversation.say("user", joined(said))
                 said = []
             _add_result(conversation, block, spot)
+        elif role == "user" and kind == "image":
+            said.append(picture_part(_picture_url(block, spot), spot))
+        elif kind != "text":
+            raise _refused(kind, role, spot)
+        elif role == "assistant":
+            conversation.answer(string(block, "text", spot))
         else:
-            text = text_of([block], f"{where}.content", _TEXT) if kind == "text" else _refuse(kind, role, spot)
-            if role == "assistant":
-                conversation.answer(text)
-            else:
-                said.append(text)
+            said.append(text_part(string(block, "text", spot)))
     if role == "user" and (said or not blocks):
-        conversation.say("user", "".join(said))
+        conversation.say("user", joined(said))
     elif role == "assistant" and not blocks:
         conversation.answer("")
 
@@ -231,17 +234,32 @@ def _add_own(conversation: Conversation, block: Mapping[str, Any], where: str) -
 
 
 def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:
-    text = text_of(block.get("content") or "", f"{where}.content", _TEXT)
-    if block.get("is_error"):
-        text = f"Error: {text}"  # the model has no other way to know
-    conversation.result(string(block, "tool_use_id", where, empty=False), text, f"{where}.tool_use_id")
+    content = content_of(block.get("content") or "", f"{where}.content", _TEXT, {"image": _picture_url})
+    if block.get("is_error"):  # the model has no other way to know
+        content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
+    conversation.result(string(block, "tool_use_id", where, empty=False), content, f"{where}.tool_use_id")
 
 
-def _refuse(kind: Any, role: str, where: str) -> str:
-    allowed = "text, thinking and tool_use" if role == "assistant" else "text and tool_result"
-    raise wrong(
+def _picture_url(block: Mapping[str, Any], where: str) -> str:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        raise wrong(
+            f"{where}.source",
+            f"must be of type base64, with media_type and data, or url, not {show(kind)}",
+            code="unsupported_parameter",
+        )
+    if kind == "url":
+        return string(source, "url", f"{where}.source", empty=False)
+    media_type, data = (string(source, name, f"{where}.source") for name in ("media_type", "data"))
+    return f"data:{media_type};base64,{data}"
+
+
+def _refused(kind: Any, role: str, where: str) -> RequestError:
+    allowed = "text, thinking and tool_use" if role == "assistant" else "text, image and tool_result"
+    return wrong(
         where,
-        f"is of type {show(kind)}, but only text is served: blocks of the {role} may be {allowed}",
+        f"is of type {show(kind)}, but blocks of the {role} may be {allowed}",
         code="unsupported_parameter",
     )
 

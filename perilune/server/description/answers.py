@@ -37,7 +37,10 @@ class MessagesError(BaseModel):
 
 
 class PromptTokens(BaseModel):
+    """`image_tokens`, those of pictures, are there only if there are any."""
+
     cached_tokens: int
+    image_tokens: int = 0
 
 
 class CompletionTokens(BaseModel):
@@ -238,7 +241,10 @@ class Item(BaseModel):
 
 
 class InputTokens(BaseModel):
+    """`image_tokens`, those of pictures, are there only if there are any."""
+
     cached_tokens: int
+    image_tokens: int = 0
     cache_write_tokens: int
 
 

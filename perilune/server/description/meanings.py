@@ -16,7 +16,8 @@ _ECHO = "a text about the request that the answer repeats"
 MEANINGS: Mapping[str, str] = {
     "model": "the served model's name; left out: the one that is served",
     # chat
-    "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer",
+    "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
+    "parts may be pictures, if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
     "tool_choice": '"auto", "none", "required" or the one function that has to be called',
     "parallel_tool_calls": "false: at most one call in an answer",
@@ -91,7 +92,8 @@ MEANINGS: Mapping[str, str] = {
     "return_token_strs": "the answer has the text of each token",
     "tokens": "token ids",
     # responses
-    "input": "a text, or a list of items: messages, reasoning, calls and their outputs",
+    "input": "a text, or a list of items: messages, reasoning, calls and their outputs, with pictures as "
+    "input_image if the model sees",
     "instructions": "a system message for this request alone",
     "previous_response_id": "a stored response that this request continues",
     "store": "false: the response is not kept",
@@ -165,7 +167,9 @@ _FUNCTION = _object(
     strict={"type": ["boolean", "null"]},
 )
 _ID = {"type": "integer", "minimum": 0}
-_PARTS = _list(_object(["type"], type={"type": "string", "examples": ["text"]}, text={"type": "string"}))
+_PARTS = _list(
+    _object(["type"], type={"type": "string", "examples": ["text", "image_url", "image"]}, text={"type": "string"})
+)
 _WORDS: list[Mapping[str, Any]] = [{"type": "string"}, _PARTS]
 _CALL = _object(
     ["id", "type", "function"],

@@ -24,7 +24,7 @@ async def chat_completions(request: Request) -> Response:
     body.check_supported()
     tokenizer = service.text.tokenizer
     with contextlib.ExitStack() as held:
-        turns = await begin(service, size, body)
+        turns = await begin(service, request, size, body)
         held.callback(turns.release)
         head = {"id": body.response_id("chatcmpl"), "created": int(time.time()), "model": service.model}
         head |= service.fingerprint

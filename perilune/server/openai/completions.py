@@ -16,7 +16,7 @@ from perilune.core.messages import Delta, EngineInfo
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.server.answer_format import enforced
-from perilune.server.generation import Generation, fit
+from perilune.server.generation import Generation, Prompt, fit
 from perilune.server.openai.protocol import (
     CompletionBody,
     Predictions,
@@ -168,11 +168,9 @@ async def completions(request: Request) -> Response:
                 Generation(
                     service.engine,
                     service.metrics,
-                    prompt.ids,
+                    Prompt(prompt.ids, cache_keys=body.cache_keys, order=body.order),
                     params,
                     constraint,
-                    body.cache_keys,
-                    body.order,
                     first=not i,
                 )
                 for i, params in enumerate(siblings)
@@ -219,6 +217,12 @@ def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelT
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked
     kept = body.truncated(ids, wanted, info.max_model_len)
+    if info.media_pad is not None and info.media_pad in kept:
+        raise RequestError(
+            "the prompt has the placeholder of a picture, which only the chat APIs fill: leave it out",
+            param="prompt",
+            code="unsupported_media",
+        )
     params = body.sampling(
         text.defaults(),
         max_tokens=fit(kept, wanted, info, "prompt"),

@@ -425,14 +425,17 @@ class Predictions:
         return cls(sum(p.steps for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
 
 
-def usage(prompt: int, completion: int, cached: int, reasoning: int, predictions: Predictions) -> dict[str, Any]:
-    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right."""
+def usage(
+    prompt: int, completion: int, cached: int, reasoning: int, predictions: Predictions, images: int = 0
+) -> dict[str, Any]:
+    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right.
+    `image_tokens` is there if there are any."""
     p = predictions
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **({"image_tokens": images} if images else {})},
         "completion_tokens_details": {
             "reasoning_tokens": reasoning,
             "accepted_prediction_tokens": p.accepted,

@@ -53,6 +53,7 @@ function cleaned(message) {
   return {
     role: message.role, content: message.content, ...text("reasoning_content"), ...text("tool_call_id"), ...text("note"),
     ...(Number.isFinite(message.thought) && {thought: message.thought}), ...(calls.length && {tool_calls: calls}),
+    ...(message.role === "user" && Array.isArray(message.pictures) && {pictures: storedPictures(message.pictures)}),
   };
 }
 
@@ -62,17 +63,29 @@ function chats() {
     .map(one => ({id: one.id, messages: one.messages.map(cleaned).filter(Boolean)}));
 }
 
+/** A chat as the browser keeps it: of large pictures small copies, or none at all. */
+function small(one, pictures = true) {
+  return {id: one.id, messages: one.messages.map(({pictures: seen, ...message}) => ({
+    ...message, ...(pictures && seen?.length && {pictures: keptPictures(seen)}),
+  }))};
+}
+
 /** Puts `one` first; the oldest go where there are too many or they are too large. Another tab's chats stay. */
 function keep(one) {
-  const all = [...(one.messages.length && !one.forgotten ? [one] : []), ...chats().filter(other => other.id !== one.id)].slice(0, MOST_CHATS);
-  while (all.length && (JSON.stringify(all).length > MOST_CHARS || !store("chats", all))) all.pop();
-  if (!all.length) store("chats", []);
+  const own = one.messages.length && !one.forgotten ? [small(one)] : [];
+  const all = [...own, ...chats().filter(other => other.id !== one.id).map(other => small(other))].slice(0, MOST_CHATS);
+  const fits = () => JSON.stringify(all).length <= MOST_CHARS && store("chats", all);
+  let kept = fits();
+  while (!kept && all.length > 1) { all.pop(); kept = fits(); }
+  if (!kept && all.length) { all[0] = small(all[0], false); kept = fits(); }
+  if (!kept) store("chats", []);
   listed();
 }
 
 function listed() {
   $("history").replaceChildren(...chats().map(one => {
-    const title = one.messages.find(message => message.role === "user")?.content.slice(0, 80) || "(no question)";
+    const asked = one.messages.find(message => message.role === "user");
+    const title = asked?.content.slice(0, 80) || (asked?.pictures?.length ? "(a picture)" : "(no question)");
     return make("li", {},
       make("button", {type: "button", "aria-current": one.id === chat.id ? "true" : "false",
                       onclick: () => begin(one)}, title),
@@ -130,7 +143,8 @@ function schema(value) {
 
 function question() {
   const declared = json("tools", tools), format = json("schema", schema), system = $("system").value.trim();
-  const sent = chat.messages.map(({note, thought, ...message}) => message);  // those two are this page's own
+  // Notes, times and pictures are this page's own fields.
+  const sent = chat.messages.map(({note, thought, pictures, ...message}) => ({...message, content: content({...message, pictures})}));
   const thinks = model.thinking !== "never" && $("think").checked;
   const given = SAMPLING.filter(name => $(name).value !== "" && (thinks || name !== "max_thinking_tokens"));
   return {
@@ -300,12 +314,13 @@ function shown(message, i) {
       reasoning.textContent = now.reasoning_content;
     }
     if (mine) show(said, now.content);
-    else said.textContent = now.content;
+    else { said.textContent = now.content; said.hidden = !now.content && seen.length > 0; }
     calls.replaceChildren(...(now.tool_calls ?? []).filter(Boolean).map(callBox));
     note.textContent = now.note ?? "";
     does.hidden = !done;
   };
-  box.append(...(mine ? [thought, said, calls, note] : [said]), does);
+  const seen = (message.pictures ?? []).map(shownPicture);
+  box.append(...(seen.length ? [make("div", {class: "seen"}, ...seen)] : []), ...(mine ? [thought, said, calls, note] : [said]), does);
   box.update(message, true);
   return box;
 }
@@ -320,6 +335,7 @@ function edit(message, i, said, does) {
   if (running) return;
   const field = make("textarea", {rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": "edit the message"});
   field.value = message.content;
+  said.hidden = false;
   const save = () => {
     if (!ready()) return;
     message.content = field.value;
@@ -375,6 +391,7 @@ function empty() {
   if (context) can.push(`reads and writes ${context.toLocaleString("en")} tokens of text in one conversation`);
   if (capabilities.thinking === "always") can.push("thinks before it answers, always");
   if (capabilities.thinking === "optional") can.push("thinks before it answers, or answers at once");
+  if (capabilities.input?.includes("image")) can.push("sees pictures: attach, paste or drop them");
   if (capabilities.tools) can.push("calls tools that you declare in the settings; you answer the calls");
   if (capabilities.structured_output) can.push("answers by a JSON schema that you paste into the settings");
   if (capabilities.chat === false) can.push("has no chat template this server knows: it only continues text, at /v1/completions");
@@ -413,6 +430,7 @@ async function models() {
   $("thinks").hidden = model.thinking !== "optional";
   $("think").checked = model.thinking !== "never";
   recommend();
+  seeing();
   if (!running) draw();
 }
 
@@ -430,7 +448,8 @@ function submit(text) {
     return document.querySelector(".results textarea").focus();
   }
   if (!ready()) return;
-  chat.messages.push({role: "user", content: text});
+  const pictures = taken();
+  chat.messages.push({role: "user", content: text, ...(pictures.length && {pictures})});
   $("text").value = "";
   answer();
 }
@@ -450,7 +469,7 @@ $("ask").addEventListener("submit", e => {
   e.preventDefault();
   if (running) return running.abort();
   const text = $("text").value.trim();
-  if (text) submit(text);
+  if (text || attached.length) submit(text);
 });
 $("text").addEventListener("keydown", e => {
   if (e.key === "Enter" && !e.shiftKey && !e.isComposing && !running) { e.preventDefault(); $("ask").requestSubmit(); }
@@ -460,6 +479,7 @@ document.addEventListener("keydown", e => {
   if (running) running.abort();
   else if (!$("panel").hidden) { opened(false); $("open").focus(); }
 });
+watchPictures();
 $("new").addEventListener("click", () => begin(fresh()));
 $("open").addEventListener("click", () => opened($("panel").hidden));
 $("think").addEventListener("change", recommend);

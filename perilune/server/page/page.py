@@ -23,7 +23,7 @@ def _allowed(text: str) -> str:
 
 
 STYLE = "\n" + _text("style.css")
-SCRIPT = '\n"use strict";\n' + _text("markdown.js", "app.js")
+SCRIPT = '\n"use strict";\n' + _text("markdown.js", "pictures.js", "app.js")
 HTML = (
     _text("page.html")
     .replace("<style></style>", f"<style>{STYLE}</style>")

@@ -288,7 +288,7 @@ class Answer:
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                **usage["prompt_tokens_details"],
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
@@ -328,7 +328,7 @@ async def create_response(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         with spelled(FIELDS), entered(call):
             read.chat.check_supported()
-            turns = await begin(service, size, read.chat, read.forms)
+            turns = await begin(service, request, size, read.chat, read.forms)
         held.callback(turns.release)
         answer = Answer(service.model, store, body, turns.turns[0], read=read)
         if body.background:

@@ -5,9 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
 from perilune.server.body import Body, RequestBody
-from perilune.server.conversation import Conversation, string, text_of, wrong
+from perilune.server.conversation import Conversation, content_of, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
 from perilune.server.openai.protocol import ChatBody
+from perilune.server.pictures.parts import check_detail
 from perilune.server.responses import custom
 from perilune.text.tools import Form, show
 
@@ -175,10 +176,11 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise wrong(f"{where}.role", f"must be user, assistant, system or developer, not {show(role)}")
-        text = text_of(item.get("content"), f"{where}.content", _TEXT_PARTS)
+        spot = f"{where}.content"
         if role != "assistant":
-            conversation.say(role, text)
+            conversation.say(role, content_of(item.get("content"), spot, _TEXT_PARTS, _PICTURES))
             return
+        text = text_of(item.get("content"), spot, _TEXT_PARTS)
         if conversation.spoken:
             conversation.close()
         conversation.answer(text)
@@ -193,7 +195,7 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
         id, name = string(item, "call_id", where, empty=False), string(item, "name", where, empty=False)
         conversation.call(id, name, custom.arguments(string(item, "input", where), raw=name in raw))
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = text_of(item.get("output"), f"{where}.output", _TEXT_PARTS)
+        output = content_of(item.get("output"), f"{where}.output", _TEXT_PARTS, _PICTURES)
         conversation.result(string(item, "call_id", where, empty=False), output, f"{where}.call_id")
     else:
         raise wrong(
@@ -202,6 +204,16 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
             "..._output items",
             code="unsupported_parameter",
         )
+
+
+def _picture_url(part: Mapping[str, Any], where: str) -> str:
+    check_detail(part.get("detail"), where)
+    if part.get("file_id") is not None and part.get("image_url") is None:
+        raise wrong(f"{where}.file_id", "is not served: send image_url", code="unsupported_parameter")
+    return string(part, "image_url", where, empty=False)
+
+
+_PICTURES = {"input_image": _picture_url}
 
 
 def _continued(last: Mapping[str, Any], where: str) -> bool:

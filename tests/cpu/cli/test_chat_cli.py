@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from perilune.cli import chat
+from perilune.cli import chat, generate
 from perilune.cli.chat import Chat, Part, Turn, read_message
 from perilune.core.errors import ConfigError, EngineError, RequestError
 from perilune.text.stream import Content, Event, Reasoning, ToolArguments, ToolStart
@@ -298,3 +298,29 @@ def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [read("> ") for _ in range(3)] == ["one", "", "last"]
     with pytest.raises(EOFError):
         read("> ")
+
+
+def test_pictures_go_with_the_next_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "a b.png"
+    image.write_bytes(b"\x89PNG rest")
+    (tmp_path / "text.png").write_text("no picture")
+    backend = Scripted([Content("a")], [Content("b")])
+    lines = (f"/image {image}", f"/image {image}", "What?", f"/image {tmp_path}/text.png", "/image", "And?")
+    conversation, _ = talk(backend, *lines)
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORyByZXN0"}}
+    assert backend.asked[0] == [{"role": "user", "content": [part, part, {"type": "text", "text": "What?"}]}]
+    assert backend.asked[1][-1] == {"role": "user", "content": "And?"}
+    shown = capsys.readouterr()
+    assert "a b.png goes with the next question" in shown.out and conversation.failed
+    assert (
+        f"error: {tmp_path}/text.png is no picture: PNG, JPEG, WebP" in shown.err and "'/image' is no com" in shown.err
+    )
+
+
+@pytest.mark.parametrize(("name", "says"), [("gone.png", "cannot read the picture"), ("text.png", "is no picture")])
+def test_a_bad_picture_is_one_line_before_anything_is_loaded(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "text.png").write_text("x")
+    for verb in (chat.command, generate.command):
+        arguments = ["-p", "x"] if verb is generate.command else []
+        result = CliRunner().invoke(verb, ["/no/model", "--image", str(tmp_path / name), *arguments])
+        assert isinstance(result.exception, ConfigError) and says in str(result.exception)

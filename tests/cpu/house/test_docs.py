@@ -94,7 +94,7 @@ def test_a_page_that_looks_different_asks_for_a_new_picture(tmp_path: Path, monk
         (tmp_path / name).write_bytes((screenshot.PAGE / name).read_bytes())
     (tmp_path / "style.css").write_text((tmp_path / "style.css").read_text().replace("78rem", "60rem"))
     monkeypatch.setattr(screenshot, "PAGE", tmp_path)
-    assert len(list(screenshot.problems())) == 2
+    assert len(list(screenshot.problems())) == 3
 
 
 def test_the_logs_index_has_every_heading() -> None:

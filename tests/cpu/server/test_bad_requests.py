@@ -29,8 +29,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content", "null"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-        "messages",
-        "not supported yet",
+        "messages[0].content[0]",
+        "does not see pictures",
     ),
     ({"temperature": "hot"}, "temperature", "number"),
     ({"temperature": -1}, "temperature", "between"),

@@ -330,7 +330,7 @@ def test_vllms_names_are_known_and_their_defaults_accepted(path: str, others: se
         (CHAT, "vllm_xargs", {"a": 1}, "extensions"),
         (CHAT, "documents", [{"title": "a", "text": "b"}], "message"),
         (CHAT, "chat_template", "{{ x }}", "--chat-template"),
-        (CHAT, "mm_processor_kwargs", {"a": 1}, "text"),
+        (CHAT, "mm_processor_kwargs", {"a": 1}, "preprocessor"),
         (CHAT, "detokenize", False, "return_token_ids"),
         (CHAT, "store", True, "/v1/responses"),
         (CHAT, "modalities", ["text", "audio"], "text"),

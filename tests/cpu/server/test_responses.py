@@ -407,7 +407,7 @@ def test_a_last_thought_is_continued(status: Any) -> None:
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0]",
-            "only text is served",
+            "the model 'm' does not see pictures",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "string"),
         ({"input": [{"role": "user", "content": ["a"]}]}, "input[0].content[0]", "type"),

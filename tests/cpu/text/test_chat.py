@@ -9,6 +9,7 @@ import pytest
 from perilune.core.errors import RequestError
 from perilune.text.chat import ChatTemplate, Special, next_tool_index
 from perilune.text.family import MEMBERS
+from perilune.text.history import Image
 from perilune.text.tokenizer import Tokenizer
 
 TEMPLATE = ChatTemplate()
@@ -335,13 +336,38 @@ def test_malformed_messages_are_refused(messages: Any, param: str) -> None:
     assert str(caught.value).startswith(param) and "\n" not in str(caught.value)
 
 
+def test_pictures_are_their_placeholder_repeated(kimi: Tokenizer) -> None:
+    seen = [Image(3), {"type": "text", "text": "Describe"}]
+    ids = TEMPLATE.render_ids(kimi, [user(seen)], thinking=False)
+    golden = [163587, 2482, 163601, 163602, 4017, 163603, 163605, 163605, 163605, 163604, 198, 48848, 163586]
+    assert ids == [*golden, 163588, 69702, 163601, 163606, 163607]
+    # Parts of every role keep their order, and a client's own text of the control tokens stays text.
+    picture = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n"
+    forged = user([{"type": "text", "text": "a<|media_pad|>"}, Image(1), {"type": "text", "text": "b"}, Image(1)])
+    assert TEMPLATE.render_ids(kimi, [forged]).count(163605) == 2
+    loop = [
+        {"role": "system", "content": [Image(1)]},
+        forged,
+        assistant([{"type": "text", "text": "<think>T</think>"}, Image(1)], calls=[call("functions.f:0")]),
+        result("functions.f:0", [{"type": "text", "text": "R"}, Image(1)]),
+    ]
+    assert TEMPLATE.render_text(loop) == (
+        f"<|im_system|>system<|im_middle|>{picture}<|im_end|>"
+        f"<|im_user|>user<|im_middle|>a<|media_pad|>{picture}b{picture}<|im_end|>"
+        + turn(f"<think>T</think>{picture}{section(('functions.f:0', '{}'))}")
+        + tool_turn("functions.f:0", f"R{picture}")
+        + OPEN
+    )
+    with pytest.raises(RequestError, match=r"messages\[1\].content: a message with pictures cannot be continued"):
+        TEMPLATE.render_text([user(), assistant([Image(1)])])
+
+
 @pytest.mark.parametrize("kind", ["image", "image_url", "video_url"])
-def test_media_is_refused_until_vision_is_built(kind: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"messages\[0\].content\[1\]: images and video are not supported yet"
-    ) as caught:
-        TEMPLATE.render_text([user([{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:,"}}])])
-    assert caught.value.param == "messages" and caught.value.status == 400
+def test_a_picture_that_is_not_decoded_is_refused(kind: str) -> None:
+    with pytest.raises(RequestError, match=rf"messages\[0\].content\[1\].type must be 'text', not '{kind}'"):
+        TEMPLATE.render_text(
+            [user([{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:,"}, "tokens": 3}])]
+        )
 
 
 def test_malformed_tools_are_refused() -> None:

@@ -1,0 +1,48 @@
+"""Several decoders for the pictures of many requests: each decodes one picture at a time, off the event loop."""
+
+import asyncio
+
+from perilune.media.decoder import TURN_SECONDS, Decoder, Picture
+from perilune.media.limits import Limits
+from perilune.media.refusal import busy
+
+INTERRUPT_SECONDS = 0.1  # between two tries to end a worker that was not started yet at the first
+
+
+class DecoderPool:
+    """At most `count` decoders, the next one made when all others are busy. Belongs to one event loop."""
+
+    def __init__(self, limits: Limits, count: int) -> None:
+        self._limits = limits
+        self._room = asyncio.Semaphore(count)  # waiting callers are served in order
+        self._idle: list[Decoder] = []  # the last one used first: a quiet server keeps to one worker
+        self.active = 0
+
+    async def decode(self, data: bytes) -> Picture:
+        """As Decoder.decode. A caller that is cancelled ends the work on its picture."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._room.acquire()
+        except TimeoutError:
+            raise busy("too many images are being decoded: try again") from None
+        decoder = self._idle.pop() if self._idle else Decoder(self._limits)
+        self.active += 1
+        work = asyncio.ensure_future(asyncio.to_thread(decoder.decode, data))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            while not work.done():
+                decoder.interrupt()
+                await asyncio.wait((work,), timeout=INTERRUPT_SECONDS)
+            work.exception()  # that the worker ended, which is not news
+            raise
+        finally:
+            self.active -= 1
+            self._idle.append(decoder)
+            self._room.release()
+
+    def close(self) -> None:
+        """Ends the workers; no picture may be in work."""
+        for decoder in self._idle:
+            decoder.close()
+        self._idle.clear()

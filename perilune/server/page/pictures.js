@@ -1,0 +1,141 @@
+// Pictures of the question that is being written: attached, pasted or dropped, shown small, sent with it.
+
+const READ = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // what the server reads of what browsers do
+const KEPT_URL = /^data:image\/(png|jpeg|webp|gif|bmp);base64,[A-Za-z0-9+/=]*$/;
+const MOST_PICTURES = 16;  // of one question
+const SENT_BYTES = 4000000;  // of a file that is sent as it is; larger ones are made smaller
+const SENT_SIDE = 4096, KEPT_SIDE = 512;  // pixels: what a model sees has at most 7,168 on a side and 3.2 million in all
+const KEPT_CHARS = 100000;  // of a picture that the browser keeps as it was sent; of larger ones a small copy
+
+let attached = [];  // {url: what is sent, kept: what the browser keeps, name}
+
+/** Why this model gets no pictures; empty where it does. */
+function blind() {
+  if (!model.id || model.capabilities?.input?.includes("image")) return "";
+  return `${model.id} does not see pictures`;
+}
+
+function faulty(text) { $("pictures-fault").textContent = text; }
+
+const bytesAsUrl = file => new Promise((done, failed) => {
+  const reader = new FileReader();
+  reader.onload = () => done(reader.result);
+  reader.onerror = () => failed(reader.error);
+  reader.readAsDataURL(file);
+});
+
+/** The picture with its longer side at most `side`, on white where it is transparent, as JPEG. */
+function shrunk(bitmap, side) {
+  const scale = Math.min(1, side / Math.max(bitmap.width, bitmap.height));
+  const canvas = make("canvas", {width: Math.max(1, Math.round(bitmap.width * scale)), height: Math.max(1, Math.round(bitmap.height * scale))});
+  const paper = canvas.getContext("2d");
+  paper.fillStyle = "#fff";
+  paper.fillRect(0, 0, canvas.width, canvas.height);
+  paper.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.85);
+}
+
+async function picture(file) {
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(file);
+  } catch {
+    throw new Error(`${file.name}: this browser cannot read it as a picture`);
+  }
+  const url = READ.includes(file.type) && file.size <= SENT_BYTES ? await bytesAsUrl(file) : shrunk(bitmap, SENT_SIDE);
+  const kept = url.length <= KEPT_CHARS ? url : shrunk(bitmap, KEPT_SIDE);
+  bitmap.close();
+  return {url, kept, name: file.name};
+}
+
+/** Takes files for the question; says beside the field what cannot be taken. */
+async function attachFiles(files) {
+  faulty(blind());
+  if (!files.length || blind()) return;
+  const faults = [];
+  for (const file of files) {
+    if (attached.length >= MOST_PICTURES) {
+      faults.push(`at most ${MOST_PICTURES} pictures go with one question`);
+      break;
+    }
+    try {
+      attached.push(await picture(file));
+    } catch (e) {
+      faults.push(e.message);
+    }
+  }
+  faulty(faults.join("; "));
+  attachments();
+  $("text").focus();
+}
+
+const shownPicture = (one, i) => make("img", {src: one.url, alt: `picture ${i + 1}: ${one.name}`});
+
+function attachments() {
+  $("pictures").replaceChildren(...attached.map((one, i) => make("li", {}, shownPicture(one, i),
+    make("button", {type: "button", "aria-label": `remove picture ${i + 1}: ${one.name}`, onclick: () => {
+      attached.splice(i, 1);
+      attachments();
+      say(`${one.name} is removed`);
+      $("text").focus();
+    }}, "×"))));
+  if (attached.length) say(`${attached.length} ${attached.length === 1 ? "picture goes" : "pictures go"} with the question`);
+}
+
+/** The pictures of the question, which are no longer attached. */
+function taken() {
+  const pictures = attached;
+  attached = [];
+  attachments();
+  faulty("");
+  return pictures;
+}
+
+/** What the server gets of a message. */
+function content(message) {
+  if (!message.pictures?.length) return message.content;
+  const parts = message.pictures.map(one => ({type: "image_url", image_url: {url: one.url}}));
+  return [...parts, ...(message.content ? [{type: "text", text: message.content}] : [])];
+}
+
+/** Pictures as the browser keeps them, and as they were stored: other programs of this origin may write there too. */
+const keptPictures = pictures => pictures.map(one => ({url: one.kept, name: one.name}));
+function storedPictures(pictures) {
+  return (Array.isArray(pictures) ? pictures : []).slice(0, MOST_PICTURES)
+    .filter(one => typeof one?.url === "string" && KEPT_URL.test(one.url) && typeof one.name === "string")
+    .map(one => ({url: one.url, kept: one.url, name: one.name}));
+}
+
+/** The button as the model allows. */
+function seeing() {
+  $("attach").disabled = Boolean(blind());
+  $("attach-why").textContent = blind() ? `; ${blind()}` : "; pictures can be pasted and dropped";
+}
+
+function watchPictures() {
+  const carried = transfer => [...(transfer?.files ?? [])];
+  const dragged = e => [...(e.dataTransfer?.types ?? [])].includes("Files");
+  $("attach").addEventListener("click", () => $("files").click());
+  $("files").addEventListener("change", () => {
+    attachFiles([...$("files").files]);
+    $("files").value = "";  // the same file can be chosen again
+  });
+  $("text").addEventListener("paste", e => {
+    const files = carried(e.clipboardData);
+    if (!files.length || e.clipboardData.types.includes("text/plain")) return;  // a table is copied as text and picture
+    e.preventDefault();
+    attachFiles(files);
+  });
+  document.addEventListener("dragover", e => {
+    if (!dragged(e)) return;
+    e.preventDefault();
+    $("ask").classList.add("drop");
+  });
+  document.addEventListener("dragleave", e => { if (!e.relatedTarget) $("ask").classList.remove("drop"); });
+  document.addEventListener("drop", e => {
+    $("ask").classList.remove("drop");
+    if (!dragged(e)) return;
+    e.preventDefault();  // else the browser would leave the page for the file
+    attachFiles(carried(e.dataTransfer));
+  });
+}

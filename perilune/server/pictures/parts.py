@@ -1,0 +1,92 @@
+"""Parts of chat messages that are pictures: found as clients send them, replaced when they are decoded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.core.errors import RequestError
+from perilune.core.messages import Picture
+from perilune.text.history import Image
+from perilune.text.tools import show
+
+VIDEO = ("video", "video_url", "input_video")
+DETAILS = ("auto", "low", "high", "original")
+MAX_PLACE_CHARS = 200  # of the name of a part in another API's request
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part `index` of message `message`, a picture at `url`. `where`: its place in the request, as its client names
+    it."""
+
+    message: int
+    index: int
+    url: str
+    where: str
+
+
+def picture_part(url: str, where: str) -> dict[str, Any]:
+    """A part of a chat message, of another API's request."""
+    return {"type": "image_url", "image_url": {"url": url}, "where": where}
+
+
+def found(messages: Sequence[Any]) -> list[Part]:
+    """The pictures of chat messages, in order. RequestError names the part that cannot be one.
+
+    Whatever else is wrong with the messages is found when they are read (text/history.py).
+    """
+    parts = []
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in ("text", None):
+                continue
+            place = part.get("where")
+            where = place[:MAX_PLACE_CHARS] if isinstance(place, str) else f"messages[{i}].content[{j}]"
+            if kind in VIDEO:
+                raise unsupported(where, "video is not served yet: send frames of it as pictures")
+            if kind == "image":
+                raise unsupported(
+                    where, "a picture is sent here as {'type': 'image_url', 'image_url': {'url': 'data:...'}}"
+                )
+            if kind in ("image_url", "input_image"):
+                parts.append(Part(i, j, _url(part.get("image_url"), part.get("detail"), where), where))
+    return parts
+
+
+def replaced(
+    messages: Sequence[dict[str, Any]], parts: Sequence[Part], pictures: Sequence[Picture]
+) -> list[dict[str, Any]]:
+    """The messages with their pictures as the chat template takes them. Those without pictures are the same objects."""
+    made = list(messages)
+    for part, picture in zip(parts, pictures, strict=True):
+        message = made[part.message]
+        content = list(message["content"])
+        content[part.index] = Image(picture.tokens)
+        made[part.message] = {**message, "content": content}
+    return made
+
+
+def _url(sent: Any, detail: Any, where: str) -> str:
+    url = sent
+    if isinstance(sent, Mapping):
+        url, detail = sent.get("url"), sent.get("detail", detail)
+    check_detail(detail, where)
+    if not isinstance(url, str):
+        raise RequestError(f"{where}.image_url must be {{'url': 'data:...'}}", param=where, code="invalid_value")
+    return url
+
+
+def check_detail(detail: Any, where: str) -> None:
+    """RequestError for what no API has. The known ones change nothing: the model has one size for a picture."""
+    if detail is not None and detail not in DETAILS:
+        raise RequestError(
+            f"{where}: detail must be one of {', '.join(DETAILS)}, not {show(detail)}",
+            param=where,
+            code="invalid_value",
+        )
+
+
+def unsupported(where: str, what: str) -> RequestError:
+    return RequestError(f"{where}: {what}", param=where, code="unsupported_media")

@@ -1,0 +1,158 @@
+"""Pictures on the page at /, in headless Chromium: attached, pasted, dropped, removed, asked about, kept."""
+
+import base64
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.docs.browser import Browser
+from tests.cpu.media.pictures import file, scene
+from tests.e2e.server import Server
+from tests.e2e.test_page import Page, browser, pytestmark  # noqa: F401  (a fixture, and what the tests need)
+from tests.e2e.test_pictures import counted
+
+SHOT = file(scene(640, 480))  # 414 tokens
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Server]:
+    options = ("--sees", "--answer-tokens", "5")
+    command = [sys.executable, "-m", "tests.scripted_engine", *options, "serve", "kimi-nano", "--port", "0"]
+    running = Server(command=command)
+    yield running
+    running.kill()
+
+
+class Pictured(Page):
+    """A page with files that a script hands to it."""
+
+    def choose(self, *paths: Path) -> None:
+        """As the dialog of the attach button."""
+        root = self.browser.call("DOM.getDocument")["root"]["nodeId"]
+        field = self.browser.call("DOM.querySelector", nodeId=root, selector="#files")["nodeId"]
+        self.browser.call("DOM.setFileInputFiles", files=[str(path) for path in paths], nodeId=field)
+
+    def carried(self, event: str, target: str, field: str, data: bytes, kind: str = "image/png") -> Any:
+        """An event with a file: paste or drop. Whether the page took it."""
+        text = base64.b64encode(data).decode()
+        made = f"new File([Uint8Array.from(atob('{text}'), c => c.charCodeAt(0))], 'a.png', {{type: '{kind}'}})"
+        fields = f"{{{field}: transfer, bubbles: true, cancelable: true}}"
+        name = "ClipboardEvent" if event == "paste" else "DragEvent"
+        return self.value(
+            f"(() => {{ const transfer = new DataTransfer(); transfer.items.add({made});"
+            f" return !{target}.dispatchEvent(new {name}('{event}', {fields})); }})()"
+        )
+
+    def thumbnails(self, count: int) -> list[str]:
+        """What they are called, when there are so many and all are drawn."""
+        self.wait(f"document.querySelectorAll('#pictures img').length === {count}")
+        self.wait("[...document.querySelectorAll('#pictures img')].every(i => i.complete && i.naturalWidth)")
+        return list(self.value("[...document.querySelectorAll('#pictures img')].map(i => i.alt)"))
+
+    @property
+    def fault(self) -> str:
+        return str(self.value("document.getElementById('pictures-fault').textContent"))
+
+
+def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+    shot = tmp_path / "shot.png"
+    shot.write_bytes(SHOT)
+    page = Pictured(browser, seeing)
+    assert "sees pictures" in page.value("document.querySelector('.empty').innerText")
+    assert page.value("document.getElementById('attach').disabled") is False
+    page.choose(shot)
+    assert page.thumbnails(1) == ["picture 1: shot.png"]
+    assert page.carried("paste", "document.getElementById('text')", "clipboardData", SHOT)
+    page.thumbnails(2)
+    assert page.carried("drop", "document", "dataTransfer", SHOT)
+    page.thumbnails(3)
+    assert page.value("document.querySelector('#pictures button').getAttribute('aria-label')") == (
+        "remove picture 1: shot.png"
+    )
+    page.value("document.querySelectorAll('#pictures button')[2].click()")
+    assert page.thumbnails(2) == ["picture 1: shot.png", "picture 2: a.png"]
+    assert page.value("document.activeElement.id") == "text"
+    assert page.value("document.getElementById('status').textContent") == "a.png is removed"
+    page.ask("What is this?")
+    assert page.thumbnails(0) == []
+    assert counted(seeing) == 2
+    assert page.value("[...document.querySelectorAll('.user .seen img')].every(i => i.naturalWidth === 640)")
+    assert page.value("document.querySelectorAll('.user .seen img').length") == 2
+    page.ask("And now?")
+    assert counted(seeing) == 4, "the pictures stay in the conversation"
+    page.reload()
+    page.value("document.querySelector('#history button').click()")
+    page.wait("document.querySelectorAll('.user .seen img').length === 2")
+    page.ask("Still?")
+    assert counted(seeing) == 6
+    # A question that is a picture alone, and its edit.
+    page.press("new chat")
+    page.choose(shot)
+    page.thumbnails(1)
+    page.value("document.getElementById('ask').requestSubmit()")
+    page.answer()
+    assert page.said("user") == [""] and counted(seeing) == 7
+    page.value("document.querySelector('.user button:nth-child(2)').click()")
+    page.fill(".user textarea", "Now with words")
+    page.press("ask")
+    page.answer()
+    assert page.said("user") == ["Now with words"] and counted(seeing) == 8
+
+
+def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+    bad, good = tmp_path / "bad.png", tmp_path / "good.png"
+    bad.write_bytes(SHOT[:300])
+    good.write_bytes(SHOT)
+    page = Pictured(browser, seeing)
+    page.choose(bad, good)
+    assert page.thumbnails(1) == ["picture 1: good.png"]
+    assert page.fault == "bad.png: this browser cannot read it as a picture"
+    page.choose(*[good] * 20)
+    page.thumbnails(16)
+    page.wait("document.getElementById('pictures-fault').textContent.includes('at most 16 pictures')")
+
+
+def test_what_the_browser_keeps_is_bounded(browser: Browser, seeing: Server) -> None:  # noqa: F811
+    """A large picture is sent whole and kept as a small copy; what no picture is, is not shown."""
+    page = Pictured(browser, seeing)
+    draw = (
+        "(async () => { const c = document.createElement('canvas'); c.width = c.height = 900;"
+        " const p = c.getContext('2d'), d = p.createImageData(900, 900);"
+        " for (let i = 0; i < d.data.length; i += 65536) crypto.getRandomValues(d.data.subarray(i, i + 65536));"
+        " p.putImageData(d, 0, 0); const b = await new Promise(r => c.toBlob(r));"
+        " await attachFiles([new File([b], 'noise.png', {type: 'image/png'})]); return attached[0].url.length; })()"
+    )
+    assert page.value(draw) > 1_000_000
+    page.ask("What is this?")
+    assert page.value("document.querySelector('.user .seen img').naturalWidth") == 900
+    kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages[0].pictures[0]")
+    assert len(kept["url"]) < 600_000 and kept["url"].startswith("data:image/jpeg") and kept["name"] == "noise.png"
+    page.reload()
+    page.value("document.querySelector('#history button').click()")
+    page.wait("document.querySelector('.user .seen img')?.naturalWidth === 512")
+    for url in ("https://example.org/x.png", "javascript:hit=1", "data:image/svg+xml;base64,AAAA", 5):
+        messages = [{"role": "user", "content": "q", "pictures": [{"url": url, "name": "x"}, None, {"url": "x"}]}]
+        page.value(
+            f"localStorage['perilune.chats'] = JSON.stringify({json.dumps([{'id': 'a', 'messages': messages}])})"
+        )
+        page.reload()
+        page.value("document.querySelector('#history button').click()")
+        assert page.said("user") == ["q"] and page.value("document.querySelectorAll('main img').length") == 0
+    large = "data:image/png;base64," + "A" * 3_000_000
+    assert page.value(
+        f"(() => {{ keep({{id: 'b', messages: [{{role: 'user', content: 'q', pictures: [{{kept: '{large[:30]}' +"
+        " 'A'.repeat(3000000), name: 'x'}]}]}); return JSON.parse(localStorage['perilune.chats'])[0].messages[0]; })()"
+    ) == {"role": "user", "content": "q"}, "a chat too large for the browser is kept without its pictures"
+
+
+def test_a_model_that_does_not_see(browser: Browser, server: Server) -> None:  # noqa: F811
+    page = Pictured(browser, server)
+    page.wait("document.getElementById('attach').disabled")
+    assert "kimi-nano does not see pictures" in page.value("document.getElementById('keys').textContent")
+    page.carried("paste", "document.getElementById('text')", "clipboardData", SHOT)
+    page.wait("document.getElementById('pictures-fault').textContent === 'kimi-nano does not see pictures'")
+    assert page.thumbnails(0) == []
