@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 8
-REGIONS, CLUSTER = 128, 8  # of a mailbox, as exchange/sm90/exchange_add_rmsnorm.cu has them
+CONTROL = 1 + 128 * 8 + 5 * 160  # words that kernels count in, as cuda/peers.cuh has them
 
 
 class _Table(ctypes.Structure):
-    """`Peers` of exchange/sm90/exchange_add_rmsnorm.cu."""
+    """`Peers` of cuda/peers.cuh."""
 
     _fields_ = (
         ("rank", ctypes.c_int64),
@@ -44,7 +44,7 @@ class Mailboxes:
     ) -> None:
         assert 0 <= rank < len(addresses) <= MAX_RANKS, f"{rank=} {len(addresses)=}"
         self._owner = owner
-        self.control = torch.zeros(1 + REGIONS * CLUSTER, dtype=torch.int32, device=device)
+        self.control = torch.zeros(CONTROL, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._table = _Table(
             rank, len(addresses), int(wait_seconds * 1e9), self.control.data_ptr(), self.failed.data_ptr()

@@ -9,6 +9,7 @@
 // mailbox only after its own piece is published, and one warp of each CTA reads the pieces' sums of a token.
 #pragma once
 #include "attention/sm90/cache_row.cuh"
+#include "cuda/peers.cuh"
 #include "cuda/weight_stream.cuh"
 
 namespace before_attention {
@@ -67,6 +68,7 @@ struct Arguments {
   Mailbox* mailbox;
   int H;
   float eps;
+  Peers peers;  // if there are any
 };
 
 // Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
@@ -90,6 +92,80 @@ __device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
   const float2 a = widen(low), b = widen(high);
   const float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
   return __reduce_max_sync(~0u, __float_as_uint(most));
+}
+
+// Four values of x [token], its parts added up.
+template <typename Mailbox>
+__device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int token, int quad) {
+  float4 sum = make_float4(0, 0, 0, 0);
+  if (a.wide) {
+    const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
+#pragma unroll 9
+    for (int p = 0; p < a.parts; p++) {
+      const float4 v = __ldcg(from + p * QUADS);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+  } else {
+    const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
+    const float2 c = widen(v.x), d = widen(v.y);
+    sum = make_float4(c.x, c.y, d.x, d.y);
+  }
+  return sum;
+}
+
+// A token's exchange in this CTA: its number, and whether it may wait. Read after the predecessor's end.
+struct Turn {
+  uint32_t epoch;
+  bool patient;
+};
+__device__ __forceinline__ uint32_t* count_of(const Peers& peers, int token) {
+  return peers.control + BEFORE_COUNTS + token * MAX_CTAS + blockIdx.x;
+}
+__device__ __forceinline__ Turn turn_of(const Peers& peers, int token) {
+  return {*static_cast<const volatile uint32_t*>(count_of(peers, token)) + 1,
+          *static_cast<const volatile uint32_t*>(peers.control) == 0};
+}
+
+// The sum over ranks, in their order, of `own` rounded, by a lane. NaN if a peer's does not come.
+__device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4& own, int token, int quad,
+                                               const Turn& turn) {
+  const uint32_t epoch = turn.epoch;
+  const int at = BEFORE_WORDS + token * TOKEN_WORDS + quad, rank = peers.rank, ranks = peers.ranks;
+  const uint4 out = make_uint4(narrow(own.x, own.y), epoch, narrow(own.z, own.w), epoch);
+  uint4 got[MAX_RANKS];
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    got[r] = out;
+    if (r >= ranks || r == rank) continue;
+    send(peers.word(r, rank, epoch, at), out);
+    got[r].y = ~epoch;
+  }
+  uint64_t begin = 0;
+  for (int polls = 1;; polls++) {
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) got[r] = look(peers.word(rank, r, epoch, at));
+    }
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) missing = r;
+    }
+    if (missing < 0) break;
+    if (too_long(peers, polls, begin, turn.patient)) {
+      if (turn.patient) report(peers, missing);
+      const float nan = __uint_as_float(NAN_PAIR);
+      return make_float4(nan, nan, nan, nan);
+    }
+  }
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    if (r >= ranks) break;
+    const float2 low = widen(got[r].x), high = widen(got[r].z);
+    sum.x += low.x, sum.y += low.y, sum.z += high.x, sum.w += high.y;
+  }
+  return sum;
 }
 
 // All threads but the copying warp's.

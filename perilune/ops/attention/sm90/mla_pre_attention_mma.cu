@@ -12,6 +12,8 @@
 #include "cuda/router_mailbox.cuh"
 #include "attention/sm90/mla_pre_attention.cuh"
 
+#include <type_traits>
+
 using namespace before_attention;
 
 namespace {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
 
 // By a warp: adds a token's x to this CTA's piece of the residual and publishes it, times the norm's weights, of which
 // each lane that `publishes` has four.
-template <typename W>
+template <typename W, bool EXCHANGES>
 __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, int turn, int token, uint2 weight,
                                            bool publishes) {
   const int lane = threadIdx.x % 32;
@@ -101,19 +103,9 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     const int quad = blockIdx.x * PIECE + lane;
     uint2* mine = reinterpret_cast<uint2*>(a.residual) + token * QUADS + quad;
     const uint2 old = __ldcg(mine);
-    float4 sum = make_float4(0, 0, 0, 0);
-    if (a.wide) {
-      const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
-#pragma unroll 9
-      for (int p = 0; p < a.parts; p++) {
-        const float4 v = __ldcg(from + p * QUADS);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-    } else {
-      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
-      const float2 c = widen(v.x), d = widen(v.y);
-      sum = make_float4(c.x, c.y, d.x, d.y);
-    }
+    const Turn exchange = EXCHANGES ? turn_of(a.peers, token) : Turn{};
+    float4 sum = sum_of_parts(a, token, quad);
+    if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, token, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     const uint2 y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
@@ -123,6 +115,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *mine = fresh;
   }
   __syncwarp();
+  if (EXCHANGES && lane == 0) ++*count_of(a.peers, token);
   squares = warp_sum(squares);
   if (lane == 0) {
     if (blockIdx.x < PIECES) publish(a.mailbox->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
@@ -210,7 +203,7 @@ __device__ __forceinline__ void write_new_row(const Args& a, int turn, int token
   write_row(a.rows, token, row, kv_norm);
 }
 
-template <typename W, int T>
+template <typename W, int T, bool EXCHANGES>
 __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const __grid_constant__ Args a) {
   using P = Plan<W, T>;
   using Value = typename W::Value;
@@ -271,7 +264,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     const int angle = rotating * (ROPE / 2) + rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp < T) publish_piece<W>(a, shared.published, turn, warp, weight, publishes);
+  if (warp < T) publish_piece<W, EXCHANGES>(a, shared.published, turn, warp, weight, publishes);
   uint4 x[P::A_SLOTS];
   float lowered = 1;
   take_x<W, T>(a, shared, turn, x, lowered);
@@ -447,12 +440,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. T is 2 to 4, H at most 65; the GPU
-// has at least 132 processors. mailbox: 160 KB, zero at first, of this stream and T.
+// has at least 132 processors. mailbox: 160 KB, zero at first, of this stream and T. peers: as of one token.
 API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                       const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                       const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
                       const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t T, int64_t H,
-                      void* stream) {
+                      const Peers* peers, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),
@@ -468,16 +461,19 @@ API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int6
                static_cast<bf16*>(out),
                static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
-               eps};
+               eps,
+               peers == nullptr ? Peers{} : *peers};
   const auto start = [&](auto kind) {
     using W = decltype(kind);
-    const auto of = [&](auto kernel, size_t shared) {
-      return launch(kernel, dim3(CTAS), dim3(THREADS), shared, stream, 2, a);
+    const auto of = [&](auto tokens) {
+      constexpr int N = decltype(tokens)::value;
+      return launch(peers == nullptr ? mla_pre_attention_mma_kernel<W, N, false> : mla_pre_attention_mma_kernel<W, N, true>,
+                    dim3(CTAS), dim3(THREADS), Plan<W, N>::SHARED, stream, 2, a);
     };
     switch (T) {
-      case 2: return of(mla_pre_attention_mma_kernel<W, 2>, Plan<W, 2>::SHARED);
-      case 3: return of(mla_pre_attention_mma_kernel<W, 3>, Plan<W, 3>::SHARED);
-      default: return of(mla_pre_attention_mma_kernel<W, 4>, Plan<W, 4>::SHARED);
+      case 2: return of(std::integral_constant<int, 2>());
+      case 3: return of(std::integral_constant<int, 3>());
+      default: return of(std::integral_constant<int, 4>());
     }
   };
   return scale_a == nullptr ? start(Bf16()) : start(E4m3());

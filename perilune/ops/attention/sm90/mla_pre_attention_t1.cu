@@ -86,7 +86,7 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
 
 // By a warp: adds x to this CTA's piece of the residual and publishes it, times the norm's weights, of which each lane
 // that `publishes` has four.
-template <bool RAISED>
+template <bool RAISED, bool EXCHANGES>
 __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, uint32_t tag, uint2 weight,
                                               bool publishes) {
   const int lane = threadIdx.x % 32;
@@ -96,19 +96,9 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     const int quad = blockIdx.x * PIECE + lane;
     uint2* at = reinterpret_cast<uint2*>(a.residual) + quad;
     const uint2 old = __ldcg(at);
-    float4 sum = make_float4(0, 0, 0, 0);
-    if (a.wide) {
-      const float4* from = static_cast<const float4*>(a.x) + quad;
-#pragma unroll 9
-      for (int p = 0; p < a.parts; p++) {
-        const float4 v = __ldcg(from + p * QUADS);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-    } else {
-      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + quad);
-      const float2 c = widen(v.x), d = widen(v.y);
-      sum = make_float4(c.x, c.y, d.x, d.y);
-    }
+    const Turn exchange = EXCHANGES ? turn_of(a.peers, 0) : Turn{};
+    float4 sum = sum_of_parts(a, 0, quad);
+    if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, 0, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
@@ -117,6 +107,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *at = fresh;
   }
   __syncwarp();
+  if (EXCHANGES && lane == 0) ++*count_of(a.peers, 0);
   squares = warp_sum(squares);
   const uint32_t most = RAISED ? most_of(y.x, y.y) : 0;
   if (lane == 0) {
@@ -206,7 +197,7 @@ __device__ __forceinline__ void write_new_row(const Args& a, uint32_t tag, const
   write_row(a.rows, 0, row, kv_norm);
 }
 
-template <typename W>
+template <typename W, bool EXCHANGES>
 __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __grid_constant__ Args a) {
   using P = Plan<W>;
   using Value = typename W::Value;
@@ -257,7 +248,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     const int angle = rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp == 0) publish_piece<RAISED>(a, shared.published, tag, weight, publishes);
+  if (warp == 0) publish_piece<RAISED, EXCHANGES>(a, shared.published, tag, weight, publishes);
   take_x<W>(a, shared, xs, tag);
   if (scaled) shared.q_scales[tid] = row_scale;
   __syncwarp();
@@ -409,11 +400,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
-// least 132 processors. mailbox: 64 KB, zero at first, of this stream.
+// least 132 processors. mailbox: 64 KB, zero at first, of this stream. peers: in the host's memory: x is this rank's part
+// of a sum over ranks; or null.
 API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
-                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H, void* stream) {
+                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H, const Peers* peers, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),
@@ -429,9 +421,12 @@ API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64
                static_cast<bf16*>(out),
                static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
-               eps};
-  const auto start = [&](auto kind, auto kernel) {
-    return launch(kernel, dim3(CTAS), dim3(THREADS), Plan<decltype(kind)>::SHARED, stream, 2, a);
+               eps,
+               peers == nullptr ? Peers{} : *peers};
+  const auto start = [&](auto kind) {
+    using W = decltype(kind);
+    return launch(peers == nullptr ? mla_pre_attention_kernel<W, false> : mla_pre_attention_kernel<W, true>, dim3(CTAS),
+                  dim3(THREADS), Plan<W>::SHARED, stream, 2, a);
   };
-  return scale_a == nullptr ? start(Bf16(), mla_pre_attention_kernel<Bf16>) : start(E4m3(), mla_pre_attention_kernel<E4m3>);
+  return scale_a == nullptr ? start(Bf16()) : start(E4m3());
 }

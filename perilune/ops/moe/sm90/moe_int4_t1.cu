@@ -20,6 +20,8 @@
 // memory, the router's least of all, comes back before them.
 #include "moe/sm90/moe_int4_t1.cuh"
 
+#include <type_traits>
+
 using namespace hopper;
 using namespace moe;
 
@@ -409,6 +411,14 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
-  return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
-                        : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
+  const auto of = [&](auto warps, auto tiles) {
+    constexpr int KS = decltype(warps)::value, RT = decltype(tiles)::value;
+    return row == nullptr ? start<false, false, KS, RT, 3>(a, static_cast<int>(sms), stream)
+                          : start<false, true, KS, RT, 3>(a, static_cast<int>(sms), stream);
+  };
+  const auto fills = [&](int tiles) { return I * tiles == 2048 && D % (16 * tiles) == 0; };  // rows fill a slot
+  using std::integral_constant;
+  if (fills(4)) return of(integral_constant<int, 2>(), integral_constant<int, 4>());
+  if (fills(8)) return of(integral_constant<int, 1>(), integral_constant<int, 8>());
+  return of(integral_constant<int, 4>(), integral_constant<int, 2>());
 }
