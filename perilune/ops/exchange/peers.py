@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 8
+RANKS = (1, 2, 4, 8)  # that kernels are compiled for
+HALF_BYTES = 16 * (128 * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
 CONTROL = 1 + 128 * 8 + 5 * 160  # words that kernels count in, as cuda/peers.cuh has them
 
 
@@ -75,3 +77,34 @@ class Peers:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", (self.ranks, self.mailboxes is not None))
+
+
+def needs(peers: Peers | None) -> tuple[tuple[bool, str], ...]:
+    """Of a kernel that exchanges, for `build.on_hopper`; nothing without peers."""
+    if peers is None:
+        return ()
+    return (
+        (peers.mailboxes is not None, "memory that all ranks can write to"),
+        (peers.ranks in RANKS, "1, 2, 4 or 8 ranks"),
+    )
+
+
+def table(peers: Peers | None) -> int | None:
+    """The address of what a launch copies, or None."""
+    if peers is None:
+        return None
+    assert peers.mailboxes is not None
+    return peers.mailboxes.table
+
+
+def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Peers:
+    """One of `ranks` ranks, with peers that send back what it sends: a kernel exchanges as many bytes, with memory of
+    this GPU. For measuring what one rank computes, without the others."""
+    mailbox = torch.zeros(2 * ranks * HALF_BYTES, dtype=torch.uint8, device=device)
+    # What the rank writes for peer s goes to where the words of peer s are expected.
+    addresses = [mailbox.data_ptr() + s * HALF_BYTES for s in range(ranks)]
+
+    def gather(own: Tensor) -> Tensor:
+        return own.expand(ranks, *own.shape)
+
+    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, wait_seconds, owner=mailbox), True)

@@ -529,9 +529,10 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                peers == nullptr ? Peers{} : *peers};
   const auto of = [&](auto kind) {
     using W = decltype(kind);
-    return H <= 8                        ? start<W, FEWEST>(a, peers, sms, stream)
-           : H <= 16 && scale != nullptr ? start<W, FEW>(a, peers, sms, stream)
-                                         : start<W, MANY>(a, peers, sms, stream);
+    constexpr Heads SOME = W::BYTES == 1 ? FEW : MANY;
+    return H <= 8    ? start<W, FEWEST>(a, peers, sms, stream)
+           : H <= 16 ? start<W, SOME>(a, peers, sms, stream)
+                     : start<W, MANY>(a, peers, sms, stream);
   };
   if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp has one tile at most
   return scale == nullptr ? of(Bf16()) : of(E4m3());

@@ -462,7 +462,7 @@ API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* i
     return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)
                           : start<false, true, RT>(a, static_cast<int>(sms), stream);
   };
-  const int64_t fitting = 2048 / I;  // tiles whose rows fill a slot
+  const int64_t fitting = 2048 / I;  // tiles, the rows of which fill a slot
   if (fitting * I != 2048 || a.routed.tiles % fitting) return of(std::integral_constant<int, 1>());
   switch (fitting) {
     case 2: return of(std::integral_constant<int, 2>());
