@@ -16,7 +16,7 @@ from perilune.core.errors import EngineError
 from perilune.dist import peer_memory
 from perilune.dist.peer_memory import PeerMemory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
-from perilune.ops.exchange.peers import CONTROL, HALF_BYTES, Mailboxes, Peers, loopback
+from perilune.ops.exchange.peers import CONTROL, HALF_BYTES, Mailboxes, Peers, _Table, loopback
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import BFLOAT16, EXACT, K2, NANO
 
@@ -112,6 +112,13 @@ def test_replayed_graphs_continue_to_count() -> None:
         for r in range(2):
             assert check.difference(held[r], want_h, EXACT) is None, (turn, r)
             assert check.difference(y[r], want, exchange.TOL["y"][BFLOAT16]) is None, (turn, r)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_host_knows_the_kernels_sizes(ranks: int) -> None:
+    sizes = (ctypes.c_int64 * 3)()
+    build.function(exchange.SOURCE, "exchange_sizes", "lp")(ranks, sizes)
+    assert list(sizes) == [2 * ranks * HALF_BYTES, 4 * CONTROL, ctypes.sizeof(_Table)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
