@@ -105,7 +105,10 @@ class Bench:
         engine = Engine(
             Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
         )
-        engine.runner.model.peers = self.peers
+        if self.peers is not None:
+            engine.runner.model.peers = self.peers
+            assert engine.runner.graphs is not None
+            engine.runner.call(engine.runner.graphs.close)  # those of the start were captured without peers
         exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
         engine.runner.call(_fill, engine.runner.pages.data, self.config(layers).kv_lora_rank)
         return engine
