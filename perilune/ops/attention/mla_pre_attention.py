@@ -12,9 +12,9 @@ qkv_a [i + R + r, D] dense or FP8, and the fields that `mla_project_query` reads
 "cuda" is one launch for up to four tokens of a model of Kimi K2's widths (mla_pre_attention_t1.cu for one,
 mla_pre_attention_mma.cu for more), in which the stream of weights does not stop between the products. Its CTAs exchange
 results through a mailbox, one per stream: launches of one stream follow each other. All CTAs must be on the GPU at
-once. With peers each CTA also exchanges its piece of the sum with theirs. "composed" is the three ops. A token's result
-does not depend on the other tokens if there are 2 to 4; alone, or with more than four, its bits differ, because sums
-are taken in another order or the normalised y is rounded.
+once. With peers each CTA also exchanges its piece of the sum with theirs, and more of them share a head. "composed" is
+the three ops. A token's result does not depend on the other tokens if there are 2 to 4; alone, or with more than four,
+its bits differ, because sums are taken in another order or the normalised y is rounded.
 """
 
 import functools
@@ -37,7 +37,8 @@ from perilune.ops.linear import linear, linear_fp8
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
 PROCESSORS = OUTER // 16  # an SM computes two tiles of 8 rows
 MOST_TOKENS = 4
-BOARD_BYTES = 160 << 10
+BOARD_BYTES = 224 << 10
+MOST_SPLIT_HEADS = 32  # of a rank among others: four or eight CTAs share a head
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (a.weights.qkv_a.format == a.weights.q_b.format, "weights of one type"),
         *cache_rows.needs(a.latents.pages),
         *peers.needs(a.norm.peers),
+        (a.norm.peers is None or H <= MOST_SPLIT_HEADS, f"at most {MOST_SPLIT_HEADS} heads of a rank among others"),
         (_processors(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
     )
 
@@ -196,7 +198,7 @@ def cuda(
         inner_eps,
         w.w_uk.data_ptr(),
         out.data_ptr(),
-        memory.zeros(("mla_pre_attention", T), BOARD_BYTES, torch.uint8).data_ptr(),
+        memory.zeros(("mla_pre_attention", T, H), BOARD_BYTES, torch.uint8).data_ptr(),
         *((T,) if T > 1 else ()),
         H,
         peers.table(norm.peers),

@@ -33,22 +33,36 @@ constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
 
+// What each of SPLIT CTAs has of a head. Two, or so many more as there are CTAs without a head: what a CTA has beside
+// qkv_a is loaded before the queries' input is there only if it fits the ring.
+constexpr int MOST_SPLIT_HEADS = 32;  // of which more than two CTAs have one
+template <int SPLIT_>
+struct Part {
+  static constexpr int SPLIT = SPLIT_;
+  static constexpr int NOPE_ROWS = NOPE / SPLIT, ROPE_ROWS = ROPE / SPLIT, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b
+  static constexpr int TILES = ROWS / TILE, ROUNDS = (ROWS + ROWS_Q - 1) / ROWS_Q;
+  static constexpr int COLUMNS = LATENT / SPLIT;  // of W_UK
+  static_assert(NOPE_ROWS % ROWS_Q == 0 || ROUNDS == 1);
+};
+
 // Slots of the ring, in order: of qkv_a 1,024 values of each row of this CTA's tiles; of q_b 512 values of each row of
 // as many tiles as are multiplied at once; of W_UK rows of this CTA's columns, PITCH_UK apart. Pitches are 64
 // bytes off the multiples of 128, so that two rows share no bank. WINDOW: slots on their way at a time; EARLY: while
 // the ring fills for the first time.
-template <typename W>
-struct Slots {
+template <typename W, int SPLIT = 2>
+struct Slots : Part<SPLIT> {
   using Weights = W;
+  using Part<SPLIT>::COLUMNS, Part<SPLIT>::ROUNDS;
   static constexpr int SPAN_A = 1024 * W::BYTES, PITCH_A = SPAN_A + 64;
   static constexpr int SPAN_Q = KS_Q * SHARE * W::BYTES, PITCH_Q = SPAN_Q + 64;
-  static constexpr int SPAN_UK = COLUMNS * 2, ROWS_UK = 32 * W::BYTES;
+  static constexpr int SPAN_UK = COLUMNS * 2, ROWS_UK = SPLIT * 16 * W::BYTES < NOPE ? SPLIT * 16 * W::BYTES : NOPE;
   static constexpr int SLOT = ROWS_Q * PITCH_Q;
   static constexpr int STAGES = W::BYTES == 2 ? 6 : 11, WINDOW = W::BYTES == 2 ? 2 : 3;
   static constexpr int A_SLOTS = HIDDEN * W::BYTES / SPAN_A, PER_ROUND = INNER * W::BYTES / SPAN_Q;
   static constexpr int Q_SLOTS = ROUNDS * PER_ROUND, UK_SLOTS = NOPE / ROWS_UK, UK_LOCAL = UK_SLOTS / 2;
   static constexpr int SLOTS = A_SLOTS + Q_SLOTS + UK_SLOTS, RING = STAGES * SLOT;
-  static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES && UK_SLOTS % 2 == 0);
+  static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES);
+  static_assert(ROWS_UK * SPAN_UK <= SLOT && (SPLIT > 2 || UK_SLOTS % 2 == 0));
 };
 
 template <typename Mailbox>
@@ -185,26 +199,32 @@ template <typename P, typename Mailbox, typename Shared>
 __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared, uint8_t* memory) {
   using W = typename P::Weights;
   static_assert(P::SHARED + sizeof(Shared) <= ROOM && P::EARLY <= P::WINDOW && P::WINDOW <= P::EARLY + 1);
-  const int cta = blockIdx.x, head = cta / 2, rank = cluster_rank(), slots = head < a.H ? P::SLOTS : P::A_SLOTS;
+  const int cta = blockIdx.x, head = cta / P::SPLIT, rank = P::SPLIT == 2 ? cluster_rank() : cta % P::SPLIT;
+  const int slots = head < a.H ? P::SLOTS : P::A_SLOTS;
   if (!elected()) return;
   int stage = 0, phase = 1, landed = 0, landed_phase = 0;
 #pragma unroll 1
   for (int n = 0; n < slots; n++) {
     const uint8_t* from;
-    int rows, apart, span, pitch, jump = 0;  // after the first tile
+    int rows, apart, span, pitch, jump = 0, before = TILE;  // after so many rows
     if (n < P::A_SLOTS) {
       rows = ROWS_A, apart = HIDDEN * W::BYTES, span = P::SPAN_A, pitch = P::PITCH_A;
       from = a.w_a + static_cast<int64_t>(cta) * TILE * apart + n * span;
       jump = (CTAS - 1) * TILE * apart;
     } else if (n < P::A_SLOTS + P::Q_SLOTS) {
       const int m = n - P::A_SLOTS, round = m / P::PER_ROUND, row = round * ROWS_Q;
-      const int first = row < NOPE_ROWS ? rank * NOPE_ROWS + row : NOPE + rank * ROPE_ROWS + row - NOPE_ROWS;
-      rows = ROWS_Q, apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
+      const int first = row < P::NOPE_ROWS ? rank * P::NOPE_ROWS + row
+                                           : NOPE + rank * P::ROPE_ROWS + row - P::NOPE_ROWS;
+      rows = P::ROWS % ROWS_Q ? min(ROWS_Q, P::ROWS - row) : ROWS_Q, apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
       from = a.w_q + static_cast<int64_t>(head * (NOPE + ROPE) + first) * apart + (m - round * P::PER_ROUND) * span;
+      if (P::ROUNDS == 1) {
+        before = P::NOPE_ROWS, jump = (NOPE + rank * P::ROPE_ROWS - (rank + 1) * P::NOPE_ROWS) * apart;
+      }
     } else {  // first what meets this CTA's half of the nope rows
-      const int m = n - P::A_SLOTS - P::Q_SLOTS, k = (rank * NOPE_ROWS + m * P::ROWS_UK) % NOPE;
+      const int m = n - P::A_SLOTS - P::Q_SLOTS;
+      const int k = P::SPLIT == 2 ? (rank * P::NOPE_ROWS + m * P::ROWS_UK) % NOPE : m * P::ROWS_UK;
       rows = P::ROWS_UK, apart = LATENT * 2, span = P::SPAN_UK, pitch = P::PITCH_UK;
-      from = reinterpret_cast<const uint8_t*>(a.w_uk + static_cast<int64_t>(head * NOPE + k) * LATENT + rank * COLUMNS);
+      from = reinterpret_cast<const uint8_t*>(a.w_uk + static_cast<int64_t>(head * NOPE + k) * LATENT + rank * P::COLUMNS);
     }
     if (n >= P::EARLY && (P::EARLY == P::WINDOW || n != P::STAGES)) {
       barrier_wait(&shared.full[landed], landed_phase);
@@ -217,7 +237,7 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
 #pragma unroll 8
     for (int row = 0; row < rows; row++) {
       bulk_load_once(to, from, span, barrier);
-      to += pitch, from += row == TILE - 1 ? apart + jump : apart;
+      to += pitch, from += row == before - 1 ? apart + jump : apart;
     }
     if (++stage == P::STAGES) stage = 0, phase ^= 1;
   }
