@@ -22,7 +22,8 @@ constexpr int64_t HALF = AFTER_WORDS + TOKEN_WORDS;  // words of a half, for one
 constexpr int MAX_CTAS = 160;
 constexpr int BEFORE_COUNTS = 1 + REGIONS * CLUSTER, AFTER_COUNTS = BEFORE_COUNTS + 4 * MAX_CTAS;
 constexpr int CONTROL = AFTER_COUNTS + MAX_CTAS;
-constexpr int POLLS = 256;  // between two looks at the clock
+constexpr int POLLS = 256;              // between two looks at the clock
+constexpr int HOST_POLLS = 64 * POLLS;  // between two reads of the host's memory, which take 1 us: about 10 ms
 constexpr uint32_t NAN_PAIR = 0x7fff7fff;
 
 // Filled in by the host, one for each rank.
@@ -30,7 +31,7 @@ struct Peers {
   int64_t rank, ranks;
   int64_t limit_ns;           // of one wait
   uint32_t* control;          // [CONTROL]: not 0 after a failure; what each CTA counts
-  uint32_t* failed;           // in the host's memory: 1 + the rank that did not answer
+  uint32_t* failed;           // in the host's memory: 1 + the rank that did not answer, or what the host wrote
   uint4* mailbox[MAX_RANKS];  // of each rank: [2 halves, senders, HALF]
 
   // Word `at` of an epoch, from `sender` to `receiver`.
@@ -62,13 +63,14 @@ __device__ __forceinline__ void report(const Peers& peers, int missing) {
 }
 __device__ __forceinline__ bool arrived_word(const uint4& v, uint32_t epoch) { return v.y == epoch && v.w == epoch; }
 
-// Whether a wait that has polled so often, and began at `begin` (0: not known yet), is over without success. `patient`:
-// no wait has failed before, else none waits.
+// Whether a wait that has polled so often, and began at `begin` (0: not known yet), is over without success: after the
+// time limit, or as soon as the host has written to `failed`. `patient`: no wait has failed before, else none waits.
 __device__ __forceinline__ bool too_long(const Peers& peers, int polls, uint64_t& begin, bool patient) {
   if (!patient) return true;
   if (polls % POLLS) return false;
   const uint64_t now = now_ns();
   if (!begin) begin = now;
+  if (polls % HOST_POLLS == 0 && *reinterpret_cast<volatile uint32_t*>(peers.failed) != 0) return true;
   return now - begin > static_cast<uint64_t>(peers.limit_ns);
 }
 

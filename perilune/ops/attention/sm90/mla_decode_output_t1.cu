@@ -7,8 +7,8 @@
 // attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
 // handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. With peers, each of which has
 // some of the heads, a tile's rows are this rank's part: it is sent to the peers as soon as it is there, and when all of
-// a CTA's tiles are sent, each warp that has sent one takes the peers' ones and adds them up. A CTA takes no more than 166
-// KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
+// a CTA's tiles are sent, each warp that has sent one takes the peers' ones and adds them up. A CTA takes no more than
+// 166 KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
 // router's.
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
@@ -429,7 +429,9 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   for (int pass = 0, turns = 0; tile < tiles; pass ^= 1, turns++, tile += step) {
     X acc;
     float old = 0;
-    if (EXCHANGES && part == turns) sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
+    if (EXCHANGES && part == turns) {
+      sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
+    }
     if (!EXCHANGES && a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
     if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
     for (int n = 0; n < loads; n++) {

@@ -33,9 +33,9 @@ constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
 
-// What each of SPLIT CTAs has of a head. Two, or so many more as there are CTAs without a head: what a CTA has beside
-// qkv_a is loaded before the queries' input is there only if it fits the ring.
-constexpr int MOST_SPLIT_HEADS = 32;  // of which more than two CTAs have one
+// What each of SPLIT CTAs has of a head. Two; of a rank's slice four or eight, so that hardly any CTA is without a head:
+// what a CTA has beside qkv_a must fit the ring to be there before the queries' input is.
+constexpr int MOST_SPLIT_HEADS = 32;  // that more than two CTAs share
 template <int SPLIT_>
 struct Part {
   static constexpr int SPLIT = SPLIT_;
@@ -215,7 +215,8 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
       const int m = n - P::A_SLOTS, round = m / P::PER_ROUND, row = round * ROWS_Q;
       const int first = row < P::NOPE_ROWS ? rank * P::NOPE_ROWS + row
                                            : NOPE + rank * P::ROPE_ROWS + row - P::NOPE_ROWS;
-      rows = P::ROWS % ROWS_Q ? min(ROWS_Q, P::ROWS - row) : ROWS_Q, apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
+      rows = P::ROWS % ROWS_Q ? min(ROWS_Q, P::ROWS - row) : ROWS_Q;
+      apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
       from = a.w_q + static_cast<int64_t>(head * (NOPE + ROPE) + first) * apart + (m - round * P::PER_ROUND) * span;
       if (P::ROUNDS == 1) {
         before = P::NOPE_ROWS, jump = (NOPE + rank * P::ROPE_ROWS - (rank + 1) * P::NOPE_ROWS) * apart;
@@ -224,7 +225,8 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
       const int m = n - P::A_SLOTS - P::Q_SLOTS;
       const int k = P::SPLIT == 2 ? (rank * P::NOPE_ROWS + m * P::ROWS_UK) % NOPE : m * P::ROWS_UK;
       rows = P::ROWS_UK, apart = LATENT * 2, span = P::SPAN_UK, pitch = P::PITCH_UK;
-      from = reinterpret_cast<const uint8_t*>(a.w_uk + static_cast<int64_t>(head * NOPE + k) * LATENT + rank * P::COLUMNS);
+      const int64_t row = head * NOPE + k;
+      from = reinterpret_cast<const uint8_t*>(a.w_uk + row * LATENT + rank * P::COLUMNS);
     }
     if (n >= P::EARLY && (P::EARLY == P::WINDOW || n != P::STAGES)) {
       barrier_wait(&shared.full[landed], landed_phase);

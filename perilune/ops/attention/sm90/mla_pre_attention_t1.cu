@@ -451,7 +451,8 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
-                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H, const Peers* peers, void* stream) {
+                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H,
+                  const Peers* peers, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),

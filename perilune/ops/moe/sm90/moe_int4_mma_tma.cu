@@ -15,6 +15,8 @@
 // fp32: exact. Lane (g, t) finds two neighbouring groups in its two columns. Whatever N is, the groups' sums are added
 // in the same order: a token's result does not depend on who else chose the expert.
 //
+// Where a row is 128, 256 or 512 bytes (down of a rank's slice), a slot has 8, 4 or 2 tiles, and fewer warps share each.
+//
 // Work: the routed pairs are grouped by expert into segments of up to 4 pairs. A CTA takes ranges of (segment, tile),
 // each time half of its part of what is left: CTAs start and run unevenly.
 #include "moe/sm90/moe_int4_tile.cuh"
@@ -180,8 +182,8 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     const Segment* segments = plan_of(a).segments;
     const int near = Base::near_of(a.routed.chunk, w.ks, w.rt * 16 + lane % 16, lane / 16);
     const int far = Base::far_of(a.routed.chunk, near);
-    const uint8_t* scales =
-        memory(a.scales) + (w.rt * 16 + w.g) * a.scale_pitch + (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
+    const uint8_t* scales = memory(a.scales) + (w.rt * 16 + w.g) * a.scale_pitch +
+                            (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
     w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
@@ -275,7 +277,8 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
           a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * UNIT_ROWS + tile * UNIT_ROWS + g] =
               activated(v.of[0].x, v.of[0].y);
         } else {
-          float* y = static_cast<float*>(a.out) + (static_cast<int64_t>(token) * a.P + a.P - 1) * a.shared.tiles * UNIT_ROWS;
+          const int64_t row = static_cast<int64_t>(token) * a.P + a.P - 1;
+          float* y = static_cast<float*>(a.out) + row * a.shared.tiles * UNIT_ROWS;
 #pragma unroll
           for (int rt = 0; rt < RT; rt++) {
             y[tile * UNIT_ROWS + rt * 16 + g] = v.of[rt].x;
@@ -407,7 +410,8 @@ int start(Args a, int sms, void* stream) {
                                          {K::SCALE_PITCH, K::BOX_ROWS, 1})) {
     return -1;
   }
-  return launch(moe_int4_mma_tma_kernel<GATE_UP, COMPACT, RT>, dim3(sms), dim3(K::THREADS), K::arrange(a), stream, 1, a, maps);
+  return launch(moe_int4_mma_tma_kernel<GATE_UP, COMPACT, RT>, dim3(sms), dim3(K::THREADS), K::arrange(a), stream, 1, a,
+                maps);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t rows, int64_t expert, int64_t second,

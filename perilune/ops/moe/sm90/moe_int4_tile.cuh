@@ -230,7 +230,8 @@ struct Tile {
     Control& c = control();
     const Place to = place(w.turn, TURNS);
     barrier_wait(&c.free[to.at], to.phase ^ 1);
-    float2* at = reinterpret_cast<float2*>(memory(a.sums)) + ((to.at * a.parts + w.part) * GROUP + w.rt * KS + w.ks) * 32;
+    const int own = (to.at * a.parts + w.part) * GROUP + w.rt * KS + w.ks;
+    float2* at = reinterpret_cast<float2*>(memory(a.sums)) + own * 32;
     at[w.lane] = sums;
     if (w.part == 0 && w.ks == 0 && w.rt == 0 && w.lane == 0) c.result[to.at] = item;
     __syncwarp();
