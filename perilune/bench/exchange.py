@@ -30,7 +30,7 @@ from perilune.bench import ledger
 from perilune.core.errors import ConfigError, EngineError
 from perilune.dist import peer_memory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
-from perilune.ops.exchange.peers import Peers
+from perilune.ops.exchange.peers import Peers, loopback
 from perilune.ops.harness import check
 from perilune.ops.harness.case import BFLOAT16, EXACT
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
@@ -210,7 +210,7 @@ def run(scratch: Path, ranks: int, tokens: Sequence[int], rank: int) -> list[dic
     found, memory = peer_memory.peers(rank, ranks, device, swap, gather)
     if memory is None:
         raise EngineError("no peer memory between these GPUs: " + str(peer_memory.connect(rank, ranks, device, swap)))
-    rows = Rank(rank, ranks, found, peer_memory.loopback(ranks, device), swap).rows(tokens)
+    rows = Rank(rank, ranks, found, loopback(ranks, device), swap).rows(tokens)
     memory.check()
     memory.close(swap)
     distributed.destroy_process_group()

@@ -25,7 +25,6 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
-from perilune.dist import peer_memory
 from perilune.dist.slicing import Slicing
 from perilune.engine import exclusive_kernels
 from perilune.engine.engine import Engine
@@ -37,6 +36,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe, Weights
 from perilune.ops.attention import mla_pre_attention, mla_project_query
+from perilune.ops.exchange import peers
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
 from perilune.ops.moe import router
@@ -89,7 +89,7 @@ class Bench:
             for layer in self.weights.layers:
                 if isinstance(layer.ffn, Moe) and isinstance(layer.ffn.experts, Int4Experts):
                     layer.ffn.experts = _compact(layer.ffn.experts)
-        self.peers = peer_memory.loopback(ranks, self.device) if ranks > 1 else None
+        self.peers = peers.loopback(ranks, self.device) if ranks > 1 else None
         roof = measure_roof(self.device, torch.bfloat16)
         self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
 
@@ -105,7 +105,10 @@ class Bench:
         engine = Engine(
             Path(self.name), build(EngineConfig, {"device": "cuda", "seed": 1, "draft": "off", **config}), source=source
         )
-        engine.runner.model.peers = self.peers
+        if self.peers is not None:
+            engine.runner.model.peers = self.peers
+            assert engine.runner.graphs is not None
+            engine.runner.call(engine.runner.graphs.close)  # those of the start were captured without peers
         exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
         engine.runner.call(_fill, engine.runner.pages.data, self.config(layers).kv_lora_rank)
         return engine

@@ -110,19 +110,6 @@ def connect(
     return PeerMemory(rank, addresses, device, wait_seconds)
 
 
-def loopback(ranks: int, device: torch.device) -> Peers:
-    """One of `ranks` ranks, with peers that send back what it sends: the exchange's kernel with as many bytes, written
-    to memory of this GPU. For measuring what one rank computes, without the others."""
-    mailbox = torch.zeros(_sizes(ranks)[0], dtype=torch.uint8, device=device)
-    # The rank's lines for peer s go to where the lines of peer s are expected.
-    addresses = [mailbox.data_ptr() + s * (mailbox.numel() // 2 // ranks) for s in range(ranks)]
-
-    def gather(own: Tensor) -> Tensor:
-        return own.expand(ranks, *own.shape)
-
-    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, WAIT_SECONDS, owner=mailbox), True)
-
-
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
     """The group as ops take it: over peer memory where every rank has it, else through `gather` (NCCL, gloo), with the
     reason in the log. The PeerMemory is to be checked after steps and closed at the end."""

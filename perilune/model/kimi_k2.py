@@ -130,8 +130,8 @@ class KimiK2:
         kept: dict[int, Tensor] = {}
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
-            if i > 0 and self.group.ranks == 1 and self.peers is None and _absorbed(w, step):
-                q_full = mla_pre_attention(h, x, layer.input_norm, w, rotary, latents, self.eps, self.qk_norm_eps)
+            if i > 0 and (self.group.ranks == 1 or self.peers is not None) and _absorbed(w, step):
+                q_full = mla_pre_attention(h, x, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:
                 x = self._add(h, x, layer.input_norm)
             if i in layers:
@@ -166,6 +166,10 @@ class KimiK2:
             return exchange_add_rmsnorm(h, x, norm, self.eps, self.peers)
         return add_rmsnorm(h, total(self.group, x), norm, self.eps)
 
+    def _norm(self, weight: Tensor) -> Norm:
+        """That of the stream after a sum over `peers`."""
+        return Norm(weight, self.eps, self.peers)
+
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale)
 
@@ -173,11 +177,11 @@ class KimiK2:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
-        if isinstance(ffn, Mlp) or w.o.format == "int4":
+        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts:
             attended = _attend(w, q_full, span, pages, self.scale)
-            return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
+            return self._ffn(ffn, self._add(h, attended, layer.post_norm))
         gate = Gate(ffn.gate, ffn.bias, self.routing)
-        x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, Norm(layer.post_norm, self.eps), gate)
+        x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:

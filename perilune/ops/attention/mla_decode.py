@@ -214,14 +214,14 @@ def attend(
 
 
 def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor, int]:
-    """Results of `attend` for one token of 16, 32 or 64 heads, and the least positions of a range: fewer where the
+    """Results of `attend` for one token of 8, 16, 32 or 64 heads, and the least positions of a range: fewer where the
     table is so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it
     (split_kv_short.cuh).
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
     slots = processors(device)
-    if B != 1 or pages.dtype != BFLOAT16 or -(-M * block_size // FEW) * (H // QUARTER) > slots:
+    if B != 1 or pages.dtype != BFLOAT16 or H % QUARTER or -(-M * block_size // FEW) * (H // QUARTER) > slots:
         return *attend(q_full, pages, span, scale, None, None), LEAST
     partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows, mla_decode, mla_project_query
+from perilune.ops.exchange import peers
+from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
@@ -26,7 +28,7 @@ from perilune.ops.harness.tensors import address
 from perilune.ops.layouts.operands import Attention, Matrix, Span
 from perilune.ops.linear import linear, linear_fp8
 
-HEADS = (16, 32, 64)
+HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # of o, for each processor
 
@@ -54,7 +56,8 @@ CASES = [
     _one(1500, scale=200.0),
     _one(0),
     *(_one(c, H=16, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
-    _one(130, H=8),
+    *(_one(c, H=8, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
+    _one(130, H=4),
     _one(300, block_size=8),
     Case(counts=(0, 1, 0), contexts=(0, 777, 0), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
@@ -100,7 +103,7 @@ op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_fu
 
 @functools.cache
 def _kernel() -> Any:
-    return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "p")
+    return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "pp")
 
 
 def fits(q_full: Tensor, pages: Tensor, D: int, device: torch.device) -> bool | str:
@@ -133,10 +136,11 @@ def launch(
     scale: float,
     mailbox: Tensor,
     y: Tensor | None,
-    added: tuple[Tensor, Tensor] | None = None,
+    added: tuple[Tensor, Tensor, Peers | None] | None = None,
 ) -> None:
     """Both launches of one token. The second one writes `y` [1, D]; or, with `added` (residual [1, D], fresh [D]
-    int32), adds to the residual and hands the sums over by `fresh`. `mailbox` is the mailbox of its CTAs. A kernel that
+    int32, the peers that have the other parts of that sum), adds to the residual and hands the sums over by `fresh`.
+    `mailbox` is the mailbox of its CTAs. A kernel that
     writes before the second launch has ended must have its memory before this call, because memory that the launches
     only read is free again after it."""
     (_, H, _), w, device = q_full.shape, weights, q_full.device
@@ -146,7 +150,7 @@ def launch(
     assert uv_scale is None or uv_scale.is_contiguous(), f"{uv_scale.stride()=}"
     _, query_start, context = span.contiguous()
     partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
-    residual, fresh = added or (None, None)
+    residual, fresh, others = added or (None, None, None)
     failed = _kernel()(
         partials.data_ptr(),
         shares.data_ptr(),
@@ -166,6 +170,7 @@ def launch(
         len(w.o.weight),
         least,
         mla_decode.processors(device),
+        peers.table(others),
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"mla_decode_output does not start: CUDA error {failed}"

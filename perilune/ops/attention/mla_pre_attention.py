@@ -1,18 +1,20 @@
 """From the end of one layer to absorbed attention of the next one: the residual's norm, qkv_a, then
 `mla_project_query`.
 
-    y = add_rmsnorm(residual, x, norm, eps);  q_a, ckv = y qkv_a^T, rounded to residual's type;
+    y = add_rmsnorm(residual, x, norm);  q_a, ckv = y qkv_a^T, rounded to residual's type;
     q_full and new cache rows as in mla_project_query.py, with inner_eps for its eps
 
-residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsnorm` has it; norm [D]; of weights:
+residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsnorm` has it, or, if the norm has peers,
+this rank's part of it, as `exchange_add_rmsnorm` has that; of weights:
 qkv_a [i + R + r, D] dense or FP8, and the fields that `mla_project_query` reads; rotary and latents as there; q_full
 [T, H, R + r] as residual.
 
 "cuda" is one launch for up to four tokens of a model of Kimi K2's widths (mla_pre_attention_t1.cu for one,
 mla_pre_attention_mma.cu for more), in which the stream of weights does not stop between the products. Its CTAs exchange
 results through a mailbox, one per stream: launches of one stream follow each other. All CTAs must be on the GPU at
-once. "composed" is the three ops. A token's result does not depend on the other tokens if there are 2 to 4; alone, or
-with more than four, its bits differ, because sums are taken in another order or the normalised y is rounded.
+once. With peers each CTA also exchanges its piece of the sum with theirs, and more of them share a head. "composed" is
+the three ops. A token's result does not depend on the other tokens if there are 2 to 4; alone, or with more than four,
+its bits differ, because sums are taken in another order or the normalised y is rounded.
 """
 
 import functools
@@ -24,18 +26,19 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows, mla_project_query
+from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import address
-from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
+from perilune.ops.layouts.operands import Attention, Latents, Matrix, Norm, Rotary
 from perilune.ops.linear import linear, linear_fp8
-from perilune.ops.pointwise import add_rmsnorm
 
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
 PROCESSORS = OUTER // 16  # an SM computes two tiles of 8 rows
 MOST_TOKENS = 4
-BOARD_BYTES = 160 << 10
+BOARD_BYTES = 224 << 10
+MOST_SPLIT_HEADS = 32  # of a rank among others: four or eight CTAs share a head
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Case(Sized):
     parts: int = 0  # 0: x has no parts
     fp8: bool = False
     padding: int = 0  # rows at the end without a slot
+    ranks: int = 0  # that x is a part of the sum of; 0: x is whole
 
 
 CASES = [
@@ -62,7 +66,13 @@ CASES = [
     *(Case(t, K2.heads, K2.hidden, K2.q_rank, parts=9, padding=1, big=True) for t in (1, 2, 4)),
     *(Case(t, 48, K2.hidden, K2.q_rank, parts=2, big=True) for t in (1, 3)),
     Case(4, PROCESSORS // 2 - 1, K2.hidden, K2.q_rank, fp8=True, big=True),
-    *(Case(t, parts=5, fp8=fp8) for t in (1, 5) for fp8 in (False, True)),
+    *(
+        Case(t, K2.heads // n, K2.hidden, K2.q_rank, parts=9, fp8=fp8, ranks=n, big=True)
+        for t in (1, 2, 3, 4)
+        for n, fp8 in ((2, False), (4, True), (8, t % 2 == 0))
+    ),
+    *(Case(t, 16, K2.hidden, K2.q_rank, ranks=4, padding=t > 1, big=True) for t in (1, 3, 5)),
+    *(Case(t, parts=5, fp8=fp8, ranks=2 * fp8) for t in (1, 5) for fp8 in (False, True)),
     Case(3, 2, 48, 40, 16, 24, 8, padding=1),
     Case(0),
 ]
@@ -89,15 +99,15 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     rows = cache_rows.inputs(g, c.T, c.R, c.r, padding=c.padding)
     residual = g.randn(c.T, c.D, scale=2.0)
     x, norm = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D), g.randn(c.D)
+    others = peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None
     q_a_norm, w_uk = g.randn(c.i), g.randn(c.H, c.n, c.R, scale=c.n**-0.5)
     return {
         "residual": residual,
         "x": x,
-        "norm": norm,
+        "norm": Norm(norm, 1e-6, others),
         "weights": cache_rows.weights(qkv_a=qkv_a, q_a_norm=q_a_norm, q_b=q_b, kv_a_norm=rows["kv_norm"], w_uk=w_uk),
         "rotary": rows["rotary"],
         "latents": rows["latents"],
-        "eps": 1e-6,
         "inner_eps": 1e-5,
     }
 
@@ -111,29 +121,28 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(
     residual: Tensor,
     x: Tensor,
-    norm: Tensor,
+    norm: Norm,
     weights: Attention,
     rotary: Rotary,
     latents: Latents,
-    eps: float,
     inner_eps: float,
 ) -> Tensor:
-    y, a = add_rmsnorm.reference(residual, x, norm, eps), weights.qkv_a
+    y, a = exchange_add_rmsnorm.add_norm_reference(residual, x, norm), weights.qkv_a
     if a.scale is None:
         qkv = linear.reference(y, a.weight, False)
     else:
-        qkv = linear_fp8.reference(y, None, a.weight, a.scale, eps, False)
+        qkv = linear_fp8.reference(y, None, a.weight, a.scale, norm.eps, False)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
     return mla_project_query.reference(q_a, ckv, weights, rotary, latents, inner_eps)
 
 
-op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=("residual", "weights", "latents"))
+op = Op("mla_pre_attention", CASES, TOL, inputs, cost, reference, decides=("residual", "norm", "weights", "latents"))
 
 
 @functools.cache
 def _kernel(few: bool) -> Any:
     name = "mla_pre_attention_mma" if few else "mla_pre_attention_t1"
-    return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lp")
+    return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lpp")
 
 
 def _processors(device: torch.device) -> int:
@@ -143,7 +152,7 @@ def _processors(device: torch.device) -> int:
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (H, n, R) = a.residual.shape, a.weights.w_uk.shape
     kimi = D == K2.hidden and len(a.weights.q_a_norm) == K2.q_rank and n == K2.nope and R == K2.latent
-    least, most = mla_project_query.PAIRED_HEADS, (PROCESSORS - 1) // 2
+    least, most = mla_project_query.LEAST_HEADS, (PROCESSORS - 1) // 2
     return build.on_hopper(
         "mla_pre_attention_t1.cu" if T == 1 else "mla_pre_attention_mma.cu",
         device,
@@ -152,6 +161,8 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (kimi and least <= H <= most, f"Kimi K2's widths and {least} to {most} heads"),
         (a.weights.qkv_a.format == a.weights.q_b.format, "weights of one type"),
         *cache_rows.needs(a.latents.pages),
+        *peers.needs(a.norm.peers),
+        (a.norm.peers is None or H <= MOST_SPLIT_HEADS, f"at most {MOST_SPLIT_HEADS} heads of a rank among others"),
         (_processors(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
     )
 
@@ -160,11 +171,10 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 def cuda(
     residual: Tensor,
     x: Tensor,
-    norm: Tensor,
+    norm: Norm,
     weights: Attention,
     rotary: Rotary,
     latents: Latents,
-    eps: float,
     inner_eps: float,
 ) -> Tensor:
     w, a, q = weights, weights.qkv_a, weights.q_b
@@ -177,8 +187,8 @@ def cuda(
         x.data_ptr(),
         x.shape[1] if x.dim() == 3 else 1,
         x.dim() == 3,
-        norm.data_ptr(),
-        eps,
+        norm.weight.data_ptr(),
+        norm.eps,
         a.weight.data_ptr(),
         address(a.scale),
         w.q_a_norm.data_ptr(),
@@ -188,9 +198,10 @@ def cuda(
         inner_eps,
         w.w_uk.data_ptr(),
         out.data_ptr(),
-        memory.zeros(("mla_pre_attention", T), BOARD_BYTES, torch.uint8).data_ptr(),
+        memory.zeros(("mla_pre_attention", T, H), BOARD_BYTES, torch.uint8).data_ptr(),
         *((T,) if T > 1 else ()),
         H,
+        peers.table(norm.peers),
         memory.stream,
     )
     assert not failed, f"mla_pre_attention does not start: CUDA error {failed}"
@@ -201,14 +212,13 @@ def cuda(
 def composed(
     residual: Tensor,
     x: Tensor,
-    norm: Tensor,
+    norm: Norm,
     weights: Attention,
     rotary: Rotary,
     latents: Latents,
-    eps: float,
     inner_eps: float,
 ) -> Tensor:
-    y, a = add_rmsnorm.add_rmsnorm(residual, x, norm, eps), weights.qkv_a
+    y, a = exchange_add_rmsnorm.add_norm(residual, x, norm), weights.qkv_a
     qkv = linear.linear(y, a.weight) if a.scale is None else linear_fp8.linear_fp8(y, None, a.weight, a.scale)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
     return mla_project_query.mla_project_query(q_a, ckv, weights, rotary, latents, inner_eps)
@@ -217,11 +227,10 @@ def composed(
 def mla_pre_attention(
     residual: Tensor,
     x: Tensor,
-    norm: Tensor,
+    norm: Norm,
     weights: Attention,
     rotary: Rotary,
     latents: Latents,
-    eps: float,
     inner_eps: float,
 ) -> Tensor:
     (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
@@ -229,8 +238,8 @@ def mla_pre_attention(
     assert fits and x.shape[0] == T and x.shape[-1] == D and residual.is_contiguous(), f"{residual.shape=} {x.shape=}"
     outputs = weights.q_a_norm.shape[0] + weights.kv_a_norm.shape[0] + r
     assert a.weight.shape == (outputs, D), f"{a.weight.shape=} {outputs=} {D=}"
-    assert norm.shape == (D,) and norm.dtype == residual.dtype, f"{norm.shape=} {norm.dtype=}"
+    assert norm.weight.shape == (D,) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
     mla_project_query.check_matrix(a, residual.dtype)
     mla_project_query.check_weights(weights, r, residual.dtype)
     cache_rows.check_places(T, r, weights.kv_a_norm, rotary, latents)
-    return op(residual, x, norm, weights, rotary, latents, eps, inner_eps)
+    return op(residual, x, norm, weights, rotary, latents, inner_eps)

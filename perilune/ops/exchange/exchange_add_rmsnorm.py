@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.exchange.peers import Mailboxes, Peers, needs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Norm
+from perilune.ops.pointwise import add_rmsnorm as of_one_rank
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 
 SOURCE = "exchange_add_rmsnorm.cu"
@@ -99,12 +101,11 @@ def _kernel() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    (T, D), ranks = a.residual.shape, a.peers.ranks
+    T, D = a.residual.shape
     return build.on_hopper(
         SOURCE,
         device,
-        (a.peers.mailboxes is not None, "memory that all ranks can write to"),
-        (ranks in (1, 2, 4, 8), "1, 2, 4 or 8 ranks"),
+        *needs(a.peers),
         (a.residual.dtype == BFLOAT16, "bfloat16"),
         (T > 0, "rows"),
         (D % 8 == 0 and D <= MAX_WIDTH, f"a width in 8s up to {MAX_WIDTH:,}"),
@@ -151,3 +152,16 @@ def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, pee
     assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
     assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
     return op(residual, x, w, eps, peers)
+
+
+def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    """The same with a record, also without peers: then x is whole."""
+    if norm.peers is None:
+        return add_rmsnorm(residual, x, norm.weight, norm.eps)
+    return exchange_add_rmsnorm(residual, x, norm.weight, norm.eps, norm.peers)
+
+
+def add_norm_reference(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    if norm.peers is None:
+        return of_one_rank.reference(residual, x, norm.weight, norm.eps)
+    return reference(residual, x, norm.weight, norm.eps, norm.peers)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 8
-REGIONS, CLUSTER = 128, 8  # of a mailbox, as exchange/sm90/exchange_add_rmsnorm.cu has them
+RANKS = (1, 2, 4, 8)  # that kernels are compiled for
+HALF_BYTES = 16 * (128 * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
+CONTROL = 1 + 128 * 8 + 5 * 160  # words that kernels count in, as cuda/peers.cuh has them
 
 
 class _Table(ctypes.Structure):
-    """`Peers` of exchange/sm90/exchange_add_rmsnorm.cu."""
+    """`Peers` of cuda/peers.cuh."""
 
     _fields_ = (
         ("rank", ctypes.c_int64),
@@ -44,7 +46,7 @@ class Mailboxes:
     ) -> None:
         assert 0 <= rank < len(addresses) <= MAX_RANKS, f"{rank=} {len(addresses)=}"
         self._owner = owner
-        self.control = torch.zeros(1 + REGIONS * CLUSTER, dtype=torch.int32, device=device)
+        self.control = torch.zeros(CONTROL, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._table = _Table(
             rank, len(addresses), int(wait_seconds * 1e9), self.control.data_ptr(), self.failed.data_ptr()
@@ -75,3 +77,34 @@ class Peers:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", (self.ranks, self.mailboxes is not None))
+
+
+def needs(peers: Peers | None) -> tuple[tuple[bool, str], ...]:
+    """Of a kernel that exchanges, for `build.on_hopper`; nothing without peers."""
+    if peers is None:
+        return ()
+    return (
+        (peers.mailboxes is not None, "memory that all ranks can write to"),
+        (peers.ranks in RANKS, "1, 2, 4 or 8 ranks"),
+    )
+
+
+def table(peers: Peers | None) -> int | None:
+    """The address of what a launch copies, or None."""
+    if peers is None:
+        return None
+    assert peers.mailboxes is not None
+    return peers.mailboxes.table
+
+
+def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Peers:
+    """One of `ranks` ranks, with peers that send back what it sends: a kernel exchanges as many bytes, with memory of
+    this GPU. For measuring what one rank computes, without the others."""
+    mailbox = torch.zeros(2 * ranks * HALF_BYTES, dtype=torch.uint8, device=device)
+    # What the rank writes for peer s goes to where the words of peer s are expected.
+    addresses = [mailbox.data_ptr() + s * HALF_BYTES for s in range(ranks)]
+
+    def gather(own: Tensor) -> Tensor:
+        return own.expand(ranks, *own.shape)
+
+    return Peers(0, ranks, gather, Mailboxes(0, addresses, device, wait_seconds, owner=mailbox), True)

@@ -6,9 +6,13 @@ is made once with the record, so that a call compares one tuple and looks at no 
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from perilune.ops.exchange.peers import Peers
 
 
 def kind(t: Tensor | None) -> Hashable:
@@ -150,10 +154,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """An RMS norm: weight [D] and the number added to the mean of squares."""
+    """An RMS norm of a residual stream: weight [D] and the number added to the mean of squares. peers: the ranks
+    that each have a part of what is added to the stream before; None: that is whole."""
 
     weight: Tensor
     eps: float
+    peers: "Peers | None" = None
+
+    @property
+    def kind(self) -> Hashable:
+        return None if self.peers is None else self.peers.kind
 
 
 @dataclass(slots=True, eq=False)

@@ -1,14 +1,16 @@
 """Absorbed MLA with its output projection, the residual, its norm, and the router: all between a MoE layer's queries
 and its experts.
 
-y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place; x [T, D] = the norm of
-the residual; the experts are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of
-these ops and of `add_rmsnorm`; y is rounded before it is added.
+y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place, or, if the norm has
+peers, += the sum of all ranks' y, as `exchange_add_rmsnorm` has it; x [T, D] = the norm of the residual; the experts
+are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of these ops and of
+`add_rmsnorm`; y is rounded before it is added.
 
-"cuda" is for one token: the launch of attention; one that adds each row of y to the residual and writes the sums to a
-mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first still runs
-(mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between. The experts
-may take x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" is the ops one by one.
+"cuda" is for one token: the launch of attention; one that adds each row of y, and those that peers send, to the
+residual and writes the sums to a mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first
+still runs (mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between.
+The experts may take x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" is the ops one by
+one.
 """
 
 import functools
@@ -20,13 +22,13 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
-from perilune.ops.pointwise import add_rmsnorm
 
 SEGMENT = 256  # values of x whose squares a warp sums
 MOST_WIDTH = 7168  # of x: what the experts' gate_up takes from the mailbox at once
@@ -41,6 +43,7 @@ class Case(mla_decode_output.Case):
     normalise: bool = True
     against: bool = False  # the choice is the other way round
     ties: bool = False  # all scores are equal
+    ranks: int = 0  # that y is a part of the sum of; 0: y is whole
 
 
 def _one(context: int, **other: Any) -> Case:
@@ -59,13 +62,21 @@ CASES = [
     *(_one(200, E=n, ties=True) for n in (K2.experts, 130)),
     _one(1030, packed=True),
     _one(130, wide_gate=True),
+    *(
+        _one(c, H=K2.heads // n, fp8=fp8, ranks=n)
+        for c in (1, 1024, 10240)
+        for n in (2, 4, 8)
+        for fp8 in (False, True)
+    ),
     _one(130, H=16),
+    _one(130, H=16, ranks=4, wide_gate=True),
+    Case(counts=(2, 1), contexts=(40, 100), H=16, D=K2.hidden, ranks=4, big=True),
     _one(300, block_size=8),
     _one(300, E=520),
     _one(300, E=64, k=40),
     _one(0),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
-    Case(counts=(1,), contexts=(256,), D=384, E=16, k=4),
+    Case(counts=(1,), contexts=(256,), D=384, E=16, k=4, ranks=2),
     Case(counts=(1,), contexts=(30,), D=64, E=16, k=4, ties=True),
     Case(counts=(3, 1, 0, 5), contexts=(3, 16, 9, 17), H=3, D=40, E=12, k=3),
     Case(counts=(1, 2), contexts=(20, 30), H=4, R=64, r=16, v=16, D=64, E=8, k=2, fp8=True, rows=1),
@@ -96,7 +107,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     rows = 4 * multiples.unsqueeze(1) * along / c.D
     return args | {
         "residual": residual.to(g.dtype),
-        "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5),
+        "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5, peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None),
         "gate": Gate(
             rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
             torch.zeros_like(multiples),
@@ -125,11 +136,11 @@ def reference(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.reference(q_full, pages, span, attention, scale)
-    x = add_rmsnorm.reference(residual, y, norm.weight, norm.eps)
+    x = exchange_add_rmsnorm.add_norm_reference(residual, y, norm)
     return x, router.reference(x, gate.weight, gate.bias, gate.routing)
 
 
-op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "gate"))
+op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "norm", "gate"))
 
 
 @functools.cache
@@ -151,6 +162,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (E <= router.MOST_EXPERTS, f"at most {router.MOST_EXPERTS} experts"),
         (_rows(E, device) <= MOST_GATE, f"a processor for every {MOST_GATE} experts"),
         (routing.top_k <= router.MOST_CHOICES, f"at most {router.MOST_CHOICES} choices"),
+        *peers.needs(a.norm.peers),
     )
 
 
@@ -186,7 +198,7 @@ def cuda(
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)
     publication = box.publish(x, Source(sums, norm.weight, norm.eps))
-    mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums))
+    mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums, norm.peers))
     failed = _choose()(
         sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
         x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
@@ -209,7 +221,7 @@ def composed(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
-    x = add_rmsnorm.add_rmsnorm(residual, y, norm.weight, norm.eps)
+    x = exchange_add_rmsnorm.add_norm(residual, y, norm)
     return x, router.router(x, gate.weight, gate.bias, gate.routing)
 
 

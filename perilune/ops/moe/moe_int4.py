@@ -67,6 +67,13 @@ class Case(Routed):
 CASES = [
     *(Case(t, K2.top_k, 48, K2.hidden, K2.width, S=K2.width, big=True) for t in (1, 2, 4, 8, 9, 16, 17, 64, 256)),
     Case(1, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True),
+    *(
+        Case(t, K2.top_k, 48, K2.hidden, K2.width // n, S=K2.width // n, shared_fp8=fp8, compact=t > 4, big=True)
+        for t in (1, 4, 16, 64)
+        for n, fp8 in ((2, True), (4, True), (8, t > 1))
+    ),
+    Case(1, K2.top_k, 48, K2.hidden, K2.width // 8, compact=True, S=K2.width // 8, shared_fp8=True, big=True),
+    Case(3, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True),
     Case(16, K2.top_k, 48, K2.hidden, K2.width // 8, big=True),
     Case(200, 1, 8, K2.hidden, K2.width // 8, to_one=True, S=K2.width // 8, big=True),
     *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width, S=NANO.width) for t in (1, 3, 4, 16, 64, 256, 300)),

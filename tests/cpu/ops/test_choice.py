@@ -11,9 +11,10 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import CheckpointError
 from perilune.engine.engine import Engine
+from perilune.ops.exchange.peers import Peers, loopback
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import FLOAT32
-from perilune.ops.layouts.operands import Gate, Matrix, Routing
+from perilune.ops.layouts.operands import Gate, Matrix, Norm, Routing
 from tests import ran
 from tests.cpu.ops import test_ops
 from tests.cpu.ops.test_ops import CPU, GRID, OPS
@@ -47,7 +48,7 @@ def test_no_implementation_names_another() -> None:
     [
         ({}, None),
         ({"q_full": (2, 64, 576)}, "one token"),
-        ({"q_full": (1, 8, 576)}, "16, 32, 64 heads"),
+        ({"q_full": (1, 4, 576)}, "8, 16, 32, 64 heads"),
         ({"pages": (8, 8, 576)}, "cache blocks of a multiple of 16"),
         ({"pages": (8, 64, 576, FLOAT32)}, "a bfloat16 or packed cache"),
         ({"q_full": (1, 64, 576, FLOAT32)}, "bfloat16"),
@@ -55,6 +56,9 @@ def test_no_implementation_names_another() -> None:
         ({"gate": (520, 7168)}, "at most 512 experts"),
         ({"routing": (40, 1, 1)}, "at most 32 choices"),
         ({"routing": (8, 8, 4)}, "one choice among all experts"),
+        ({"peers": loopback(4, CPU)}, None),
+        ({"peers": Peers(0, 4, torch.stack)}, "memory that all ranks can write to"),
+        ({"peers": loopback(3, CPU)}, "1, 2, 4 or 8 ranks"),
     ],
 )
 def test_one_tokens_kernels_say_what_they_need(
@@ -65,6 +69,7 @@ def test_one_tokens_kernels_say_what_they_need(
     monkeypatch.setattr(build, "library", lambda source: object())
     monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: 132)
     sizes = {"q_full": (1, 64, 576), "pages": (8, 64, 576), "gate": (384, 7168), "routing": (8, 1, 1)} | other
+    sizes.setdefault("peers", None)
 
     def made(size: Any) -> Any:
         whole = [n for n in size if isinstance(n, int)]
@@ -72,10 +77,11 @@ def test_one_tokens_kernels_say_what_they_need(
 
     weights = SimpleNamespace(o=Matrix(made((7168, 8192))))
     gate = Gate(made(sizes["gate"]), torch.empty(sizes["gate"][0]), Routing(*sizes["routing"], 1.0, True))
-    a = SimpleNamespace(weights=weights, q_full=made(sizes["q_full"]), pages=made(sizes["pages"]), gate=gate)
+    norm = Norm(torch.empty(7168, device="meta"), 1e-5, sizes["peers"])
+    a = SimpleNamespace(weights=weights, q_full=made(sizes["q_full"]), pages=made(sizes["pages"]), gate=gate, norm=norm)
     want = True if reason is None else f"needs {reason}"
     assert OPS["mla_decode_router"].impls["cuda"].when(a, torch.device("cuda")) == want
-    own = {"gate", "routing"} & other.keys()
+    own = {"gate", "routing", "peers"} & other.keys()
     assert OPS["mla_decode_output"].impls["cuda"].when(a, torch.device("cuda")) == (True if own else want)
 
 

@@ -16,7 +16,7 @@ from perilune.core.errors import EngineError
 from perilune.dist import peer_memory
 from perilune.dist.peer_memory import PeerMemory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
-from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.exchange.peers import CONTROL, HALF_BYTES, Mailboxes, Peers, _Table, loopback
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import BFLOAT16, EXACT, K2, NANO
 
@@ -114,10 +114,17 @@ def test_replayed_graphs_continue_to_count() -> None:
             assert check.difference(y[r], want, exchange.TOL["y"][BFLOAT16]) is None, (turn, r)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_host_knows_the_kernels_sizes(ranks: int) -> None:
+    sizes = (ctypes.c_int64 * 3)()
+    build.function(exchange.SOURCE, "exchange_sizes", "lp")(ranks, sizes)
+    assert list(sizes) == [2 * ranks * HALF_BYTES, 4 * CONTROL, ctypes.sizeof(_Table)]
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("T", [1, 16, 200])
 def test_a_loopback_gives_every_part_the_own_one(ranks: int, T: int) -> None:
-    peers = peer_memory.loopback(ranks, CUDA)
+    peers = loopback(ranks, CUDA)
     for turn in range(3):
         residual, (x,), w = inputs(1, T, K2.hidden, 9 if T == 1 else 0, turn)
         want_h = residual.clone()

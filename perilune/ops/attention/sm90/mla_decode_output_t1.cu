@@ -5,12 +5,15 @@
 // each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
 // the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
 // attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
-// handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. A CTA takes no more than 166
-// KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
+// handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. With peers, each of which has
+// some of the heads, a tile's rows are this rank's part: it is sent to the peers as soon as it is there, and when all of
+// a CTA's tiles are sent, each warp that has sent one takes the peers' ones and adds them up. A CTA takes no more than
+// 166 KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
 // router's.
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
+#include "cuda/peers.cuh"
 #include "cuda/router_mailbox.cuh"
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/weight_stream.cuh"
@@ -32,15 +35,19 @@ static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANG
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
 // Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
-// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3.
-constexpr int FEW_HEADS = 16;
-template <typename W, bool FEW>
+// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3, of 8 heads 128.
+enum Heads { MANY, FEW, FEWEST };
+template <typename W, Heads HEADS>
 struct Ring {
   static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
 };
 template <>
-struct Ring<E4m3, false> {
+struct Ring<E4m3, MANY> {
   static constexpr int ROW = 512, STAGES = 2, OPEN = 1;
+};
+template <>
+struct Ring<E4m3, FEWEST> {
+  static constexpr int ROW = 128, STAGES = 4, OPEN = 2;
 };
 
 struct Args {
@@ -56,6 +63,7 @@ struct Args {
   bf16* residual;         // [D], to which y is added; or null
   uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the mailbox
   int ctas, B, H, D, least;
+  Peers peers;            // if there are any
 };
 
 // Whether the phase of this parity is over, without waiting.
@@ -97,13 +105,60 @@ __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32
   to[2] = make_uint2(pairs[1], pairs[3]);
 }
 
-template <typename W, bool FEW>
+// A tile's exchange, by a warp. Lanes 2 r and 2 r + 1 send and receive rank r's halves.
+struct Sent {
+  int tile;      // below 0: none
+  uint32_t old;  // lanes 0-3: the residual's pairs
+  uint2 own;     // this rank's pairs, of the lane's half
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ bool of_peer(const Peers& peers) const {
+    return lane() / 2 < peers.ranks && lane() / 2 != peers.rank;
+  }
+  __device__ __forceinline__ int place() const { return AFTER_WORDS + tile * 2 + lane() % 2; }
+
+  // v: row lane % 8.
+  __device__ __forceinline__ void send(const Peers& peers, uint32_t epoch, float v) {
+    const uint32_t mine = __bfloat16_as_ushort(__float2bfloat16(v)), pair = mine | __shfl_down_sync(~0u, mine, 1) << 16;
+    own.x = __shfl_sync(~0u, pair, lane() % 2 * 4), own.y = __shfl_sync(~0u, pair, lane() % 2 * 4 + 2);
+    if (!of_peer(peers)) return;
+    hopper::send(peers.word(lane() / 2, peers.rank, epoch, place()), make_uint4(own.x, epoch, own.y, epoch));
+  }
+
+  // The sum over ranks in their order, and the residual: lanes 0-3, their pair. NaN if a peer's part does not come.
+  __device__ __forceinline__ uint32_t added(const Peers& peers, uint32_t epoch) const {
+    uint4 got = make_uint4(own.x, epoch, own.y, epoch);
+    bool missing = of_peer(peers);
+    const uint4* from = missing ? peers.word(peers.rank, lane() / 2, epoch, place()) : nullptr;
+    const bool patient = *static_cast<const volatile uint32_t*>(peers.control) == 0;
+    uint64_t begin = 0;
+    for (int polls = 1;; polls++) {
+      if (missing) got = look(from), missing = !arrived_word(got, epoch);
+      if (!__any_sync(~0u, missing)) break;
+      if (__any_sync(~0u, too_long(peers, polls, begin, patient))) {
+        if (missing && patient) report(peers, lane() / 2);
+        return NAN_PAIR;
+      }
+    }
+    float low = 0, high = 0;
+    for (int r = 0; r < peers.ranks; r++) {
+      const int half = r * 2 + lane() / 2 % 2;
+      const uint32_t x = __shfl_sync(~0u, got.x, half), z = __shfl_sync(~0u, got.z, half);
+      const float2 f = widen(lane() % 2 ? z : x);
+      low += f.x, high += f.y;
+    }
+    const float2 before = widen(old);
+    return narrow(low + before.x, high + before.y);
+  }
+};
+
+template <typename W, Heads HEADS, bool EXCHANGES>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
-  using R = Ring<W, FEW>;
+  using R = Ring<W, HEADS>;
   using S = Stage<R::ROW>;
   using X = Sums<4>;
   using Value = typename W::Value;
-  constexpr bool RAISED = W::BYTES == 1;
+  constexpr bool RAISED = W::BYTES == 1, SHORT = HEADS == FEWEST || (RAISED && HEADS == FEW);
   constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // of a warp
   constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of W_UV that its latents meet
   constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages beside its part of W_UV
@@ -114,7 +169,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   __shared__ __align__(16) float products[WARPS][mla::VALUE];
   __shared__ float value_scales[RAISED ? mla::VALUE : 1];
   __shared__ uint64_t barriers[WARPS][STAGES], values_full[WARPS], values_read;
-  __shared__ uint32_t largest[RAISED ? WARPS : 1], turn_shared, multiplying;
+  __shared__ uint32_t largest[RAISED ? WARPS : 1], turn_shared, multiplying, epoch_shared;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int part = warp % KS, group = warp / KS % GROUPS, head = blockIdx.x;
@@ -176,11 +231,11 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int later = FEW ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
+      const int later = SHORT ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
 #pragma unroll 1
       for (int w = first; w < end; w++) {
         const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
-        if (!FEW || tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
+        if (!SHORT || tile < tiles) ask(Next{begin(tile, w) + ahead * R::ROW, tile, ahead, s}, w);
       }
     }
     return;
@@ -194,6 +249,10 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     if (threadIdx.x == 0) {
       auto* launches = reinterpret_cast<unsigned long long*>(a.mailbox + i);
       turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
+      if (EXCHANGES) {
+        uint32_t* count = a.peers.control + AFTER_COUNTS + blockIdx.x;
+        *count = epoch_shared = *static_cast<volatile uint32_t*>(count) + 1;
+      }
     }
   };
   if (owner) {
@@ -366,10 +425,14 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   float scale = 1, lowered = 1;
   if (RAISED) lowered = power_of_two(254 - raise_exponent(max(largest[part], largest[part + KS])));
   int stage = 0, phase = 0;
-  for (int pass = 0; tile < tiles; pass ^= 1, tile += step) {
+  Sent sent{-1};
+  for (int pass = 0, turns = 0; tile < tiles; pass ^= 1, turns++, tile += step) {
     X acc;
     float old = 0;
-    if (a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
+    if (EXCHANGES && part == turns) {
+      sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
+    }
+    if (!EXCHANGES && a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
     if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
     for (int n = 0; n < loads; n++) {
       barrier_wait(&barriers[warp][stage], phase);
@@ -389,7 +452,14 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
     acc.store(sums[pass][warp]);
     named_sync(1 + group, KS * 32);
-    if (part == 0 && lane < TILE) {
+    if (EXCHANGES) {
+      if (part != turns) continue;
+      float v = 0;
+#pragma unroll
+      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane % TILE];
+      sent.tile = tile;
+      sent.send(a.peers, epoch_shared, RAISED ? v * scale : v);
+    } else if (part == 0 && lane < TILE) {
       float v = 0;
 #pragma unroll
       for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
@@ -407,29 +477,40 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       }
     }
   }
+  if (EXCHANGES && sent.tile >= 0) {
+    const uint32_t pair = sent.added(a.peers, epoch_shared);
+    if (lane < TILE / 2) {
+      const int at = sent.tile * (TILE / 2) + lane;
+      uint32_t* to = a.fresh + at;
+      mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
+      reinterpret_cast<uint32_t*>(a.residual)[at] = pair;
+      mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+    }
+  }
 }
 
-template <typename W, bool FEW>
-int start(const Args& a, int64_t sms, void* stream) {
-  using R = Ring<W, FEW>;
+template <typename W, Heads HEADS>
+int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
+  using R = Ring<W, HEADS>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
   // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
-  cudaFuncSetAttribute(output_kernel<W, FEW>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                       cudaSharedmemCarveoutMaxShared);
-  return launch(output_kernel<W, FEW>, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
+  auto kernel = exchanges ? output_kernel<W, HEADS, true> : output_kernel<W, HEADS, false>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (16, 32 or 64), with as many CTAs (at most
+// partials, weights: as `mla_decode` leaves them for one token of H heads (8, 16, 32 or 64), with as many CTAs (at most
 // 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values.
 // mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
-// H; D at least 32 for each.
+// H; D at least 32 for each. peers: in the host's memory, with a residual: y is this rank's part of a sum over ranks; or
+// null.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
                    void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
-                   int64_t sms, void* stream) {
+                   int64_t sms, const Peers* peers, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
                static_cast<const float*>(weights),
                static_cast<const int*>(query_start),
@@ -446,8 +527,15 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(B),
                static_cast<int>(H),
                static_cast<int>(D),
-               static_cast<int>(least)};
-  return scale == nullptr ? start<Bf16, false>(a, sms, stream)
-         : H <= FEW_HEADS ? start<E4m3, true>(a, sms, stream)
-                            : start<E4m3, false>(a, sms, stream);
+               static_cast<int>(least),
+               peers == nullptr ? Peers{} : *peers};
+  const auto of = [&](auto kind) {
+    using W = decltype(kind);
+    constexpr Heads SOME = W::BYTES == 1 ? FEW : MANY;
+    return H <= 8    ? start<W, FEWEST>(a, peers, sms, stream)
+           : H <= 16 ? start<W, SOME>(a, peers, sms, stream)
+                     : start<W, MANY>(a, peers, sms, stream);
+  };
+  if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp has one tile at most
+  return scale == nullptr ? of(Bf16()) : of(E4m3());
 }

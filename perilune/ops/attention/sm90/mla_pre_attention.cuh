@@ -9,6 +9,7 @@
 // mailbox only after its own piece is published, and one warp of each CTA reads the pieces' sums of a token.
 #pragma once
 #include "attention/sm90/cache_row.cuh"
+#include "cuda/peers.cuh"
 #include "cuda/weight_stream.cuh"
 
 namespace before_attention {
@@ -32,22 +33,36 @@ constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
 
+// What each of SPLIT CTAs has of a head. Two; of a rank's slice four or eight, so that hardly any CTA is without a head:
+// what a CTA has beside qkv_a must fit the ring to be there before the queries' input is.
+constexpr int MOST_SPLIT_HEADS = 32;  // that more than two CTAs share
+template <int SPLIT_>
+struct Part {
+  static constexpr int SPLIT = SPLIT_;
+  static constexpr int NOPE_ROWS = NOPE / SPLIT, ROPE_ROWS = ROPE / SPLIT, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b
+  static constexpr int TILES = ROWS / TILE, ROUNDS = (ROWS + ROWS_Q - 1) / ROWS_Q;
+  static constexpr int COLUMNS = LATENT / SPLIT;  // of W_UK
+  static_assert(NOPE_ROWS % ROWS_Q == 0 || ROUNDS == 1);
+};
+
 // Slots of the ring, in order: of qkv_a 1,024 values of each row of this CTA's tiles; of q_b 512 values of each row of
 // as many tiles as are multiplied at once; of W_UK rows of this CTA's columns, PITCH_UK apart. Pitches are 64
 // bytes off the multiples of 128, so that two rows share no bank. WINDOW: slots on their way at a time; EARLY: while
 // the ring fills for the first time.
-template <typename W>
-struct Slots {
+template <typename W, int SPLIT = 2>
+struct Slots : Part<SPLIT> {
   using Weights = W;
+  using Part<SPLIT>::COLUMNS, Part<SPLIT>::ROUNDS;
   static constexpr int SPAN_A = 1024 * W::BYTES, PITCH_A = SPAN_A + 64;
   static constexpr int SPAN_Q = KS_Q * SHARE * W::BYTES, PITCH_Q = SPAN_Q + 64;
-  static constexpr int SPAN_UK = COLUMNS * 2, ROWS_UK = 32 * W::BYTES;
+  static constexpr int SPAN_UK = COLUMNS * 2, ROWS_UK = SPLIT * 16 * W::BYTES < NOPE ? SPLIT * 16 * W::BYTES : NOPE;
   static constexpr int SLOT = ROWS_Q * PITCH_Q;
   static constexpr int STAGES = W::BYTES == 2 ? 6 : 11, WINDOW = W::BYTES == 2 ? 2 : 3;
   static constexpr int A_SLOTS = HIDDEN * W::BYTES / SPAN_A, PER_ROUND = INNER * W::BYTES / SPAN_Q;
   static constexpr int Q_SLOTS = ROUNDS * PER_ROUND, UK_SLOTS = NOPE / ROWS_UK, UK_LOCAL = UK_SLOTS / 2;
   static constexpr int SLOTS = A_SLOTS + Q_SLOTS + UK_SLOTS, RING = STAGES * SLOT;
-  static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES && UK_SLOTS % 2 == 0);
+  static_assert(ROWS_A * PITCH_A <= SLOT && A_SLOTS * SPAN_A == HIDDEN * W::BYTES);
+  static_assert(ROWS_UK * SPAN_UK <= SLOT && (SPLIT > 2 || UK_SLOTS % 2 == 0));
 };
 
 template <typename Mailbox>
@@ -67,6 +82,7 @@ struct Arguments {
   Mailbox* mailbox;
   int H;
   float eps;
+  Peers peers;  // if there are any
 };
 
 // Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
@@ -92,6 +108,80 @@ __device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
   return __reduce_max_sync(~0u, __float_as_uint(most));
 }
 
+// Four values of x [token], its parts added up.
+template <typename Mailbox>
+__device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int token, int quad) {
+  float4 sum = make_float4(0, 0, 0, 0);
+  if (a.wide) {
+    const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
+#pragma unroll 9
+    for (int p = 0; p < a.parts; p++) {
+      const float4 v = __ldcg(from + p * QUADS);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+  } else {
+    const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
+    const float2 c = widen(v.x), d = widen(v.y);
+    sum = make_float4(c.x, c.y, d.x, d.y);
+  }
+  return sum;
+}
+
+// A token's exchange in this CTA: its number, and whether it may wait. Read after the predecessor's end.
+struct Turn {
+  uint32_t epoch;
+  bool patient;
+};
+__device__ __forceinline__ uint32_t* count_of(const Peers& peers, int token) {
+  return peers.control + BEFORE_COUNTS + token * MAX_CTAS + blockIdx.x;
+}
+__device__ __forceinline__ Turn turn_of(const Peers& peers, int token) {
+  return {*static_cast<const volatile uint32_t*>(count_of(peers, token)) + 1,
+          *static_cast<const volatile uint32_t*>(peers.control) == 0};
+}
+
+// The sum over ranks, in their order, of `own` rounded, by a lane. NaN if a peer's does not come.
+__device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4& own, int token, int quad,
+                                               const Turn& turn) {
+  const uint32_t epoch = turn.epoch;
+  const int at = BEFORE_WORDS + token * TOKEN_WORDS + quad, rank = peers.rank, ranks = peers.ranks;
+  const uint4 out = make_uint4(narrow(own.x, own.y), epoch, narrow(own.z, own.w), epoch);
+  uint4 got[MAX_RANKS];
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    got[r] = out;
+    if (r >= ranks || r == rank) continue;
+    send(peers.word(r, rank, epoch, at), out);
+    got[r].y = ~epoch;
+  }
+  uint64_t begin = 0;
+  for (int polls = 1;; polls++) {
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) got[r] = look(peers.word(rank, r, epoch, at));
+    }
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) missing = r;
+    }
+    if (missing < 0) break;
+    if (too_long(peers, polls, begin, turn.patient)) {
+      if (turn.patient) report(peers, missing);
+      const float nan = __uint_as_float(NAN_PAIR);
+      return make_float4(nan, nan, nan, nan);
+    }
+  }
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    if (r >= ranks) break;
+    const float2 low = widen(got[r].x), high = widen(got[r].z);
+    sum.x += low.x, sum.y += low.y, sum.z += high.x, sum.w += high.y;
+  }
+  return sum;
+}
+
 // All threads but the copying warp's.
 __device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
 
@@ -109,26 +199,34 @@ template <typename P, typename Mailbox, typename Shared>
 __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared, uint8_t* memory) {
   using W = typename P::Weights;
   static_assert(P::SHARED + sizeof(Shared) <= ROOM && P::EARLY <= P::WINDOW && P::WINDOW <= P::EARLY + 1);
-  const int cta = blockIdx.x, head = cta / 2, rank = cluster_rank(), slots = head < a.H ? P::SLOTS : P::A_SLOTS;
+  const int cta = blockIdx.x, head = cta / P::SPLIT, rank = P::SPLIT == 2 ? cluster_rank() : cta % P::SPLIT;
+  const int slots = head < a.H ? P::SLOTS : P::A_SLOTS;
   if (!elected()) return;
   int stage = 0, phase = 1, landed = 0, landed_phase = 0;
 #pragma unroll 1
   for (int n = 0; n < slots; n++) {
     const uint8_t* from;
-    int rows, apart, span, pitch, jump = 0;  // after the first tile
+    int rows, apart, span, pitch, jump = 0, before = TILE;  // after so many rows
     if (n < P::A_SLOTS) {
       rows = ROWS_A, apart = HIDDEN * W::BYTES, span = P::SPAN_A, pitch = P::PITCH_A;
       from = a.w_a + static_cast<int64_t>(cta) * TILE * apart + n * span;
       jump = (CTAS - 1) * TILE * apart;
     } else if (n < P::A_SLOTS + P::Q_SLOTS) {
       const int m = n - P::A_SLOTS, round = m / P::PER_ROUND, row = round * ROWS_Q;
-      const int first = row < NOPE_ROWS ? rank * NOPE_ROWS + row : NOPE + rank * ROPE_ROWS + row - NOPE_ROWS;
-      rows = ROWS_Q, apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
+      const int first = row < P::NOPE_ROWS ? rank * P::NOPE_ROWS + row
+                                           : NOPE + rank * P::ROPE_ROWS + row - P::NOPE_ROWS;
+      rows = P::ROWS % ROWS_Q ? min(ROWS_Q, P::ROWS - row) : ROWS_Q;
+      apart = INNER * W::BYTES, span = P::SPAN_Q, pitch = P::PITCH_Q;
       from = a.w_q + static_cast<int64_t>(head * (NOPE + ROPE) + first) * apart + (m - round * P::PER_ROUND) * span;
+      if (P::ROUNDS == 1) {
+        before = P::NOPE_ROWS, jump = (NOPE + rank * P::ROPE_ROWS - (rank + 1) * P::NOPE_ROWS) * apart;
+      }
     } else {  // first what meets this CTA's half of the nope rows
-      const int m = n - P::A_SLOTS - P::Q_SLOTS, k = (rank * NOPE_ROWS + m * P::ROWS_UK) % NOPE;
+      const int m = n - P::A_SLOTS - P::Q_SLOTS;
+      const int k = P::SPLIT == 2 ? (rank * P::NOPE_ROWS + m * P::ROWS_UK) % NOPE : m * P::ROWS_UK;
       rows = P::ROWS_UK, apart = LATENT * 2, span = P::SPAN_UK, pitch = P::PITCH_UK;
-      from = reinterpret_cast<const uint8_t*>(a.w_uk + static_cast<int64_t>(head * NOPE + k) * LATENT + rank * COLUMNS);
+      const int64_t row = head * NOPE + k;
+      from = reinterpret_cast<const uint8_t*>(a.w_uk + row * LATENT + rank * P::COLUMNS);
     }
     if (n >= P::EARLY && (P::EARLY == P::WINDOW || n != P::STAGES)) {
       barrier_wait(&shared.full[landed], landed_phase);
@@ -141,7 +239,7 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
 #pragma unroll 8
     for (int row = 0; row < rows; row++) {
       bulk_load_once(to, from, span, barrier);
-      to += pitch, from += row == TILE - 1 ? apart + jump : apart;
+      to += pitch, from += row == before - 1 ? apart + jump : apart;
     }
     if (++stage == P::STAGES) stage = 0, phase ^= 1;
   }

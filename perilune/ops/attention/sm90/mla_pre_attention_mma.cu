@@ -12,6 +12,8 @@
 #include "cuda/router_mailbox.cuh"
 #include "attention/sm90/mla_pre_attention.cuh"
 
+#include <type_traits>
+
 using namespace before_attention;
 
 namespace {
@@ -20,16 +22,18 @@ using mailbox::glance16, mailbox::misses, mailbox::put;
 
 constexpr int MOST_TOKENS = 4;
 constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
-static_assert(OCTETS % 32 == 0 && COLUMNS == WARPS * 16);
+static_assert(OCTETS % 32 == 0);
 
 // Behind the ring lie the tokens' q_a. Rows of W_UK are such that eight share no bank.
-template <typename W, int T>
-struct Plan : Slots<W> {
-  using S = Slots<W>;
+template <typename W, int T, int SPLIT>
+struct Plan : Slots<W, SPLIT> {
+  using S = Slots<W, SPLIT>;
   static constexpr int PITCH_UK = S::SPAN_UK + 16, EARLY = S::WINDOW - 1;
   static constexpr int Q_PITCH = stream::pitch_of(INNER), SHARED = S::RING + T * Q_PITCH * 2;
   static_assert(S::SPAN_A == WARPS * stream::BLOCK * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
-  static_assert(S::ROWS_UK % 16 == 0);
+  // Warps that share 16 columns of W_UK, each with other k; where all but the first of them leave their sums.
+  static constexpr int KS_UK = WARPS * 16 / S::COLUMNS, LEFT = (WARPS - WARPS / KS_UK) * 32 * 16;
+  static_assert(S::ROWS_UK % (16 * KS_UK) == 0 && LEFT <= T * Q_PITCH * 2);
 };
 
 // Words are pairs of values, or a float, inverted: no result is all ones.
@@ -38,7 +42,10 @@ struct Mailbox {
   uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order
   uint32_t pieces[2][MOST_TOKENS][PIECES];  // sums of squares of x before the weights
   uint32_t qkv[2][MOST_TOKENS][OUTER / 2];
+  uint32_t nope[2][MOST_TOKENS][MOST_SPLIT_HEADS * NOPE / 2];  // queries, of heads that more than two CTAs share
 };
+
+static_assert(sizeof(Mailbox) <= 224 << 10);
 
 using Args = Arguments<Mailbox>;
 
@@ -57,17 +64,19 @@ __device__ __forceinline__ uint4 seen(const uint32_t* p) {
   return inverted(v);
 }
 
-template <typename W, int T>
+template <typename P, int T>
 struct Shared {
   union {  // of qkv_a; of q_b once qkv_a's results are published
     float a_sums[WARPS][TILES_A][T * TILE];
-    float q_sums[KS_Q][TILES][T * TILE];
+    float q_sums[KS_Q][P::TILES][T * TILE];
   };
-  float q_scales[ROWS], squares[T * INNER_WARPS];
+  float q_scales[P::ROWS], squares[T * INNER_WARPS];
   uint32_t most[T * INNER_WARPS];
   float x_scale[T], q_scale[T];
-  uint32_t nope[2][T][NOPE_ROWS / 2 + 4];  // by each CTA of the cluster; the tokens' rows share no bank
-  uint64_t full[Plan<W, T>::STAGES], empty[Plan<W, T>::STAGES], published, handed;
+  // By each CTA of the cluster; of more CTAs, all. The tokens' rows share no bank.
+  static constexpr int SETS = P::SPLIT == 2 ? 2 : 1;
+  alignas(SETS == 2 ? 4 : 16) uint32_t nope[SETS][T][NOPE / SETS / 2 + 4];
+  uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
 };
 
 // A pair as fp16, times `by`.
@@ -92,7 +101,7 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
 
 // By a warp: adds a token's x to this CTA's piece of the residual and publishes it, times the norm's weights, of which
 // each lane that `publishes` has four.
-template <typename W>
+template <typename W, bool EXCHANGES>
 __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, int turn, int token, uint2 weight,
                                            bool publishes) {
   const int lane = threadIdx.x % 32;
@@ -101,19 +110,9 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     const int quad = blockIdx.x * PIECE + lane;
     uint2* mine = reinterpret_cast<uint2*>(a.residual) + token * QUADS + quad;
     const uint2 old = __ldcg(mine);
-    float4 sum = make_float4(0, 0, 0, 0);
-    if (a.wide) {
-      const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
-#pragma unroll 9
-      for (int p = 0; p < a.parts; p++) {
-        const float4 v = __ldcg(from + p * QUADS);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-    } else {
-      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
-      const float2 c = widen(v.x), d = widen(v.y);
-      sum = make_float4(c.x, c.y, d.x, d.y);
-    }
+    const Turn exchange = EXCHANGES ? turn_of(a.peers, token) : Turn{};
+    float4 sum = sum_of_parts(a, token, quad);
+    if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, token, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     const uint2 y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
@@ -123,6 +122,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *mine = fresh;
   }
   __syncwarp();
+  if (EXCHANGES && lane == 0) ++*count_of(a.peers, token);
   squares = warp_sum(squares);
   if (lane == 0) {
     if (blockIdx.x < PIECES) publish(a.mailbox->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
@@ -132,15 +132,14 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
 
 // What this lane multiplies of x: 8 values of a block in each slot. Of e4m3's, `lowered` is what the sums of its token
 // in this warp are multiplied by.
-template <typename W, int T>
-__device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int turn,
-                                       uint4 (&x)[Plan<W, T>::A_SLOTS], float& lowered) {
+template <typename W, int T, typename Shared, int A_SLOTS>
+__device__ __forceinline__ void take_x(const Args& a, Shared& shared, int turn, uint4 (&x)[A_SLOTS], float& lowered) {
   constexpr int APART = WARPS * stream::BLOCK / 2;  // words
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t* from = a.mailbox->x[turn][min(g % 4, T - 1)] + warp * (stream::BLOCK / 2) + t * 8 + g / 4 * 4;
   barrier_wait(&shared.published, 0);  // polling earlier slows down the CTAs that publish
 #pragma unroll
-  for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) x[n] = glance16(from + n * APART);
+  for (int n = 0; n < A_SLOTS; n++) x[n] = glance16(from + n * APART);
   if (warp >= WARPS - T) {
     const int token = WARPS - 1 - warp;
     const uint4 v = seen(a.mailbox->pieces[turn][token] + lane * 4);
@@ -153,7 +152,7 @@ __device__ __forceinline__ void take_x(const Args& a, Shared<W, T>& shared, int 
   do {
     missing = false;
 #pragma unroll
-    for (int n = 0; n < Plan<W, T>::A_SLOTS; n++) {
+    for (int n = 0; n < A_SLOTS; n++) {
       if (misses(x[n])) x[n] = glance16(from + n * APART), missing = true;
     }
   } while (missing);
@@ -210,19 +209,20 @@ __device__ __forceinline__ void write_new_row(const Args& a, int turn, int token
   write_row(a.rows, token, row, kv_norm);
 }
 
-template <typename W, int T>
+template <typename W, int T, bool EXCHANGES, int SPLIT>
 __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const __grid_constant__ Args a) {
-  using P = Plan<W, T>;
+  using P = Plan<W, T, SPLIT>;
   using Value = typename W::Value;
   using X = stream::Sums<4>;
   constexpr bool RAISED = W::BYTES == 1;
   constexpr int CHUNKS = SHARE * W::BYTES / 64;
   extern __shared__ __align__(128) uint8_t memory[];
   Value* qs = reinterpret_cast<Value*>(memory + P::RING);
-  __shared__ Shared<W, T> shared;
+  __shared__ Shared<P, T> shared;
+  constexpr int NOPE_ROWS = P::NOPE_ROWS, ROPE_ROWS = P::ROPE_ROWS, ROWS = P::ROWS, COLUMNS = P::COLUMNS;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
+  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / SPLIT, rank = SPLIT == 2 ? cluster_rank() : cta % SPLIT;
   const bool has_head = head < a.H;
   if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
   if (tid == 32) barrier_init(&shared.published, T), barrier_init(&shared.handed, 1);
@@ -256,7 +256,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   const int own_row = tid < NOPE_ROWS ? rank * NOPE_ROWS + tid : NOPE + rank * ROPE_ROWS + tid - NOPE_ROWS;
   const float row_scale = scaled ? a.scale_q[head * (NOPE + ROPE) + own_row] : 1;
   uint4 kv_norm[2];
-  if (cta == 2 * a.H && warp < T) {
+  if (cta == SPLIT * a.H && warp < T) {
 #pragma unroll
     for (int i = 0; i < 2; i++) kv_norm[i] = *reinterpret_cast<const uint4*>(a.rows.norm + i * 256 + lane * 8);
   }
@@ -271,7 +271,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     const int angle = rotating * (ROPE / 2) + rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp < T) publish_piece<W>(a, shared.published, turn, warp, weight, publishes);
+  if (warp < T) publish_piece<W, EXCHANGES>(a, shared.published, turn, warp, weight, publishes);
   uint4 x[P::A_SLOTS];
   float lowered = 1;
   take_x<W, T>(a, shared, turn, x, lowered);
@@ -316,7 +316,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     asm volatile("bar.arrive 2, %0;" ::"n"(CONSUMERS) : "memory");
   }
   if (!has_head) {
-    if (cta == 2 * a.H && warp < T) write_new_row(a, turn, warp, kv_norm);
+    if (cta == SPLIT * a.H && warp < T) write_new_row(a, turn, warp, kv_norm);
     return;
   }
 
@@ -385,7 +385,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     const Value* x[1] = {X::from(qs, P::Q_PITCH, T, 0) + warp % KS_Q * SHARE};
     const uint8_t* mine = memory + (warp / KS_Q * TILE + g) * P::PITCH_Q + warp % KS_Q * SHARE * W::BYTES + 16 * t;
 #pragma unroll 1
-    for (int n = 0; n < ROUNDS; n++) {
+    for (int n = 0; n < P::ROUNDS; n++) {
       X acc;
 #pragma unroll 1
       for (int m = 0; m < P::PER_ROUND; m++) {
@@ -393,7 +393,8 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
         stream::multiply<W, CHUNKS>(acc, mine + stage * P::SLOT, x, m * KS_Q * SHARE);
         release();
       }
-      store<T>(acc, shared.q_sums[warp % KS_Q][warp / KS_Q + n * GROUPS_Q]);
+      const int tile = warp / KS_Q + n * GROUPS_Q;
+      if (P::TILES % GROUPS_Q == 0 || tile < P::TILES) store<T>(acc, shared.q_sums[warp % KS_Q][tile]);
     }
   }
   meet();
@@ -409,7 +410,10 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     return narrow(v[0] * shared.q_scale[token], v[1] * shared.q_scale[token]);
   };
   const auto out = [&](int token) { return a.out + (token * a.H + head) * WIDTH; };
-  if (warp < T) {
+  if (SPLIT > 2) {
+    const int at = head * (NOPE / 2) + rank * (NOPE_ROWS / 2) + lane;
+    if (warp < T && lane < NOPE_ROWS / 2) publish(a.mailbox->nope, turn, warp, at, pair(warp, lane * 2));
+  } else if (warp < T) {
     const uint32_t v = pair(warp, lane * 2);
 #pragma unroll
     for (int to = 0; to < 2; to++) hand_on(&shared.nope[rank][warp][lane], &shared.handed, to, v);
@@ -419,8 +423,48 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     *to = rotate(pair(rotating, NOPE_ROWS + lane * 2), cosine, sine);
   }
 
-  // A warp's 16 columns of W_UK; first what meets this CTA's half of the nope rows.
   float d[2][4] = {};
+  if constexpr (SPLIT > 2) {
+    const int token = WARPS - 1 - warp, columns = warp % (COLUMNS / 16) * 16, first = warp / (COLUMNS / 16);
+    if (token < T && lane < NOPE / 8) {
+      const uint4 v = seen(a.mailbox->nope[turn][token] + head * (NOPE / 2) + lane * 4);
+      *reinterpret_cast<uint4*>(&shared.nope[0][token][lane * 4]) = v;
+    }
+    __syncwarp();
+    meet();
+#pragma unroll
+    for (int n = 0; n < P::UK_SLOTS; n++) {
+      barrier_wait(&shared.full[stage], phase);
+      const uint32_t* q = shared.nope[0][min(g, T - 1)] + n * (P::ROWS_UK / 2) + t;
+      const uint8_t* from = memory + stage * P::SLOT + (lane / 16 * 8 + lane % 8) * P::PITCH_UK +
+                            (columns + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+      for (int i = 0; i < P::ROWS_UK / 16; i += P::KS_UK) {
+        const int step = i + first;
+        uint32_t weights[4];
+        load_matrices<true>(weights, from + step * 16 * P::PITCH_UK);
+        mma(d[i / P::KS_UK % 2], weights, q[step * 8], q[step * 8 + 4], bf16());
+      }
+      if (++stage == P::STAGES) stage = 0, phase ^= 1;
+    }
+    float4* left = reinterpret_cast<float4*>(qs) + (warp - COLUMNS / 16) * 32 + lane;  // of q_b all is multiplied
+    if (first > 0) *left = make_float4(d[0][0] + d[1][0], d[0][1] + d[1][1], d[0][2] + d[1][2], d[0][3] + d[1][3]);
+    meet();
+    if (first > 0) return;
+#pragma unroll
+    for (int s = 1; s < P::KS_UK; s++) {
+      const float4 v = left[s * (COLUMNS / 16) * 32];
+      d[0][0] += v.x, d[0][1] += v.y, d[0][2] += v.z, d[0][3] += v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int to = 2 * t + i % 2;
+      if (to < T) out(to)[rank * COLUMNS + columns + g + i / 2 * 8] = __float2bfloat16(d[0][i] + d[1][i]);
+    }
+    return;
+  }
+
+  // A warp's 16 columns of W_UK; first what meets this CTA's half of the nope rows.
   barrier_wait(&shared.handed, 0);
 #pragma unroll
   for (int n = 0; n < P::UK_SLOTS; n++) {
@@ -447,12 +491,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. T is 2 to 4, H at most 65; the GPU
-// has at least 132 processors. mailbox: 160 KB, zero at first, of this stream and T.
+// has at least 132 processors. mailbox: 224 KB, zero at first, of this stream, T and H. peers: as of one token.
 API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                       const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                       const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
                       const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t T, int64_t H,
-                      void* stream) {
+                      const Peers* peers, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),
@@ -468,16 +512,24 @@ API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int6
                static_cast<bf16*>(out),
                static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
-               eps};
+               eps,
+               peers == nullptr ? Peers{} : *peers};
   const auto start = [&](auto kind) {
     using W = decltype(kind);
-    const auto of = [&](auto kernel, size_t shared) {
-      return launch(kernel, dim3(CTAS), dim3(THREADS), shared, stream, 2, a);
+    const auto of = [&](auto tokens) {
+      constexpr int N = decltype(tokens)::value;
+      const auto with = [&](auto kernel, int shared, int cluster) {
+        return launch(kernel, dim3(CTAS), dim3(THREADS), shared, stream, cluster, a);
+      };
+      if (peers == nullptr) return with(mla_pre_attention_mma_kernel<W, N, false, 2>, Plan<W, N, 2>::SHARED, 2);
+      return H <= 16 ? with(mla_pre_attention_mma_kernel<W, N, true, 8>, Plan<W, N, 8>::SHARED, 1)
+                     : with(mla_pre_attention_mma_kernel<W, N, true, 4>, Plan<W, N, 4>::SHARED, 1);
     };
+    if (peers != nullptr && H > MOST_SPLIT_HEADS) return -1;
     switch (T) {
-      case 2: return of(mla_pre_attention_mma_kernel<W, 2>, Plan<W, 2>::SHARED);
-      case 3: return of(mla_pre_attention_mma_kernel<W, 3>, Plan<W, 3>::SHARED);
-      default: return of(mla_pre_attention_mma_kernel<W, 4>, Plan<W, 4>::SHARED);
+      case 2: return of(std::integral_constant<int, 2>());
+      case 3: return of(std::integral_constant<int, 3>());
+      default: return of(std::integral_constant<int, 4>());
     }
   };
   return scale_a == nullptr ? start(Bf16()) : start(E4m3());

@@ -20,14 +20,14 @@ constexpr int INNER_QUADS = INNER / 4, INNER_WARPS = INNER_QUADS / 32;
 static_assert(PIECES % 32 == 0 && INNER_QUADS % 32 == 0 && INNER_QUADS <= CONSUMERS);
 
 // Behind the ring lie x and q_a, and at the end parts of the last sums.
-template <typename W>
-struct Plan : Slots<W> {
-  using S = Slots<W>;
+template <typename W, int SPLIT>
+struct Plan : Slots<W, SPLIT> {
+  using S = Slots<W, SPLIT>;
   static constexpr int PITCH_UK = S::SPAN_UK, EACH_UK = S::ROWS_UK / WARPS, EARLY = S::WINDOW;
   static constexpr int X_BYTES = stream::pitch_of(HIDDEN) * 2;
   static constexpr int SHARED = S::RING + X_BYTES + stream::pitch_of(INNER) * 2;
   static_assert(S::SPAN_A == KS_A * SHARE * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
-  static_assert(WARPS * COLUMNS * 4 <= SHARED - S::RING);
+  static_assert(WARPS * S::COLUMNS * 4 <= SHARED - S::RING);
 };
 
 // A word: low half a pair, high half a tag.
@@ -36,7 +36,9 @@ struct Mailbox {
   uint64_t x[HIDDEN / 2];       // times the norm's weights
   uint64_t pieces[PIECES * 2];  // of x: sum of squares before the weights, largest value after
   uint64_t qkv[OUTER / 2];
+  uint64_t nope[MOST_SPLIT_HEADS][NOPE / 2];  // queries, of heads that more than two CTAs share
 };
+static_assert(sizeof(Mailbox) <= 64 << 10);
 
 using Args = Arguments<Mailbox>;
 
@@ -53,13 +55,13 @@ __device__ __forceinline__ uint64_t word(uint32_t tag, uint32_t pair) {
   return static_cast<uint64_t>(tag) << 32 | pair;
 }
 
-template <typename W>
+template <typename P>
 struct Shared {
-  float sums[WARPS][TILE], q_sums[KS_Q][TILES][TILE], q_scales[ROWS], squares[INNER_WARPS];
+  float sums[WARPS][TILE], q_sums[KS_Q][P::TILES][TILE], q_scales[P::ROWS], squares[INNER_WARPS];
   uint32_t most[INNER_WARPS];
   float x_scale, x_raise;
-  __align__(16) uint32_t nope[NOPE_ROWS / 2];  // the other CTA's
-  uint64_t full[Plan<W>::STAGES], empty[Plan<W>::STAGES], published, handed;
+  __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];  // the other CTA's; of more, all
+  uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
 };
 
 template <typename W>
@@ -86,7 +88,7 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
 
 // By a warp: adds x to this CTA's piece of the residual and publishes it, times the norm's weights, of which each lane
 // that `publishes` has four.
-template <bool RAISED>
+template <bool RAISED, bool EXCHANGES>
 __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, uint32_t tag, uint2 weight,
                                               bool publishes) {
   const int lane = threadIdx.x % 32;
@@ -96,19 +98,9 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     const int quad = blockIdx.x * PIECE + lane;
     uint2* at = reinterpret_cast<uint2*>(a.residual) + quad;
     const uint2 old = __ldcg(at);
-    float4 sum = make_float4(0, 0, 0, 0);
-    if (a.wide) {
-      const float4* from = static_cast<const float4*>(a.x) + quad;
-#pragma unroll 9
-      for (int p = 0; p < a.parts; p++) {
-        const float4 v = __ldcg(from + p * QUADS);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-    } else {
-      const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + quad);
-      const float2 c = widen(v.x), d = widen(v.y);
-      sum = make_float4(c.x, c.y, d.x, d.y);
-    }
+    const Turn exchange = EXCHANGES ? turn_of(a.peers, 0) : Turn{};
+    float4 sum = sum_of_parts(a, 0, quad);
+    if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, 0, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
@@ -117,6 +109,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *at = fresh;
   }
   __syncwarp();
+  if (EXCHANGES && lane == 0) ++*count_of(a.peers, 0);
   squares = warp_sum(squares);
   const uint32_t most = RAISED ? most_of(y.x, y.y) : 0;
   if (lane == 0) {
@@ -127,8 +120,8 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
 }
 
 // All of x, to be multiplied: by all threads but the copying warp's.
-template <typename W>
-__device__ __forceinline__ void take_x(const Args& a, Shared<W>& shared, typename W::Value* xs, uint32_t tag) {
+template <typename W, typename Shared>
+__device__ __forceinline__ void take_x(const Args& a, Shared& shared, typename W::Value* xs, uint32_t tag) {
   constexpr bool RAISED = W::BYTES == 1;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   ulonglong2 v[QUADS_EACH], w[PIECES / 32];
@@ -206,9 +199,9 @@ __device__ __forceinline__ void write_new_row(const Args& a, uint32_t tag, const
   write_row(a.rows, 0, row, kv_norm);
 }
 
-template <typename W>
+template <typename W, bool EXCHANGES, int SPLIT>
 __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __grid_constant__ Args a) {
-  using P = Plan<W>;
+  using P = Plan<W, SPLIT>;
   using Value = typename W::Value;
   using X = stream::Sums<4>;
   constexpr bool RAISED = W::BYTES == 1;
@@ -217,10 +210,11 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   Value* xs = reinterpret_cast<Value*>(memory + P::RING);
   Value* qs = reinterpret_cast<Value*>(memory + P::RING + P::X_BYTES);
   float* parts = reinterpret_cast<float*>(xs);
-  __shared__ Shared<W> shared;
+  __shared__ Shared<P> shared;
+  constexpr int NOPE_ROWS = P::NOPE_ROWS, ROPE_ROWS = P::ROPE_ROWS, ROWS = P::ROWS, COLUMNS = P::COLUMNS;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / 2, rank = cluster_rank();
+  const int tid = threadIdx.x, cta = blockIdx.x, head = cta / SPLIT, rank = SPLIT == 2 ? cluster_rank() : cta % SPLIT;
   const bool has_head = head < a.H;
   if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
   if (tid == 32) barrier_init(&shared.published, 1), barrier_init(&shared.handed, 1);
@@ -245,7 +239,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   const int own_row = tid < NOPE_ROWS ? rank * NOPE_ROWS + tid : NOPE + rank * ROPE_ROWS + tid - NOPE_ROWS;
   const float row_scale = scaled ? a.scale_q[head * (NOPE + ROPE) + own_row] : 1;
   uint4 kv_norm[2];
-  if (cta == 2 * a.H && warp == 0) {
+  if (cta == SPLIT * a.H && warp == 0) {
 #pragma unroll
     for (int i = 0; i < 2; i++) kv_norm[i] = *reinterpret_cast<const uint4*>(a.rows.norm + i * 256 + lane * 8);
   }
@@ -257,7 +251,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     const int angle = rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp == 0) publish_piece<RAISED>(a, shared.published, tag, weight, publishes);
+  if (warp == 0) publish_piece<RAISED, EXCHANGES>(a, shared.published, tag, weight, publishes);
   take_x<W>(a, shared, xs, tag);
   if (scaled) shared.q_scales[tid] = row_scale;
   __syncwarp();
@@ -294,7 +288,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
   }
   if (!has_head) {
-    if (cta == 2 * a.H && warp == 0) write_new_row(a, tag, kv_norm);
+    if (cta == SPLIT * a.H && warp == 0) write_new_row(a, tag, kv_norm);
     return;
   }
 
@@ -328,7 +322,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     const Value* x[1] = {X::from(qs, 0, 1, 0) + warp % KS_Q * SHARE};
     const uint8_t* mine = memory + (warp / KS_Q * TILE + g) * P::PITCH_Q + warp % KS_Q * SHARE * W::BYTES + 16 * t;
 #pragma unroll 1
-    for (int n = 0; n < ROUNDS; n++) {
+    for (int n = 0; n < P::ROUNDS; n++) {
       X acc;
 #pragma unroll 1
       for (int m = 0; m < P::PER_ROUND; m++) {
@@ -336,7 +330,8 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
         stream::multiply<W, CHUNKS>(acc, mine + stage * P::SLOT, x, m * KS_Q * SHARE);
         release();
       }
-      store(acc, shared.q_sums[warp % KS_Q][warp / KS_Q + n * GROUPS_Q]);
+      const int tile = warp / KS_Q + n * GROUPS_Q;
+      if (P::TILES % GROUPS_Q == 0 || tile < P::TILES) store(acc, shared.q_sums[warp % KS_Q][tile]);
     }
   }
   float squares = 0;
@@ -358,7 +353,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     return narrow(v[0] * q_scale, v[1] * q_scale);
   };
   bf16* out = a.out + head * WIDTH;
-  if (warp == 0) hand_on(shared.nope + lane, &shared.handed, rank ^ 1, pair(lane * 2));
+  if (SPLIT == 2) {
+    if (warp == 0) hand_on(shared.nope + lane, &shared.handed, rank ^ 1, pair(lane * 2));
+  } else if (warp == 0 && lane < NOPE_ROWS / 2) {
+    uint64_t* to = a.mailbox->nope[head] + rank * (NOPE_ROWS / 2) + lane;
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word(tag, pair(lane * 2))) : "memory");
+  }
   if (warp == 1 && lane < ROPE_ROWS / 2) {
     uint32_t* to = reinterpret_cast<uint32_t*>(out + LATENT + rank * ROPE_ROWS) + lane;
     *to = rotate(pair(NOPE_ROWS + lane * 2), cosine, sine);
@@ -366,8 +366,43 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 
   // A warp's k of W_UK, all columns.
   float sum[8] = {};
+  if constexpr (SPLIT > 2) {
+    constexpr int LANES = COLUMNS / 8, EACH = P::ROWS_UK / WARPS;  // of a row; rows of a warp in a slot
+    if (warp == 2) {
+      ulonglong2 v;
+      do v = look(a.mailbox->nope[head] + lane * 2);
+      while (!arrived(v, tag));
+      __syncwarp();
+      *reinterpret_cast<uint2*>(shared.nope + lane * 2) =
+          make_uint2(static_cast<uint32_t>(v.x), static_cast<uint32_t>(v.y));
+    }
+    meet();
 #pragma unroll
-  for (int n = 0; n < P::UK_SLOTS; n++) {
+    for (int n = 0; n < P::UK_SLOTS; n++) {
+      barrier_wait(&shared.full[stage], phase);
+#pragma unroll
+      for (int i = 0; i < EACH; i += 32 / LANES) {
+        const int row = warp * EACH + i + lane / LANES, k = n * P::ROWS_UK + row;
+        const float2 q = widen(shared.nope[k / 2]);
+        const float f = k % 2 ? q.y : q.x;
+        const uint4 w = *reinterpret_cast<const uint4*>(memory + stage * P::SLOT + row * P::SPAN_UK + lane % LANES * 16);
+        const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          const float2 v = widen(pairs[c]);
+          sum[2 * c] += f * v.x, sum[2 * c + 1] += f * v.y;
+        }
+      }
+      if (++stage == P::STAGES) stage = 0, phase ^= 1;
+    }
+#pragma unroll
+    for (float& s : sum) {
+#pragma unroll
+      for (int other = LANES; other < 32; other *= 2) s += __shfl_xor_sync(~0u, s, other);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < (SPLIT == 2 ? P::UK_SLOTS : 0); n++) {
     const int k = n % P::UK_LOCAL * P::ROWS_UK + warp * P::EACH_UK;  // in a half of the nope rows
     if (n == P::UK_LOCAL) barrier_wait(&shared.handed, 0);
     barrier_wait(&shared.full[stage], phase);
@@ -389,10 +424,12 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     }
     if (++stage == P::STAGES) stage = 0, phase ^= 1;
   }
+  if (SPLIT == 2 || lane * 8 < COLUMNS) {
 #pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    *reinterpret_cast<float4*>(parts + warp * COLUMNS + lane * 8 + i) =
-        make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    for (int i = 0; i < 8; i += 4) {
+      *reinterpret_cast<float4*>(parts + warp * COLUMNS + lane * 8 + i) =
+          make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    }
   }
   meet();
   if (tid < COLUMNS / 2) {
@@ -409,11 +446,13 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 }  // namespace
 
 // scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
-// least 132 processors. mailbox: 64 KB, zero at first, of this stream.
+// least 132 processors. mailbox: 64 KB, zero at first, of this stream. peers: in the host's memory: x is this rank's part
+// of a sum over ranks, and H at most 32; or null.
 API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,
-                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H, void* stream) {
+                  const void* slot, float norm_eps, const void* w_uk, void* out, void* mailbox, int64_t H,
+                  const Peers* peers, void* stream) {
   const Args a{static_cast<bf16*>(residual),
                x,
                static_cast<int>(parts),
@@ -429,9 +468,17 @@ API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64
                static_cast<bf16*>(out),
                static_cast<Mailbox*>(mailbox),
                static_cast<int>(H),
-               eps};
-  const auto start = [&](auto kind, auto kernel) {
-    return launch(kernel, dim3(CTAS), dim3(THREADS), Plan<decltype(kind)>::SHARED, stream, 2, a);
+               eps,
+               peers == nullptr ? Peers{} : *peers};
+  const auto start = [&](auto kind) {
+    using W = decltype(kind);
+    const auto of = [&](auto kernel, int shared, int cluster) {
+      return launch(kernel, dim3(CTAS), dim3(THREADS), shared, stream, cluster, a);
+    };
+    if (peers == nullptr) return of(mla_pre_attention_kernel<W, false, 2>, Plan<W, 2>::SHARED, 2);
+    return H <= 16 ? of(mla_pre_attention_kernel<W, true, 8>, Plan<W, 8>::SHARED, 1)
+                   : of(mla_pre_attention_kernel<W, true, 4>, Plan<W, 4>::SHARED, 1);
   };
-  return scale_a == nullptr ? start(Bf16(), mla_pre_attention_kernel<Bf16>) : start(E4m3(), mla_pre_attention_kernel<E4m3>);
+  if (peers != nullptr && H > MOST_SPLIT_HEADS) return -1;
+  return scale_a == nullptr ? start(Bf16()) : start(E4m3());
 }

@@ -19,6 +19,7 @@
 //
 // Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
 // in `control` and to the host, and no later launch waits again.
+#include "cuda/peers.cuh"
 #include "cuda/wgmma.cuh"
 
 using namespace hopper;
@@ -27,44 +28,10 @@ namespace {
 
 constexpr int PIECES = 7;                     // of 8 values, in a line; the eighth thread's is the flag
 constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // of a CTA
-constexpr int CLUSTER = 8;                    // CTAs at most: a width of up to 7,168
-constexpr int MAX_RANKS = 8;
-constexpr int REGIONS = 128;                  // clusters at most, each with its place in every mailbox
-constexpr int64_t HALF = static_cast<int64_t>(REGIONS) * CLUSTER * THREADS;  // 16-byte words of a half, for one sender
+static_assert(THREADS == LINE_THREADS);
 // Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
 constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
-constexpr int POLLS = 256;                    // between two looks at the clock
 
-}  // namespace
-
-// Filled in by the host, one for each rank.
-struct Peers {
-  int64_t rank, ranks;
-  int64_t limit_ns;          // of one wait
-  uint32_t* control;         // [1 + REGIONS * CLUSTER]: not 0 after a failure; tokens of each CTA
-  uint32_t* failed;          // in the host's memory: 1 + the rank that did not answer
-  uint4* mailbox[MAX_RANKS]; // of each rank: [2 halves, senders, REGIONS, CLUSTER, THREADS]
-};
-
-namespace {
-
-__device__ __forceinline__ void send(uint4* p, const uint4& v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-__device__ __forceinline__ uint4 look(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
 // v to the shared memory of another CTA of the cluster, counted by that CTA's barrier.
 __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int cta, float v) {
   asm volatile(
@@ -125,10 +92,7 @@ __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place,
       if (!begin) begin = now;
       const bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
       if (__any_sync(~0u, over)) {
-        if (missing && patient) {
-          *reinterpret_cast<volatile uint32_t*>(peers.control) = 1;
-          *reinterpret_cast<volatile uint32_t*>(peers.failed) = __ffs(missing);
-        }
+        if (missing && patient) report(peers, __ffs(missing) - 1);
         return false;
       }
     }
@@ -288,7 +252,7 @@ API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, 
 // Bytes of a mailbox, of control, and of Peers.
 API int exchange_sizes(int64_t ranks, int64_t* sizes) {
   sizes[0] = 2 * ranks * HALF * 16;
-  sizes[1] = (1 + REGIONS * CLUSTER) * 4;
+  sizes[1] = CONTROL * 4;
   sizes[2] = sizeof(Peers);
   return 0;
 }

@@ -34,13 +34,26 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     const int e = n < pairs ? __ldcg(ids + n) : -1;
     return static_cast<unsigned>(e) < static_cast<unsigned>(E) ? e : -1;
   };
-  if (T == 1 && pairs <= 32) {  // ids of a token are distinct
+  if (pairs <= 32) {  // a lane for each; counting all experts would take 3 us
     const int e = id_of(lane);
-    const unsigned valid = __ballot_sync(~0u, e >= 0);
-    const int s = __popc(valid & ((1u << lane) - 1));
-    if (e >= 0) p.segments[s] = Segment(e, s, 1), p.sorted[s] = lane;
+    const unsigned same = __match_any_sync(~0u, e), before = (1u << lane) - 1;
+    const int place = __popc(same & before), size = min(COLUMNS, __popc(same) - place);
+    const bool first = e >= 0 && place % COLUMNS == 0;  // of a segment
+    int at = first ? size : 0;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int v = __shfl_up_sync(~0u, at, d);
+      if (lane >= d) at += v;
+    }
+    if (first) at -= size;
+    const unsigned all = __ballot_sync(~0u, first);
+    unsigned those = same;
+    for (int n = place / COLUMNS * COLUMNS; n > 0; n--) those &= those - 1;
+    at = __shfl_sync(~0u, at, __ffs(those) - 1);
+    if (e >= 0) p.sorted[at + place % COLUMNS] = lane;
+    if (first) p.segments[__popc(all & before)] = Segment(e, at, size);
     __syncwarp();
-    return __popc(valid);
+    return __popc(all);
   }
   for (int e = lane; e < E; e += 32) p.counts[e] = 0;
   __syncwarp();

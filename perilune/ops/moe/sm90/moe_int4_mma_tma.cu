@@ -15,18 +15,22 @@
 // fp32: exact. Lane (g, t) finds two neighbouring groups in its two columns. Whatever N is, the groups' sums are added
 // in the same order: a token's result does not depend on who else chose the expert.
 //
+// Where a row is 128, 256 or 512 bytes (down of a rank's slice), a slot has 8, 4 or 2 tiles, and fewer warps share each.
+//
 // Work: the routed pairs are grouped by expert into segments of up to 4 pairs. A CTA takes ranges of (segment, tile),
 // each time half of its part of what is left: CTAs start and run unevenly.
 #include "moe/sm90/moe_int4_tile.cuh"
+
+#include <type_traits>
 
 using namespace hopper;
 using namespace moe;
 
 namespace {
 
-template <bool GATE_UP, bool COMPACT>
-struct Kernel : Tile<GATE_UP, COMPACT> {
-  using Base = Tile<GATE_UP, COMPACT>;
+template <bool GATE_UP, bool COMPACT, int RT>
+struct Kernel : Tile<GATE_UP, COMPACT, RT> {
+  using Base = Tile<GATE_UP, COMPACT, RT>;
   using typename Base::Control;
   using typename Base::Held;
   using typename Base::Place;
@@ -38,6 +42,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
   using Base::GROUPS;
   using Base::halves;
   using Base::hand;
+  using Base::KS;
   using Base::memory;
   using Base::place;
   using Base::plan_of;
@@ -47,6 +52,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
   using Base::SLOT;
   using Base::THREADS;
   using Base::TURNS;
+  using Base::UNIT_ROWS;
   using Base::VISIT;
   using Base::WARPS;
 
@@ -60,7 +66,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
       barrier_wait_to_refill(&c.empty[into.at], into.phase);
       c.item[into.at] = item;
       const bool scaled = m.scale != nullptr;
-      const int whole = 8 * a.scale_row;
+      const int whole = 8 * RT * a.scale_row;
       barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? 2 * whole : 16 * a.scale_pitch));
       uint8_t* slot = memory(into.at * SLOT);
       uint8_t* scales = memory(a.scales + into.at * SCALES);
@@ -75,7 +81,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
         }
       }
       if (scaled && a.whole_scales) {
-        const int64_t second = GATE_UP ? m.second : 8;
+        const int64_t second = GATE_UP ? m.second : 8 * RT;
         bulk_load_once(scales, m.scale + static_cast<int64_t>(row) * a.scale_row, whole, barrier);
         bulk_load_once(scales + whole, m.scale + (row + second) * a.scale_row, whole, barrier);
       }
@@ -89,7 +95,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
       for (int half = 0; half < halves(a); half++) {
         for (int j = 0; j < a.shared_visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.shared, maps.shared, tile * ROWS, (part * a.shared_visit + j) * GROUP, 0);
+            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0);
           }
         }
       }
@@ -106,10 +112,10 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
           wait_for_predecessor();
           i = gridDim.x + atomicAdd(a.taken, 1);
         }
-        const int row = segments[segment].expert() * a.routed.expert + tile * ROWS;
+        const int row = segments[segment].expert() * a.routed.expert + tile * UNIT_ROWS;
         for (int j = 0; j < a.visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.routed, maps.routed, row, (part * a.visit + j) * GROUP, segment << TILE_BITS | tile);
+            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile);
           }
         }
         if (++tile == a.routed.tiles) tile = 0, segment++;
@@ -137,7 +143,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
       held = half;
       float upper = 1 / RAISED, lower = upper;
       if (FP8) {
-        const float* factor = reinterpret_cast<const float*>(a.shared.factor) + tile * ROWS + w.g;
+        const float* factor = reinterpret_cast<const float*>(a.shared.factor) + tile * UNIT_ROWS + w.rt * 16 + w.g;
         upper = __ldg(factor) * (0x1p120f / RAISED);
         lower = __ldg(factor + (GATE_UP ? a.shared.second : 8)) * (0x1p120f / RAISED);
       }
@@ -155,7 +161,8 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / GROUP;
     const int rt = group / a.parts, lanes = GROUPS / a.parts;  // tiles that are worked on at a time
     if (rt >= lanes) return;
-    Warp w{lane, lane / 4, lane % 4, warp % GROUP, group % a.parts, 0, {0, 0}, nullptr};
+    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0};
+    if (RT > 1) w.rt = warp % GROUP / KS;
     w.starts = reinterpret_cast<float*>(memory(a.starts)) + warp * (VISIT * COLUMNS * 8);
     Held b;
     const Range tiles = equal_part(a.shared.tiles);
@@ -173,10 +180,10 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
 
     Control& c = control();
     const Segment* segments = plan_of(a).segments;
-    const int near = Base::near_of(a.routed.chunk, w.ks, lane % 16, lane / 16);
+    const int near = Base::near_of(a.routed.chunk, w.ks, w.rt * 16 + lane % 16, lane / 16);
     const int far = Base::far_of(a.routed.chunk, near);
-    const uint8_t* scales =
-        memory(a.scales) + w.g * a.scale_pitch + (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
+    const uint8_t* scales = memory(a.scales) + (w.rt * 16 + w.g) * a.scale_pitch +
+                            (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
     w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
@@ -199,7 +206,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
       }
       float upper = 1, lower = 1;
       if (COMPACT) {
-        const int row = (item & ((1 << TILE_BITS) - 1)) * ROWS + w.g;
+        const int row = (item & ((1 << TILE_BITS) - 1)) * UNIT_ROWS + w.rt * 16 + w.g;
         const bf16* factor =
             reinterpret_cast<const bf16*>(a.routed.factor) + static_cast<int64_t>(expert) * a.routed.expert + row;
         upper = __bfloat162float(__ldg(factor)) * (1.0f / 255);
@@ -236,20 +243,26 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
     wait_for_predecessor();
     if (blockIdx.x == 0 && lane == 0) *a.settled = 0;
     Place from{0, 0};
+    struct Sums {
+      float2 of[RT];
+    };
     auto take = [&](int& item) {
       barrier_wait(&c.added[from.at], from.phase);
       item = c.result[from.at];
       const float2* at = reinterpret_cast<const float2*>(memory(a.sums)) + from.at * share * 32 + lane;
-      float2 sum = make_float2(0, 0);
+      Sums sums = {};
+#pragma unroll
+      for (int rt = 0; rt < RT; rt++) {
 #pragma unroll 4
-      for (int n = 0; n < share; n++) {
-        const float2 v = at[n * 32];
-        sum.x += v.x, sum.y += v.y;
+        for (int n = 0; n < (RT == 1 ? share : KS); n++) {
+          const float2 v = at[(rt * KS + n) * 32];
+          sums.of[rt].x += v.x, sums.of[rt].y += v.y;
+        }
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&c.free[from.at]);
       from.advance(1, TURNS);
-      return sum;
+      return sums;
     };
     auto activated = [](float gate, float up) { return __float2bfloat16(gate / (1 + __expf(-gate)) * up); };
     int item;
@@ -257,25 +270,30 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
     for (int n = tiles.first * halves(a); n < tiles.end * halves(a); n++) {
       const int tile = n / halves(a), half = n % halves(a);
       for (int plane = 0; plane < planes(a); plane++) {
-        const float2 v = take(item);
+        const Sums v = take(item);
         const int token = half * TOKENS + 2 * t + plane;
         if (token >= a.T) continue;
         if (GATE_UP) {
-          a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * ROWS + tile * ROWS + g] = activated(v.x, v.y);
+          a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * UNIT_ROWS + tile * UNIT_ROWS + g] =
+              activated(v.of[0].x, v.of[0].y);
         } else {
-          float* y = static_cast<float*>(a.out) + (static_cast<int64_t>(token) * a.P + a.P - 1) * a.shared.tiles * ROWS;
-          y[tile * ROWS + g] = v.x;
-          y[tile * ROWS + g + 8] = v.y;
+          const int64_t row = static_cast<int64_t>(token) * a.P + a.P - 1;
+          float* y = static_cast<float*>(a.out) + row * a.shared.tiles * UNIT_ROWS;
+#pragma unroll
+          for (int rt = 0; rt < RT; rt++) {
+            y[tile * UNIT_ROWS + rt * 16 + g] = v.of[rt].x;
+            y[tile * UNIT_ROWS + rt * 16 + g + 8] = v.of[rt].y;
+          }
         }
       }
     }
-    const int64_t width = a.routed.tiles * ROWS;
+    const int64_t width = a.routed.tiles * UNIT_ROWS;
     int held = -1;
     bool mine = false;
     float weight = RESULT;
     void* to = nullptr;
     for (;;) {
-      const float2 v = take(item);
+      const Sums v = take(item);
       if (item < 0) break;
       if (item >> TILE_BITS != held) {
         held = item >> TILE_BITS;
@@ -293,12 +311,15 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
         }
       }
       if (!mine) continue;
-      const int row = (item & ((1 << TILE_BITS) - 1)) * ROWS;
+      const int row = (item & ((1 << TILE_BITS) - 1)) * UNIT_ROWS;
       if (GATE_UP) {
-        static_cast<bf16*>(to)[row] = activated(v.x * RESULT, v.y * RESULT);
+        static_cast<bf16*>(to)[row] = activated(v.of[0].x * RESULT, v.of[0].y * RESULT);
       } else {
-        static_cast<float*>(to)[row] = v.x * weight;
-        static_cast<float*>(to)[row + 8] = v.y * weight;
+#pragma unroll
+        for (int rt = 0; rt < RT; rt++) {
+          static_cast<float*>(to)[row + rt * 16] = v.of[rt].x * weight;
+          static_cast<float*>(to)[row + rt * 16 + 8] = v.of[rt].y * weight;
+        }
       }
     }
   }
@@ -327,7 +348,7 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
       barrier_init(&c.added[threadIdx.x], GROUP * a.parts);
       barrier_init(&c.free[threadIdx.x], 1);
     }
-    if (a.whole_scales) {  // what lies behind a short row meets zeros, and must be a number
+    if (RT == 1 && a.whole_scales) {  // what lies behind a short row meets zeros, and must be a number
       for (int n = threadIdx.x; n < a.slots * SCALES / 4; n += THREADS) {
         reinterpret_cast<uint32_t*>(memory(a.scales))[n] = 0;
       }
@@ -345,10 +366,10 @@ struct Kernel : Tile<GATE_UP, COMPACT> {
   }
 };
 
-template <bool GATE_UP, bool COMPACT>
-__global__ __launch_bounds__(Kernel<GATE_UP, COMPACT>::THREADS, 1) void moe_int4_mma_tma_kernel(
+template <bool GATE_UP, bool COMPACT, int RT>
+__global__ __launch_bounds__(Kernel<GATE_UP, COMPACT, RT>::THREADS, 1) void moe_int4_mma_tma_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
-  Kernel<GATE_UP, COMPACT>::run(a, maps);
+  Kernel<GATE_UP, COMPACT, RT>::run(a, maps);
 }
 
 template <typename K>
@@ -358,17 +379,18 @@ bool describe(CUtensorMap* map, const Matrix& m) {
                         {m.chunk, K::BOX_ROWS, K::PIECE / m.chunk});
 }
 
-template <bool GATE_UP, bool COMPACT>
+template <bool GATE_UP, bool COMPACT, int RT = 1>
 int start(Args a, int sms, void* stream) {
-  using K = Kernel<GATE_UP, COMPACT>;
+  using K = Kernel<GATE_UP, COMPACT, RT>;
   constexpr int MOST = 226 * 1024;  // beside the kernel's own
+  a.routed.tiles /= RT, a.shared.tiles /= RT;
   a.visit = divide_up(a.routed.row, K::PIECE);
   a.parts = a.visit > 1 ? K::GROUPS : 1;
   a.visit = divide_up(a.visit, a.parts);
   a.shared_visit = divide_up(divide_up(a.shared.row, K::PIECE), a.parts);
   const int most_shared = K::VISIT * (a.shared.factor == nullptr ? 4 : 2);
   a.scale_row = a.K / (COMPACT ? 32 : 16);
-  a.whole_scales = a.scale_row % 16 != 0;
+  a.whole_scales = RT > 1 || a.scale_row % 16 != 0;
   a.scale_pitch = a.whole_scales ? a.scale_row : K::SCALE_PITCH;
   a.scale_swizzle = !a.whole_scales && a.scale_pitch == 128;
   a.slots = MAX_SLOTS;
@@ -388,7 +410,8 @@ int start(Args a, int sms, void* stream) {
                                          {K::SCALE_PITCH, K::BOX_ROWS, 1})) {
     return -1;
   }
-  return launch(moe_int4_mma_tma_kernel<GATE_UP, COMPACT>, dim3(sms), dim3(K::THREADS), K::arrange(a), stream, 1, a, maps);
+  return launch(moe_int4_mma_tma_kernel<GATE_UP, COMPACT, RT>, dim3(sms), dim3(K::THREADS), K::arrange(a), stream, 1, a,
+                maps);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t rows, int64_t expert, int64_t second,
@@ -438,6 +461,17 @@ API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* i
   a.taken = a.settled + 1;
   a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.P = static_cast<int>(P);
   a.K = static_cast<int>(I), a.width = static_cast<int>(S);
-  return row == nullptr ? start<false, false>(a, static_cast<int>(sms), stream)
-                        : start<false, true>(a, static_cast<int>(sms), stream);
+  const auto of = [&](auto narrow) {
+    constexpr int RT = decltype(narrow)::value;
+    return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)
+                          : start<false, true, RT>(a, static_cast<int>(sms), stream);
+  };
+  const int64_t fitting = 2048 / I;  // tiles, the rows of which fill a slot
+  if (fitting * I != 2048 || a.routed.tiles % fitting) return of(std::integral_constant<int, 1>());
+  switch (fitting) {
+    case 2: return of(std::integral_constant<int, 2>());
+    case 4: return of(std::integral_constant<int, 4>());
+    case 8: return of(std::integral_constant<int, 8>());
+    default: return of(std::integral_constant<int, 1>());
+  }
 }

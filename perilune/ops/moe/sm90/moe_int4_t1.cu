@@ -16,16 +16,21 @@
 // slot. down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units
 // of the shared expert.
 //
+// Of widths up to EARLY_WIDTH (a rank's slice), down's CTAs are small: one is co-resident with two of gate_up on an SM,
+// and has its first slots when gate_up ends. Starting takes longer than streaming there.
+//
 // The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, no other round trip to
 // memory, the router's least of all, comes back before them.
 #include "moe/sm90/moe_int4_t1.cuh"
+
+#include <type_traits>
 
 using namespace hopper;
 using namespace moe;
 
 namespace {
 
-template <bool GATE_UP, bool COMPACT, int KS, int RT>
+template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY>
 struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
   using Base = Lone<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
@@ -215,6 +220,7 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
     }
     if (!GATE_UP || !a.launch) wait();
     barrier_wait(&barriers().planned, 0);
+    if (GATE_UP && EARLY) wait();  // the router, having chosen, is about to end
 
     const Plan& p = plan_of();
     const Range units = p.units;
@@ -318,10 +324,11 @@ struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
 };
 
 // Registers: both CTAs of gate_up find room on a processor beside mla_decode_router_t1.cu's.
-template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
-__global__ __maxnreg__(GATE_UP ? 88 : 72) void moe_int4_t1_kernel(
+// EARLY: one of down finds room beside them.
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
+__global__ __maxnreg__(GATE_UP ? 88 : EARLY ? 64 : 72) void moe_int4_t1_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
-  Kernel<GATE_UP, COMPACT, KS, RT>::run(a, maps);
+  Kernel<GATE_UP, COMPACT, KS, RT, EARLY>::run(a, maps);
 }
 
 template <typename K>
@@ -330,9 +337,9 @@ bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
                         {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
 }
 
-template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS>
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 int start(Args a, int sms, void* stream) {
-  using K = Kernel<GATE_UP, COMPACT, KS, RT>;
+  using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY>;
   constexpr int FIXED = 3072;  // more than the kernel's own shared memory and what the driver takes
   constexpr int MOST = 228 * 1024 / CTAS - FIXED;
   // Without a shared expert its map is never used.
@@ -346,7 +353,7 @@ int start(Args a, int sms, void* stream) {
     a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
     return K::arrange(a) <= MOST;
   };
-  int slots = GATE_UP ? GATE_UP_SLOTS : MAX_SLOTS;
+  int slots = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
   while (slots > 2 && !fits(slots)) slots--;
   if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
   const int64_t per_expert = a.routed.tiles / RT;
@@ -356,7 +363,7 @@ int start(Args a, int sms, void* stream) {
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
     return -1;
   }
-  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS>, dim3(ctas), dim3(K::THREADS),
+  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
                 K::arrange(a), stream, 1, a, maps);
 }
 
@@ -388,8 +395,12 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
   a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
-  return row == nullptr ? start<true, false, 7, 1, 2>(a, static_cast<int>(sms), stream)
-                        : start<true, true, 7, 1, 2>(a, static_cast<int>(sms), stream);
+  const auto of = [&](auto early) {
+    constexpr bool EARLY = decltype(early)::value;
+    return row == nullptr ? start<true, false, 7, 1, 2, EARLY>(a, static_cast<int>(sms), stream)
+                          : start<true, true, 7, 1, 2, EARLY>(a, static_cast<int>(sms), stream);
+  };
+  return I <= EARLY_WIDTH ? of(std::true_type()) : of(std::false_type());
 }
 
 // y [P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
@@ -409,6 +420,16 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
-  return row == nullptr ? start<false, false, 4, 2, 3>(a, static_cast<int>(sms), stream)
-                        : start<false, true, 4, 2, 3>(a, static_cast<int>(sms), stream);
+  const auto of = [&](auto warps, auto tiles, auto early) {
+    constexpr int KS = decltype(warps)::value, RT = decltype(tiles)::value;
+    constexpr bool EARLY = decltype(early)::value;
+    return row == nullptr ? start<false, false, KS, RT, 3, EARLY>(a, static_cast<int>(sms), stream)
+                          : start<false, true, KS, RT, 3, EARLY>(a, static_cast<int>(sms), stream);
+  };
+  const auto fills = [&](int tiles) { return I * tiles == 2048 && D % (16 * tiles) == 0; };  // rows fill a slot
+  using std::integral_constant;
+  if (fills(4)) return of(integral_constant<int, 2>(), integral_constant<int, 4>(), std::true_type());
+  if (fills(8)) return of(integral_constant<int, 1>(), integral_constant<int, 8>(), std::true_type());
+  return I <= EARLY_WIDTH ? of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::true_type())
+                          : of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::false_type());
 }

@@ -7,7 +7,7 @@
 
 namespace moe {
 
-constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4;
+constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4, EARLY_SLOTS = 2, EARLY_WIDTH = 1024;
 constexpr int MAX_CHOICES = mailbox::MAX_CHOICES;
 
 struct Matrix {

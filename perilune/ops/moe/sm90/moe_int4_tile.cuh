@@ -46,16 +46,19 @@ struct Maps {
   CUtensorMap routed, scales, shared;
 };
 
-template <bool GATE_UP, bool COMPACT>
+// RT: tiles in a slot, side by side: more than one where GROUP / RT chunks are a whole row (down of a rank's slice).
+template <bool GATE_UP, bool COMPACT, int RT = 1>
 struct Tile {
   // Warps of a slot, such groups of a CTA, slots of a tile that a group may take.
   static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
   static constexpr int WARPS = GROUP * GROUPS, THREADS = (WARPS + 2) * 32;
-  static constexpr int PIECE = GROUP * 128, SLOT = 16 * PIECE;
-  static constexpr int BOX_ROWS = GATE_UP ? 8 : 16, BOXES = 16 / BOX_ROWS;
-  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
+  static constexpr int KS = GROUP / RT;  // of its warps, those of a tile
+  static constexpr int PIECE = KS * 128, SLOT = 16 * RT * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? 8 : 16 * RT, BOXES = GATE_UP ? 2 : 1;
+  static constexpr int ROWS = GATE_UP ? 8 : 16, UNIT_ROWS = ROWS * RT;  // results of a tile, of a slot
+  static_assert(GROUP % RT == 0 && (RT == 1 || !GATE_UP));
   static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
-  static constexpr int SCALE_PITCH = (GROUP * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * SCALE_PITCH;
+  static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
   static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
   static constexpr int HELD = VISIT * 8;  // groups of 32 k whose activations a warp holds
 
@@ -100,6 +103,7 @@ struct Tile {
     int lane, g, t, ks, part, turn;  // turn: of the sums
     Place from;
     float* starts;
+    int rt;
   };
 
   // What this warp's k of N tokens of a segment are.
@@ -113,7 +117,7 @@ struct Tile {
     for (int j = 0; j < VISIT; j++) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const int k = ((w.part * a.visit + j) * GROUP + w.ks) * 256 + (i * EACH + own) * 32 + w.t * 8;
+        const int k = ((w.part * a.visit + j) * KS + w.ks) * 256 + (i * EACH + own) * 32 + w.t * 8;
         v[j][i] = make_uint4(0, 0, 0, 0);
         if (j < a.visit && k < a.K) v[j][i] = __ldcg(reinterpret_cast<const uint4*>(row + k));
       }
@@ -158,7 +162,7 @@ struct Tile {
     w.from.advance(a.parts, a.slots);
   }
 
-  // Where 16 bytes of this warp's chunk of a slot are: number `column` < 4 of row `row` < 16.
+  // Where 16 bytes of this warp's chunk of a slot are: number `column` < 4 of row `row` < 16 RT.
   static __device__ __forceinline__ int near_of(int chunk, int ks, int row, int column) {
     const int line = GATE_UP ? row % 8 : row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
     return half + ks * 128 * BOX_ROWS + line * chunk + (column ^ (chunk == 128 ? row % 8 : row % 8 / 2)) * 16;
@@ -181,7 +185,7 @@ struct Tile {
       const uint32_t slot = shared_address(memory(w.from.at * SLOT));
       const uint8_t* scale = scales + w.from.at * SCALES;
       // Boxes begin at multiples of 16 bytes.
-      if (GROUP * SCALE_UNIT % 16) scale += (w.part * a.visit + j) * (GROUP * SCALE_UNIT) % 16;
+      if (KS * SCALE_UNIT % 16) scale += (w.part * a.visit + j) * (KS * SCALE_UNIT) % 16;
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float2 start = *reinterpret_cast<const float2*>(w.starts + (j * N + i) * 8 + w.t * 2);
@@ -226,9 +230,10 @@ struct Tile {
     Control& c = control();
     const Place to = place(w.turn, TURNS);
     barrier_wait(&c.free[to.at], to.phase ^ 1);
-    float2* at = reinterpret_cast<float2*>(memory(a.sums)) + ((to.at * a.parts + w.part) * GROUP + w.ks) * 32;
+    const int own = (to.at * a.parts + w.part) * GROUP + w.rt * KS + w.ks;
+    float2* at = reinterpret_cast<float2*>(memory(a.sums)) + own * 32;
     at[w.lane] = sums;
-    if (w.part == 0 && w.ks == 0 && w.lane == 0) c.result[to.at] = item;
+    if (w.part == 0 && w.ks == 0 && w.rt == 0 && w.lane == 0) c.result[to.at] = item;
     __syncwarp();
     if (w.lane == 0) barrier_arrive(&c.added[to.at]);
   }
@@ -242,7 +247,7 @@ struct Tile {
     for (int i = 0; i < HELD; i++) {
       const int j = i / GROUPS_OF_SLOT, group = i % GROUPS_OF_SLOT;
       const int within = FP8 ? group / 2 * 64 + w.t * 16 + group % 2 * 8 : group * 32 + w.t * 8;
-      const int k = ((w.part * a.shared_visit + j) * GROUP + w.ks) * (GROUPS_OF_SLOT * 32) + within;
+      const int k = ((w.part * a.shared_visit + j) * KS + w.ks) * (GROUPS_OF_SLOT * 32) + within;
       uint4 v = make_uint4(0, 0, 0, 0);
       if (j < a.shared_visit && k < a.width) v = __ldcg(reinterpret_cast<const uint4*>(row + k));
       const uint4 x = raised(v, RAISED);
@@ -254,8 +259,8 @@ struct Tile {
   template <bool FP8>
   static __device__ __forceinline__ void multiply_tokens(const Args& a, Warp& w, const Held& b, float (&d)[4]) {
     constexpr int GROUPS_OF_SLOT = FP8 ? 4 : 2, SLOTS = HELD / GROUPS_OF_SLOT;
-    const int near = near_of(a.shared.chunk, w.ks, w.g, w.t), far = far_of(a.shared.chunk, near);
-    const int below = near_of(a.shared.chunk, w.ks, w.g + 8, w.t) - near;
+    const int near = near_of(a.shared.chunk, w.ks, w.rt * 16 + w.g, w.t), far = far_of(a.shared.chunk, near);
+    const int below = near_of(a.shared.chunk, w.ks, w.rt * 16 + w.g + 8, w.t) - near;
     float other[4] = {};
 #pragma unroll
     for (int n = 0; n < 4; n++) d[n] = 0;

@@ -1,0 +1,77 @@
+// Memory that all ranks' GPUs can write to, for kernels that exchange partial sums: exchange_add_rmsnorm.cu, which says
+// why nothing in it needs a fence or is ever cleared, and those that exchange what they have just computed.
+//
+// Such a kernel sends words of 16 bytes: four bf16 values and twice the epoch, {pair, epoch, pair, epoch}. A reader that
+// sees both epochs has the values. Each CTA counts its launches (before attention, for each token) in `control`; epoch e
+// uses half e % 2 of the mailbox. A CTA sends its words when the launch before has ended, and before it waits; it waits
+// for the peers' same words before it ends. So what a rank overwrites in epoch e + 1 are words of epoch e - 1, and the
+// peer's launch of that epoch has ended: the peer has sent epoch e.
+#pragma once
+#include "cuda/hopper.cuh"
+
+namespace hopper {
+
+constexpr int MAX_RANKS = 8;
+constexpr int CLUSTER = 8;         // CTAs of a token's lines at most: a width of up to 7,168
+constexpr int REGIONS = 128;       // such clusters at most, each with its place in every mailbox
+constexpr int LINE_THREADS = 128;  // of a CTA
+constexpr int LINE_WORDS = REGIONS * CLUSTER * LINE_THREADS;  // of 16 bytes
+// Behind them: words of the kernels before attention (four tokens) and after it (one).
+constexpr int TOKEN_WORDS = 7168 / 4, BEFORE_WORDS = LINE_WORDS, AFTER_WORDS = BEFORE_WORDS + 4 * TOKEN_WORDS;
+constexpr int64_t HALF = AFTER_WORDS + TOKEN_WORDS;  // words of a half, for one sender
+constexpr int MAX_CTAS = 160;
+constexpr int BEFORE_COUNTS = 1 + REGIONS * CLUSTER, AFTER_COUNTS = BEFORE_COUNTS + 4 * MAX_CTAS;
+constexpr int CONTROL = AFTER_COUNTS + MAX_CTAS;
+constexpr int POLLS = 256;              // between two looks at the clock
+constexpr int HOST_POLLS = 64 * POLLS;  // between two reads of the host's memory, which take 1 us: about 10 ms
+constexpr uint32_t NAN_PAIR = 0x7fff7fff;
+
+// Filled in by the host, one for each rank.
+struct Peers {
+  int64_t rank, ranks;
+  int64_t limit_ns;           // of one wait
+  uint32_t* control;          // [CONTROL]: not 0 after a failure; what each CTA counts
+  uint32_t* failed;           // in the host's memory: 1 + the rank that did not answer, or what the host wrote
+  uint4* mailbox[MAX_RANKS];  // of each rank: [2 halves, senders, HALF]
+
+  // Word `at` of an epoch, from `sender` to `receiver`.
+  __device__ __forceinline__ uint4* word(int receiver, int sender, uint32_t epoch, int at) const {
+    return mailbox[receiver] + ((epoch & 1) * ranks + sender) * HALF + at;
+  }
+};
+
+__device__ __forceinline__ void send(uint4* p, const uint4& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+__device__ __forceinline__ void report(const Peers& peers, int missing) {
+  *reinterpret_cast<volatile uint32_t*>(peers.control) = 1;
+  *reinterpret_cast<volatile uint32_t*>(peers.failed) = 1 + missing;
+}
+__device__ __forceinline__ bool arrived_word(const uint4& v, uint32_t epoch) { return v.y == epoch && v.w == epoch; }
+
+// Whether a wait that has polled so often, and began at `begin` (0: not known yet), is over without success: after the
+// time limit, or as soon as the host has written to `failed`. `patient`: no wait has failed before, else none waits.
+__device__ __forceinline__ bool too_long(const Peers& peers, int polls, uint64_t& begin, bool patient) {
+  if (!patient) return true;
+  if (polls % POLLS) return false;
+  const uint64_t now = now_ns();
+  if (!begin) begin = now;
+  if (polls % HOST_POLLS == 0 && *reinterpret_cast<volatile uint32_t*>(peers.failed) != 0) return true;
+  return now - begin > static_cast<uint64_t>(peers.limit_ns);
+}
+
+}  // namespace hopper
