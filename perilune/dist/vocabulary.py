@@ -25,10 +25,10 @@ class Vocabulary:
         self._own = group.slicing.part(size)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids [T] int64 -> [T, D], zeros for an id outside the vocabulary; table [V / N, D]."""
+        """ids [T] int64 -> this rank's part of [T, D]: zeros for ids of other ranks; table [V / N, D]."""
         inside = (ids >= self._own.start) & (ids < self._own.stop)
         rows = embed((ids - self._own.start).clamp(0, len(table) - 1), table)
-        return self._group.sum(torch.where(inside.unsqueeze(1), rows, 0))
+        return torch.where(inside.unsqueeze(1), rows, 0)
 
     def whole(self, logits: Tensor) -> Tensor:
         """[R, V / N] -> [R, V]."""

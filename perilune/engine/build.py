@@ -1,5 +1,6 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
+from perilune.engine import exclusive_kernels
 from perilune.engine.fit import fewest_gpus, fitted
 from perilune.engine.kv_tiers.open import open_tiers
 from perilune.engine.masks import Grammars
@@ -40,6 +42,7 @@ from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
+from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.harness import build as ops_build
 from perilune.ops.harness import registry
 from perilune.ops.layouts import latent_cache
@@ -175,19 +178,23 @@ def _start_ranks(
     gpus = None
     if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
         gpus = _gpus(config)
-        _warn_without_peers(gpus[: config.ranks], device)
     found = places(config, gpus)
     if config.ranks == 1:
         return found[0], None
     return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
 
 
-def _warn_without_peers(gpus: list[int], device: torch.device) -> None:
-    """One line if GPUs cannot read each other's memory: NCCL then goes through the host's."""
-    pairs = [(a, b) for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    if pairs:
-        a, b = pairs[0]
-        log.warning("GPU %d cannot read GPU %d's memory: ranks exchange through NCCL and host memory, slowly", a, b)
+def _no_peers(task: _Task) -> str:
+    """Why this rank cannot add partial outputs over peer memory; empty if it can, as far as it knows."""
+    if task.config.ops.get(exchange.NAME, exchange.KERNEL) != exchange.KERNEL:
+        return f"{exchange.NAME} is set to {task.config.ops[exchange.NAME]}"
+    if task.device.type == "cuda" and exclusive_kernels.taken(torch.device("cuda", torch.cuda.current_device())):
+        return "another engine of this process runs on the GPU"
+    gpus = [] if task.ranks is None else task.ranks.gpus
+    for a, b in itertools.permutations(gpus, 2):
+        if a != b and not torch.cuda.can_device_access_peer(a, b):
+            return f"GPU {a} cannot read GPU {b}'s memory"
+    return ""
 
 
 def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
@@ -205,7 +212,9 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
 
     def meet() -> Group:
         loaded()
-        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared, no_peers=_no_peers(task))
+        if group.ranks > 1:
+            choices.note("exchange", group.name, f"how {group.ranks} ranks add their partial outputs")
         least(group, 0)  # all have joined: another rank may still read the file where they meet before that
         if task.ranks is not None:
             task.ranks.joined(group)

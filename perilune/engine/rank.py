@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from perilune.core.errors import EngineError, PeriluneError
+from perilune.dist.peer_memory import ExchangeError
 from perilune.engine.build import build
 from perilune.engine.plan_wire import Order, Reader
 from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
@@ -75,7 +76,9 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
 
     def finish(queued: "Future[Readout]", counts: bool, decode_seconds: float) -> None:
         try:
-            result = queued.result().wait().result()
+            readout = queued.result().wait()
+            runner.group.check()
+            result = readout.result()
         except BaseException as e:
             fail(leader, e)
             return
@@ -105,7 +108,7 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
 
 def fail(leader: Leader, error: BaseException) -> None:
     """Reports why this rank cannot go on; does not return."""
-    if not isinstance(error, PeriluneError):
+    if not isinstance(error, PeriluneError) or isinstance(error, ExchangeError):
         time.sleep(BLAME_SECONDS)
     why = str(error).splitlines()[0] if str(error) else ""
     leader.send("failed", text=why if isinstance(error, PeriluneError) else f"{type(error).__name__}: {why}")

@@ -32,6 +32,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
+from perilune.dist.peer_memory import ExchangeError
 from perilune.dist.slicing import Slicing
 from perilune.engine.plan_wire import HEADER, MAX_FRAME_BYTES, Order, Writer
 
@@ -169,6 +170,12 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="perilune-ranks", daemon=True)
         self._watcher.start()
 
+    @property
+    def gpus(self) -> list[int]:
+        """Of all ranks, in order; empty on a CPU."""
+        places = (self.place, *(rank.place for rank in self._ranks))
+        return [place.gpu for place in places if place.gpu is not None]
+
     # ---- orders
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:
@@ -229,7 +236,7 @@ class Ranks:
         """An exchange that fails because a rank is lost raises EngineError with the reason."""
         try:
             yield
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, ExchangeError):
             self._over.wait(DIAGNOSIS_SECONDS)
             self.check()
             raise

@@ -10,16 +10,17 @@ import torch
 from perilune import LLM, SamplingParams
 from perilune.core.errors import EngineError
 from perilune.dist.group import ALONE
-from perilune.engine import ranks
+from perilune.engine import build, ranks
 from perilune.engine.cost_table import capture_first
 from perilune.engine.graphs.self_test import Probe, check
 from tests.cpu.speculation.test_speculation import PROMPTS
 from tests.multi.conftest import CONFIG
-from tests.multi.graphed_rank import graphed
+from tests.multi.graphed_rank import graphed, joined
 
 
 def test_answers_through_graphs_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, one: LLM) -> None:
     monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.graphed_rank")
+    monkeypatch.setattr(build, "join", joined)
     ways = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0, top_k=12, seed=1),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 8
+ENDED = 1 + MAX_RANKS  # in `Mailboxes.failed`: this host ended the waits
 REGIONS, CLUSTER = 128, 8  # of a mailbox, as exchange/sm90/exchange_add_rmsnorm.cu has them
 
 
@@ -29,8 +30,8 @@ class Mailboxes:
     that memory is dist/peer_memory.py, or `owner`, which lives as long. One launch at a time may use them: those of one
     stream.
 
-    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, or 1 + the rank that
-    did not answer in time; then every sum is NaN and no launch waits again.
+    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, 1 + the rank that did
+    not answer in time, or ENDED; if it is not 0, every sum is NaN and no launch waits again.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class Mailboxes:
     def table(self) -> int:
         """The address of what a launch copies."""
         return ctypes.addressof(self._table)
+
+    def end(self) -> None:
+        """Launches that wait end within about 10 ms, and later ones do not wait. From any thread."""
+        self.failed.fill_(ENDED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

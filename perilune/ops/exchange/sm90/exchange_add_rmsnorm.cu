@@ -18,7 +18,7 @@
 //               2 (N - 1) / N lines per line instead of N - 1: for many tokens of more than two ranks.
 //
 // Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
-// in `control` and to the host, and no later launch waits again.
+// in `control` and to the host, and no later launch waits again. The host ends all waits by writing to `failed`.
 #include "cuda/wgmma.cuh"
 
 using namespace hopper;
@@ -34,6 +34,7 @@ constexpr int64_t HALF = static_cast<int64_t>(REGIONS) * CLUSTER * THREADS;  // 
 // Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
 constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
 constexpr int POLLS = 256;                    // between two looks at the clock
+constexpr int HOST_POLLS = 64 * POLLS;        // between two reads of the host's memory, which take 1 us: about 10 ms
 
 }  // namespace
 
@@ -42,7 +43,7 @@ struct Peers {
   int64_t rank, ranks;
   int64_t limit_ns;          // of one wait
   uint32_t* control;         // [1 + REGIONS * CLUSTER]: not 0 after a failure; tokens of each CTA
-  uint32_t* failed;          // in the host's memory: 1 + the rank that did not answer
+  uint32_t* failed;          // in the host's memory: 1 + the rank that did not answer, or what the host wrote
   uint4* mailbox[MAX_RANKS]; // of each rank: [2 halves, senders, REGIONS, CLUSTER, THREADS]
 };
 
@@ -123,7 +124,8 @@ __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place,
     if (polls % POLLS == 0 || !patient) {
       const uint64_t now = now_ns();
       if (!begin) begin = now;
-      const bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      if (polls % HOST_POLLS == 0) over |= *reinterpret_cast<volatile uint32_t*>(peers.failed) != 0;
       if (__any_sync(~0u, over)) {
         if (missing && patient) {
           *reinterpret_cast<volatile uint32_t*>(peers.control) = 1;
