@@ -55,8 +55,7 @@ class Writer:
         return self.order(Order(kind, plan.step, plan.chain, plan.min_confidence, plan.host, rows))
 
     def order(self, order: Order) -> bytes:
-        body = self._encoder.encode(order)
-        return HEADER.pack(len(body)) + body
+        return self._encoder.encode(order)
 
     def _row(self, w: Work) -> Any:
         known, blocks = self._known.get(w.slot), w.blocks

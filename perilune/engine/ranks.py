@@ -1,10 +1,10 @@
 """The other ranks of an engine, seen from rank 0: one process each, which runs every step that rank 0 runs.
 
-Two socket pairs lead to each process, inherited, so nothing listens. Over the first go the orders (plan_wire.py). Over
-the second both sides say every second that they are there, and the rank sends a digest of the tokens of every step. A
-rank that ends, that says nothing for SILENT_SECONDS, or that chooses other tokens ends the group: all are killed,
-and every request in flight gets the reason. Only silence counts, not a step that lasts: a build of kernels or a long
-prompt may take minutes.
+Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs lead to each process, inherited, so
+nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
+every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
+nothing for SILENT_SECONDS, or that chooses other tokens ends the group: all are killed, and every request in flight
+gets the reason. Only silence counts, not a step that lasts: a build of kernels or a long prompt may take minutes.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
 from perilune.dist.peer_memory import ExchangeError
 from perilune.dist.slicing import Slicing
+from perilune.engine.order_ring import OrderWriter
 from perilune.engine.plan_wire import HEADER, MAX_FRAME_BYTES, Order, Writer
 
 log = logging.getLogger("perilune.engine")
@@ -75,6 +76,7 @@ class Start(msgspec.Struct, frozen=True):
     config: EngineConfig
     place: Place
     leader: int
+    reader: int = 0  # its number in the ring of orders
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -147,6 +149,7 @@ class Ranks:
 
     def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
         self._writer = Writer()
+        self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
         self._group: Group = ALONE
         self._own: deque[int] = deque()  # digests of rank 0's steps that not all ranks have sent yet
@@ -163,7 +166,7 @@ class Ranks:
         leader = os.getpid() if kills_leader else 0
         try:
             for place in places[1:]:
-                self._ranks.append(_spawn(Start(str(model), config, place, leader)))
+                self._ranks.append(_spawn(Start(str(model), config, place, leader), self._ring))
         except BaseException:
             self.close()
             raise
@@ -196,10 +199,9 @@ class Ranks:
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, body: bytes) -> None:
         with self.explained():
-            for rank in self._ranks:
-                rank.orders.sendall(frame)
+            self._ring.send(body)
 
     # ---- what rank 0 waits for, and what goes wrong
 
@@ -231,6 +233,11 @@ class Ranks:
         if self.failure is not None:
             raise EngineError(self.failure)
 
+    def _check_open(self) -> None:
+        self.check()
+        if self._closing:
+            raise EngineError("the ranks are being closed")
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """An exchange that fails because a rank is lost raises EngineError with the reason."""
@@ -245,10 +252,8 @@ class Ranks:
     def close(self) -> None:
         """Ends all ranks, by force if they do not end in time."""
         self._closing = True
-        frame = self._writer.order(Order("close"))
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.orders.sendall(frame)
+        with contextlib.suppress(OSError, EngineError):
+            self._ring.send(self._writer.order(Order("close")))
         end = time.monotonic() + CLOSE_SECONDS
         for rank in self._ranks:
             try:
@@ -262,6 +267,7 @@ class Ranks:
             self._watcher.join(2 * BEAT_SECONDS)
         for rank in self._ranks:
             rank.pulse.close()
+        self._ring.close()
         if self.place.meeting:
             shutil.rmtree(Path(self.place.meeting).parent, ignore_errors=True)
 
@@ -364,11 +370,12 @@ def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:
     ]
 
 
-def _spawn(start: Start) -> _Rank:
+def _spawn(start: Start, ring: OrderWriter) -> _Rank:
     orders, their_orders = socket.socketpair()
     pulse, their_pulse = socket.socketpair()
+    start = msgspec.structs.replace(start, reader=ring.add(orders))
     with their_orders, their_pulse:
-        fds = their_orders.fileno(), their_pulse.fileno()
+        fds = their_orders.fileno(), their_pulse.fileno(), ring.fd
         process = subprocess.Popen(
             [sys.executable, "-m", RANK_MODULE, *map(str, fds)],
             pass_fds=fds,
