@@ -30,7 +30,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """What rank 0 has the other ranks do, in order.
 
     kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
-             "drafter": from now on the draft model goes along (`number` 1), or not (0); "close": end
+             "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
+             last, in `number` rounds, for measurements; "close": end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     rows     the plan's work
     """

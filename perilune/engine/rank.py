@@ -102,6 +102,8 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader) -> None:
                 running.popleft().result()
             if order.kind == "zero":
                 runner.call(runner.zero, order.number)
+            elif order.kind == "replay":
+                runner.time_graph(order.number)
             elif order.kind == "drafter":
                 runner.follow(drafter if order.number else None)
             elif order.kind == "close":

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from perilune.engine.llm import Completion
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a CUDA device")
-CONFIG: dict[str, Any] = dict(device="cuda", max_model_len=1024, max_num_seqs=8, kv_blocks=160, seed=1)
+CONFIG: dict[str, Any] = dict(device="cuda", max_model_len=1024, max_num_seqs=2, kv_blocks=48, seed=1)
 NO_PEERS = {"exchange_add_rmsnorm": "gathered"}
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {  # and how partial outputs are added
     "two GPUs": (dict(tp=2), "peer"),
@@ -28,9 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {  # and how partial outputs ar
 LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs home. " * 30
 PROMPTS = ["What is 347 + 589?", "Once upon a time", "def f(x):\n", LONG_PROMPT]
 TOKENS = 24
-SAME_SHARE = 0.8  # of the tokens of greedy answers, up to the first that differs
-MAX_NATS = 0.25  # mean difference of log-probabilities
-
+MAX_NATS = 0.25  # between tokens of which two engines prefer different ones; mean difference of scores
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
@@ -40,7 +39,7 @@ def one() -> tuple[list[Completion], list[int], list[float]]:
     """(greedy answers, a text, its scores) of one GPU. The engine is closed: beside another one on its GPU, ranks would
     not exchange over peer memory."""
     with LLM("kimi-nano", **CONFIG, draft="off") as llm:
-        answers = llm.generate(PROMPTS, GREEDY)
+        answers = llm.generate(PROMPTS, replace(GREEDY, logprobs=5))
         text = [*answers[0].token_ids, *answers[1].token_ids]
         return answers, text, llm.score(text)
 
@@ -60,11 +59,15 @@ def test_greedy_answers_and_scores_are_those_of_one_gpu(one: Any, two: LLM, draf
     assert two._engine is not None
     two._engine.use_drafts(draft, 2, shared=True)
     expected, text, scores = one
-    found, same = two.generate(PROMPTS, GREEDY), 0
-    for a, b in zip(found, expected):
-        same += next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y), TOKENS)
+    same = 0
+    for a, b in zip(two.generate(PROMPTS, GREEDY), expected):
+        first = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y), TOKENS)
+        same += first
+        if first < TOKENS:  # both were about as likely: bfloat16 sums in another order
+            likely = dict(b.logprobs[first].top)
+            assert likely[b.token_ids[first]] - likely.get(a.token_ids[first], -9.0) < MAX_NATS, (first, likely)
     print(f"{same} of {TOKENS * len(PROMPTS)} tokens before the first that differs")
-    assert same >= SAME_SHARE * TOKENS * len(PROMPTS)
+    assert same >= TOKENS
     pairs = list(zip(two.score(text), scores, strict=True))
     assert sum(abs(a - b) for a, b in pairs) / len(pairs) < MAX_NATS
 
@@ -81,7 +84,7 @@ def test_every_kind_of_request_is_answered_through_graphs(two: LLM) -> None:
     assert two._engine is not None
     graphs = two._engine.runner.graphs
     if graphs is not None:  # ranks that share a GPU have none
-        assert graphs.broken is None and len(graphs) > 6
+        assert graphs.broken is None and len(graphs) > 3
         kinds = {(key.whole, key.narrow) for key in graphs._graphs}
         assert {(True, True), (True, False)} <= kinds
 
@@ -107,7 +110,7 @@ def test_a_lost_rank_ends_the_step_that_waits_for_it_and_leaves_no_memory(
     thread = threading.Timer(1.0, harm)
     thread.start()
     with pytest.raises(EngineError, match="rank 1 of 2"):
-        llm.generate(["a"] * 4000, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+        llm.generate(["a"] * 400, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
     seconds = time.monotonic() - at[0]
     begin = time.monotonic()
     llm.close()
