@@ -1,5 +1,6 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from perilune.engine import exclusive_kernels
 from perilune.engine.fit import fewest_gpus, fitted
 from perilune.engine.kv_tiers.open import open_tiers
 from perilune.engine.masks import Grammars
-from perilune.engine.ranks import Place, Ranks, places
+from perilune.engine.ranks import Place, Progress, Ranks, places
 from perilune.engine.resolve import (
     Choices,
     free_bytes,
@@ -38,6 +39,7 @@ from perilune.kv.transfer import Transfer
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
+from perilune.loading.progress import Bar, Report
 from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
@@ -60,7 +62,7 @@ class Source(Protocol):
     """Where an engine's configuration and weights come from: loading.load.load, or a function with its signature."""
 
     def __call__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool, slicing: Slicing
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool | Report, slicing: Slicing
     ) -> tuple[KimiConfig, Weights]: ...
 
 
@@ -100,15 +102,15 @@ def build(
     model_dir: Path,
     config: EngineConfig,
     *,
-    progress: bool,
+    progress: bool | Report,
     source: Source = load,
     place: Place | None = None,
     loaded: Callable[[], None] = lambda: None,
     owns_process: bool = False,
 ) -> Parts:
     """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
-    it has its weights. `source` brings the weights; the other ranks use `load`. `owns_process` as in Engine. Raises
-    ConfigError and CheckpointError."""
+    it has its weights. `source` brings the weights; the other ranks use `load`. `progress` as of `load`: with several
+    ranks a bar shows what all read together. `owns_process` as in Engine. Raises ConfigError and CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     mark = synthetic.read(model_dir)
@@ -123,23 +125,34 @@ def build(
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
         if source is load:
-            config = fitted(model_dir, config, device, choices, show=progress)
-        place, ranks = _start_ranks(model_dir, config, device, owns_process)
-    if place.gpu is not None:
-        torch.cuda.set_device(place.gpu)
-    if ranks is not None:
-        loaded = ranks.wait_loaded
-    try:
-        return _build(
-            _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
-            progress,
-            source,
-            loaded,
-        )
-    except BaseException:
+            config = fitted(model_dir, config, device, choices, show=progress is True)
+    with contextlib.ExitStack() as shown:
+        of_all = None
+        if place is None:
+            if progress is True and config.ranks > 1 and mark is None:
+                of_all = shown.enter_context(Bar(f"{model_dir.name} on {config.ranks} ranks")).report
+                progress = partial(of_all, 0)
+            place, ranks = _start_ranks(model_dir, config, device, owns_process, of_all)
+        if place.gpu is not None:
+            torch.cuda.set_device(place.gpu)
         if ranks is not None:
-            ranks.close()
-        raise
+            wait_loaded = ranks.wait_loaded
+
+            def loaded() -> None:
+                wait_loaded()
+                shown.close()
+
+        try:
+            return _build(
+                _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
+                progress,
+                source,
+                loaded,
+            )
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,7 @@ def _gpus(config: EngineConfig) -> list[int]:
 
 
 def _start_ranks(
-    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool
+    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool, progress: Progress | None
 ) -> tuple[Place, Ranks | None]:
     gpus = None
     if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
@@ -181,7 +194,7 @@ def _start_ranks(
     found = places(config, gpus)
     if config.ranks == 1:
         return found[0], None
-    return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
+    return found[0], Ranks(model_dir, config, found, owns_process=owns_process, progress=progress)
 
 
 def _no_peers(task: _Task) -> str:
@@ -197,7 +210,7 @@ def _no_peers(task: _Task) -> str:
     return ""
 
 
-def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
+def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callable[[], None]) -> Parts:
     model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)

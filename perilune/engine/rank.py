@@ -15,6 +15,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from perilune.engine.plan_wire import Order, Reader
 from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
 from perilune.engine.readout import Readout
 from perilune.engine.runner import Runner
+from perilune.ops.harness import build as ops_build
 
 POLLING_CORES = 4  # Fewer: polling for orders would take a core from the threads that launch and report.
 BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another rank, which rank 0 has to see first
@@ -43,14 +45,15 @@ class Leader:
         """Kills `process` when rank 0 says nothing any more, unless it is 0."""
         self._process = process
 
-    def send(self, kind: str, *, digest: int = 0, text: str = "", decode_seconds: float = 0.0) -> None:
+    def send(self, kind: str, **values: Any) -> None:
+        """`values`: fields of Report."""
         with self._lock, contextlib.suppress(OSError):
-            self._pulse.sendall(report(kind, digest=digest, text=text, decode_seconds=decode_seconds))
+            self._pulse.sendall(report(kind, **values))
 
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
         while True:
-            self.send("beat")
+            self.send("beat", building=ops_build.building())
             end, heard = time.monotonic() + BEAT_SECONDS, False
             while (rest := end - time.monotonic()) > 0:
                 if select.select([self._pulse], [], [], rest)[0]:
@@ -128,7 +131,11 @@ def main() -> None:
         os.sched_setaffinity(0, start.place.cores)
     try:
         parts = build(
-            Path(start.model), start.config, progress=False, place=start.place, loaded=lambda: leader.send("loaded")
+            Path(start.model),
+            start.config,
+            progress=(lambda read, of: leader.send("loading", read=read, to_read=of)) if start.progress else False,
+            place=start.place,
+            loaded=lambda: leader.send("loaded"),
         )
         # On a CPU it would poll on a core that computes.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES

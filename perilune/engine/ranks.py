@@ -3,8 +3,9 @@
 Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs lead to each process, inherited, so
 nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
 every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
-nothing for SILENT_SECONDS, or that chooses other tokens ends the group: all are killed, and every request in flight
-gets the reason. Only silence counts, not a step that lasts: a build of kernels or a long prompt may take minutes.
+nothing for SILENT_SECONDS, that has not ended a step so long after rank 0 has, or that chooses other tokens ends the
+group: all are killed, and every request in flight gets the reason. A step that no rank ends may take as long as its
+tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is late.
 """
 
 import contextlib
@@ -36,12 +37,19 @@ from perilune.dist.peer_memory import ExchangeError
 from perilune.dist.slicing import Slicing
 from perilune.engine.order_ring import OrderWriter
 from perilune.engine.plan_wire import HEADER, MAX_FRAME_BYTES, Order, Writer
+from perilune.ops.harness import build
 
 log = logging.getLogger("perilune.engine")
+
+Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
+# For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
+# their error when a step never ends on ranks that are there otherwise.
+STEP_SECONDS = 30.0
+SECONDS_PER_TOKEN = 0.02
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
 CLOSE_SECONDS = 3.0  # for ranks to end by themselves
 MEASURED_STEPS = 512  # the last orders that are timed
@@ -77,18 +85,24 @@ class Start(msgspec.Struct, frozen=True):
     place: Place
     leader: int
     reader: int = 0  # its number in the ring of orders
+    progress: bool = False  # it reports what it has read of its weights
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
 
     decode_seconds  from the step's frame in memory to its plan
+    building        it compiles kernels: with "beat"
+    read, to_read   bytes of weights: with "loading"
     """
 
     kind: str
     digest: int = 0
     text: str = ""
     decode_seconds: float = 0.0
+    building: bool = False
+    read: int = 0
+    to_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +148,9 @@ class _Rank:
         self.frames = Frames(pulse)
         self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
         self.loaded = False
-        self.silent_seconds = 0.0
+        self.silent_seconds = self.late_seconds = 0.0
+        self.ended = 0  # steps, when they were last looked at
+        self.building = False
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -147,7 +163,20 @@ class Ranks:
     on_failure  called once, from a thread of this class, with the reason, before `check` knows it
     """
 
-    def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
+    def __init__(
+        self,
+        model: Path,
+        config: EngineConfig,
+        places: list[Place],
+        *,
+        owns_process: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        """`owns_process`: this process has a client that says what follows its end, and the other ranks may kill it when
+        it says nothing any more. `progress` gets (rank, bytes read, bytes to read) of the other ranks, from a thread."""
+        self._progress, self._supervised = progress, owns_process
+        self._sent = 0  # steps that all ranks are to run
+        self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
         self._writer = Writer()
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
@@ -163,10 +192,12 @@ class Ranks:
         self.on_failure: Callable[[str], None] | None = None
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
-        leader = os.getpid() if kills_leader else 0
+        leader = os.getpid() if owns_process else 0
         try:
             for place in places[1:]:
-                self._ranks.append(_spawn(Start(str(model), config, place, leader), self._ring))
+                self._ranks.append(
+                    _spawn(Start(str(model), config, place, leader, progress=progress is not None), self._ring)
+                )
         except BaseException:
             self.close()
             raise
@@ -184,6 +215,9 @@ class Ranks:
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
+        if kind == "plan":
+            self._tokens.append(plan.tokens)
+            self._sent += 1
         self._send(self._writer.plan(plan, kind))
         self._order_seconds.append(time.perf_counter() - begin)
 
@@ -294,13 +328,35 @@ class Ranks:
                 rank.silent_seconds = rank.silent_seconds + BEAT_SECONDS if quiet else 0.0
                 if rank.silent_seconds >= SILENT_SECONDS:
                     self._fail(f"{rank} has not answered for {SILENT_SECONDS:.0f} s")
+            if self._watching_silence:
+                self._watch_steps()
             heard.clear()
+
+    def _watch_steps(self) -> None:
+        """Called every BEAT_SECONDS."""
+        building = build.building() or any(rank.building for rank in self._ranks)
+        with self._lock:
+            own = self._read + len(self._own)
+            for rank in self._ranks:
+                ended = self._compared[rank.place.rank] + len(rank.digests)
+                late = ended == rank.ended and ended < self._sent and not building
+                rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
+                rank.ended = ended
+            rank = max(self._ranks, key=lambda rank: rank.late_seconds)
+            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max(self._tokens, default=0)
+        if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
+            self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
+        elif rank.late_seconds >= limit:
+            self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
 
     def _hear(self, rank: _Rank) -> None:
         try:
             for frame in rank.frames.arrived():
                 report = msgspec.msgpack.decode(frame, type=Report)
-                if report.kind == "loaded":
+                rank.building = report.building and report.kind == "beat"
+                if report.kind == "loading" and self._progress is not None:
+                    self._progress(rank.place.rank, report.read, report.to_read)
+                elif report.kind == "loaded":
                     rank.loaded = True
                 elif report.kind == "digest":
                     with self._lock:
@@ -335,7 +391,8 @@ class Ranks:
         with self._lock:
             if self.failure is not None or self._closing:
                 return
-            why = f"the engine stopped: {why}; its other ranks were ended too: start it again"
+            remedy = "" if self._supervised else "; start it again"
+            why = f"the engine stopped: {why}; its other ranks were ended too{remedy}"
             for rank in self._ranks:
                 rank.process.kill()
             if self.on_failure is not None:
