@@ -172,8 +172,8 @@ class Ranks:
         owns_process: bool,
         progress: Progress | None = None,
     ) -> None:
-        """`owns_process`: this process has a client that says what follows its end, and the other ranks may kill it when
-        it says nothing any more. `progress` gets (rank, bytes read, bytes to read) of the other ranks, from a thread."""
+        """`owns_process`: this process has a client that says what follows its end, and the other ranks may kill it
+        when it says nothing any more. `progress` gets (rank, bytes read, bytes to read) of others, from a thread."""
         self._progress, self._supervised = progress, owns_process
         self._sent = 0  # steps that all ranks are to run
         self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
