@@ -1,21 +1,24 @@
-"""Decode time per layer of a large shape on real tensor-parallel ranks, exchanges included, with random weights.
+"""Time per layer of a large shape on real tensor-parallel ranks, exchanges included, with random weights.
 
 The engine runs twice, with n layers and with a few less, each rank a process on a GPU of its own; the difference of the
-two decode graphs' replay times, over the layers between, is one MoE layer (see microscope.py for one GPU). All ranks
-replay at once, because their graphs wait for each other. Tokens are random, so routing is near uniform.
+two decode graphs' replay times, or of the times of a prompt in one step, over the layers between, is one MoE layer (see
+microscope.py for one GPU). All ranks replay at once, because their graphs wait for each other. Tokens are random, so
+routing is near uniform.
 """
 
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from perilune.bench import ledger
 from perilune.bench.decode import expert_format, footprint
-from perilune.bench.microscope import CEILING_TB_S, STEP, STEPS, WARM_UP
+from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, slice_of
+from perilune.bench.prefill import PROMPTS, layer_flops
+from perilune.bench.shapes import shape
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
@@ -42,33 +45,93 @@ def measure(
     name: str, layers: int, config: Mapping[str, Any], batches: list[int], context: int, report: Report
 ) -> list[dict[str, Any]]:
     """One row for each batch size. `config`: keys of EngineConfig, with tp or ep."""
-    if layers < 3:
-        raise ConfigError(f"layers must be at least 3, not {layers}: the difference of two engines is measured")
-    apart = min(STEP, (layers - 1) // 2)
+    settings = {"max_num_seqs": max(batches), "max_model_len": context + WARM_UP + STEPS + 64, **config}
+    found: list[dict[int, _Run]] = []
+    common: dict[str, Any] = {}
+    apart = _apart(layers)
+    for engine in _engines(name, layers, settings, report):
+        engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
+        found.append({batch: _run(engine, batch, context) for batch in batches})
+        common = common or _common(engine, name, layers)
+    return [_row(common, found[0][b], found[1][b], (b, context, apart), report) for b in batches]
+
+
+def prefill(
+    name: str, layers: int, config: Mapping[str, Any], lengths: list[int], report: Report
+) -> list[dict[str, Any]]:
+    """As `measure`: one row for each length of a prompt, which is computed in one step."""
+    longest = max(lengths)
     settings = {
-        "seed": 1,
-        "draft": "off",
-        "max_num_seqs": max(batches),
-        "max_model_len": context + WARM_UP + STEPS + 64,
-        "prefix_cache": True,
+        "max_num_seqs": 1,
+        "max_model_len": longest + 64,
+        "max_step_tokens": longest,
+        "prefix_cache": False,
+        "rest_dtype": "dtype",
         **config,
     }
-    found: dict[int, dict[int, _Run]] = {}
+    found: list[dict[int, float]] = []
     common: dict[str, Any] = {}
-    for count in (layers, layers - apart):
+    for engine in _engines(name, layers, settings, report):
+        times = {n: [_prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
+        found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
+        common = common or _common(engine, name, layers)
+    rows, apart = [], _apart(layers)
+    for n in lengths:
+        ms = (found[0][n] - found[1][n]) / apart * 1e3
+        flops = layer_flops(slice_of(shape(name, layers), common["tp"]), n)
+        row = common | {
+            "bench": "prefill",
+            "tokens": n,
+            "cached": 0,
+            "ms_per_layer": round(ms, 3),
+            "tflops": round(flops / ms / 1e9, 1),
+            "fraction": round(flops / CEILING_TFLOP_S / 1e9 / ms, 4),
+            "step_ms": round(found[0][n] * 1e3, 3),
+            "tokens_per_s": round(n / found[0][n], 1),
+            "ceiling_tflops": CEILING_TFLOP_S,
+            "method": f"(step of {layers} layers - step of {layers - apart}) / {apart}, medians of {PROMPTS - 1} "
+            "prompts; tflops of one rank; random weights",
+            **ledger.circumstances(),
+        }
+        report(
+            f"tp {row['tp']} ep {row['ep']} ({row['exchange']}), prefill {n}: {ms:.2f} ms per layer, {row['tflops']} "
+            f"TFLOP/s on each rank ({100 * row['fraction']:.0f} % of {CEILING_TFLOP_S:.0f})"
+        )
+        rows.append(row)
+    return rows
+
+
+def _apart(layers: int) -> int:
+    """Layers between the two engines."""
+    if layers < 3:
+        raise ConfigError(f"layers must be at least 3, not {layers}: the difference of two engines is measured")
+    return min(STEP, (layers - 1) // 2)
+
+
+def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) -> Iterator[Engine]:
+    """An engine with all the layers, then one with fewer; each is closed when the next is asked for."""
+    for count in (layers, layers - _apart(layers)):
         with directory(name, count) as path:
             begin = time.perf_counter()
-            engine = Engine(path, build(EngineConfig, settings))
-            report(
-                f"{count} layers: started in {time.perf_counter() - begin:.1f} s, exchange {engine.runner.group.name}"
-            )
+            engine = Engine(path, build(EngineConfig, {"seed": 1, "draft": "off", **config}))
             try:
-                engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
-                found[count] = {batch: _run(engine, batch, context) for batch in batches}
-                common = common or _common(engine, name, layers)
+                seconds, exchange = time.perf_counter() - begin, engine.runner.group.name
+                report(f"{count} layers: started in {seconds:.1f} s, exchange {exchange}")
+                yield engine
             finally:
                 engine.close()
-    return [_row(common, found[layers][b], found[layers - apart][b], (b, context, apart), report) for b in batches]
+
+
+def _prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
+    """Of a prompt, until its first token has come."""
+    rng = random.Random(turn)
+    prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
+    engine.submit(Submit(turn, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+    begin = time.perf_counter()
+    while engine.busy:
+        if errors := [d.error for d in engine.step() if d.error]:
+            raise EngineError(f"the measured prompt fails: {errors[0]}")
+    return time.perf_counter() - begin
 
 
 def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:

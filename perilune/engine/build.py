@@ -95,6 +95,7 @@ class Parts:
             declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
+            exchange=self.runner.group.name,
         )
 
 
