@@ -171,6 +171,7 @@ class Nccl(_Process):
     def __init__(self, slicing: Slicing, processes: Any) -> None:
         super().__init__(slicing, processes)
         self._memory: peer_memory.PeerMemory | None = None
+        self._ended = False
 
     def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
         """From now on partial outputs are added over peer memory; if there is none, one line of the log says why. Every
@@ -191,13 +192,15 @@ class Nccl(_Process):
     def abort(self) -> None:
         if self._memory is not None:
             self._memory.end()  # first: NCCL's kernels follow those that wait for peers
+        self._ended = True
         super().abort()
 
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
-        self._processes.shutdown()
+        if not self._ended:
+            self._processes.shutdown()
         super().close()
 
 

@@ -38,7 +38,7 @@ from perilune.kv.pages import Pages
 from perilune.kv.transfer import Transfer
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
-from perilune.loading.load import load
+from perilune.loading.load import load, own_cuts
 from perilune.loading.progress import Bar, Report
 from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
@@ -125,6 +125,8 @@ def build(
         ops_build.check_nvcc(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
+        if source is load and config.ranks > 1:  # before processes are started
+            own_cuts(KimiConfig.from_directory(model_dir), Slicing(0, config.ranks, config.ep > 1), model_dir)
         if source is load:
             config = fitted(model_dir, config, device, choices, show=progress is True)
     with contextlib.ExitStack() as shown:
