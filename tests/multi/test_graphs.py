@@ -12,9 +12,9 @@ from perilune.core.errors import EngineError
 from perilune.core.step import MAX_DRAFTS
 from perilune.dist.group import ALONE
 from perilune.engine import build, ranks
-from perilune.engine.cost_table import capture_first
 from perilune.engine.graphs.decode import CHAIN_COLUMN
 from perilune.engine.graphs.self_test import Probe, check, check_chains
+from perilune.engine.step_times.cost_table import capture_first
 from tests.cpu.engine.test_graphs import Running, Uncaptured
 from tests.cpu.speculation.test_speculation import PROMPTS
 from tests.multi.conftest import CONFIG
