@@ -226,6 +226,7 @@ def join(
     if slicing.ranks == 1:
         return ALONE
     store = torch_dist.FileStore(str(meeting), slicing.ranks)  # type: ignore[attr-defined]  # torch's stubs lack it
+    store.set_timeout(TIMEOUT)  # by default 300 s, in which a slower rank may still read its weights
     if device.type == "cuda" and not shared:
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -81,6 +81,7 @@ def test_a_rank_that_chooses_another_token_is_an_error(monkeypatch: pytest.Monke
         ("hanging", r"a step has not ended on rank 1 of 2 \(process \d+\) for \d+ s"),
         ("late", r"rank 1 of 2 \(process \d+\) has not ended a step that rank 0 ended \d+ s ago"),
     ],
+    ids=["by no rank", "by one rank"],
 )
 def test_a_step_that_never_ends_is_an_error_though_its_rank_says_that_it_is_there(
     monkeypatch: pytest.MonkeyPatch, module: str, why: str
