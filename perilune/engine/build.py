@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +98,7 @@ class Parts:
             tp=self.runner.group.ranks,
             ep=config.ep,
             exchange=self.runner.group.name,
+            pids=(os.getpid(), *(() if self.ranks is None else self.ranks.pids)),
         )
 
 

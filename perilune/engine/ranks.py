@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError, EngineError
+from perilune.core.errors import ConfigError, EngineError, signal_note
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
 from perilune.dist.peer_memory import ExchangeError
@@ -160,7 +160,8 @@ class _Rank:
 class Ranks:
     """All but rank 0. Orders come from one thread at a time.
 
-    on_failure  called once, from a thread of this class, with the reason, before `check` knows it
+    on_failure  called once, from a thread of this class, with the reason, before `check` knows it. It does not ask to
+                start the engine again, as `check` does: a server does that by itself
     """
 
     def __init__(
@@ -172,9 +173,9 @@ class Ranks:
         owns_process: bool,
         progress: Progress | None = None,
     ) -> None:
-        """`owns_process`: this process has a client that says what follows its end, and the other ranks may kill it
-        when it says nothing any more. `progress` gets (rank, bytes read, bytes to read) of others, from a thread."""
-        self._progress, self._supervised = progress, owns_process
+        """`owns_process`: the other ranks may kill this process when it says nothing any more. `progress` gets (rank,
+        bytes read, bytes to read) of others, from a thread."""
+        self._progress = progress
         self._sent = 0  # steps that all ranks are to run
         self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
         self._writer = Writer()
@@ -209,6 +210,10 @@ class Ranks:
         """Of all ranks, in order; empty on a CPU."""
         places = (self.place, *(rank.place for rank in self._ranks))
         return [place.gpu for place in places if place.gpu is not None]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(rank.process.pid for rank in self._ranks)
 
     # ---- orders
 
@@ -391,13 +396,12 @@ class Ranks:
         with self._lock:
             if self.failure is not None or self._closing:
                 return
-            remedy = "" if self._supervised else "; start it again"
-            why = f"the engine stopped: {why}; its other ranks were ended too{remedy}"
+            why = f"the engine stopped: {why}; its other ranks were ended too"
             for rank in self._ranks:
                 rank.process.kill()
             if self.on_failure is not None:
                 self.on_failure(why)
-            self.failure = why
+            self.failure = f"{why}: start it again"
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         self._over.set()
@@ -449,7 +453,7 @@ def _ending(process: "subprocess.Popen[bytes]") -> str:
         code = process.wait(BEAT_SECONDS)
     except subprocess.TimeoutExpired:
         return "closed its connection"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"ended by {signal.Signals(-code).name}{signal_note(code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def report(kind: str, **values: Any) -> bytes:

@@ -70,7 +70,7 @@ def test_a_rank_that_chooses_another_token_is_an_error(monkeypatch: pytest.Monke
     pids = processes(llm)
     error, _ = fails(llm, lambda: None)
     assert error.startswith(f"the engine stopped: rank 1 of 2 (process {pids[0]}) chose other tokens than rank 0")
-    assert error.endswith("; start it again")
+    assert error.endswith(": start it again")
     llm.close()
     assert gone(pids)
 
