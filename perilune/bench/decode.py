@@ -121,7 +121,7 @@ def measure(
                 "acceptance_length": round(timed.accepted, 3),
                 "acceptance": "measured",
                 "draft_ms": round(timed.drafting * 1e3, 4),
-                "expert_format": _expert_format(runner.model),
+                "expert_format": expert_format(runner.model),
                 "rest_dtype": engine.config.dtype,
                 "kv_dtype": engine.config.kv_dtype,
                 "distinct_experts": round(foot.distinct(batch), 2),
@@ -211,7 +211,7 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
         accepted=1 + accepted / verified if verified else 1.0,
         drafting=(engine.drafting_seconds - spent) / steps,
         host=statistics.median(hosts),
-        device=None if graph is None else engine.runner.call(_replay_seconds, graph),
+        device=_device_seconds(engine, graph),
     )
 
 
@@ -224,6 +224,14 @@ def _orders(engine: Engine, report: Callable[[str], None]) -> dict[str, float]:
         f"orders: {costs.send * 1e6:.1f} us a step to send its plan to other ranks, {costs.decode * 1e6:.1f} to read it"
     )
     return {"order_send_us": round(costs.send * 1e6, 1), "order_read_us": round(costs.decode * 1e6, 1)}
+
+
+def _device_seconds(engine: Engine, graph: Graph | None) -> float | None:
+    """Of a step's graph; `graph` was the latest in the middle. With several ranks the last one, which all ranks replay:
+    the last step has no drafts, so it shows nothing of one with drafts."""
+    if engine.info.tp > 1:
+        return engine.runner.time_graph(REPLAYS) if engine.config.draft == "off" else None
+    return None if graph is None else engine.runner.call(_replay_seconds, graph)
 
 
 def _replay_seconds(graph: Graph) -> float:
@@ -247,7 +255,8 @@ _FORMATS = {
 }
 
 
-def _expert_format(model: KimiK2) -> str:
+def expert_format(model: KimiK2) -> str:
+    """As rows of the ledger say it."""
     kinds = {type(layer.ffn.experts) for layer in model.weights.layers if isinstance(layer.ffn, Moe)}
     return "+".join(sorted(_FORMATS[kind] for kind in kinds)) or "none"
 

@@ -206,6 +206,9 @@ class Endpoint:
         length, owner = entry.get("max_model_len"), entry.get("owned_by")
         self.max_model_len = length if isinstance(length, int) and length > 0 else None
         self.owner = owner if isinstance(owner, str) else ""
+        for name, kind in (("tp", int), ("ep", int), ("exchange", str)):
+            if isinstance(value := entry.get(name), kind):
+                self.marks[name] = value[:MAX_MESSAGE] if isinstance(value, str) else value
         if isinstance(made := entry.get("synthetic"), str):
             self.marks["synthetic"] = made[:MAX_MESSAGE]
         if isinstance(declared := entry.get("declared_acceptance"), int | float):

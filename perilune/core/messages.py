@@ -196,6 +196,7 @@ class EngineInfo:
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
     tp: int = 1  # ranks that run
     ep: int = 1  # of these, how many share out whole experts
+    exchange: str = "none"  # how ranks add their partial outputs, as rows of the ledger say
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
     pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
@@ -208,10 +209,14 @@ class EngineInfo:
 
     @property
     def marks(self) -> dict[str, str | float | None]:
-        """What /health and the list of models say of random weights; nothing of a real model."""
-        if not self.synthetic:
-            return {}
-        return {"synthetic": self.synthetic, "declared_acceptance": self.declared_acceptance}
+        """What /health and the list of models say of random weights, and of several ranks; nothing of a real model on
+        one."""
+        found: dict[str, str | float | None] = {}
+        if self.tp > 1:
+            found |= {"tp": self.tp, "ep": self.ep, "exchange": self.exchange}
+        if self.synthetic:
+            found |= {"synthetic": self.synthetic, "declared_acceptance": self.declared_acceptance}
+        return found
 
     @property
     def fingerprint(self) -> str:

@@ -4,6 +4,7 @@ Every call is made by all ranks in the same order with the same shapes, on the s
 in a CUDA graph. Sums have the same bits on every rank, so what is computed from them is the same everywhere.
 """
 
+import logging
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -13,19 +14,27 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from perilune.dist import peer_memory
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.ops.exchange.peers import Peers
 
-# Longer: a rank that waits for a dead one is found out by engine/ranks.py, which ends the group within 10 s; this only
+log = logging.getLogger("perilune.dist")
+
+# Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone. `name`: how it
-    exchanges, as rows of the ledger say."""
+    """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone.
+
+    name   how partial outputs are added, as rows of the ledger say
+    peers  the ranks as ops add partial outputs over their memory; None: with `sum`
+    """
 
     slicing: Slicing
     name: str
+    peers: Peers | None
 
     @property
     def ranks(self) -> int: ...
@@ -42,11 +51,17 @@ class Group(Protocol):
         """Rank 0's x, in place."""
         ...
 
+    def check(self) -> None:
+        """ExchangeError if a sum over peer memory ended without another rank's part. It waits for nothing."""
+        ...
+
     def abort(self) -> None:
         """Ends calls in flight, with any result. From any thread."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """To be called where the processes of all other ranks have ended."""
+        ...
 
 
 def total(group: Group, x: Tensor) -> Tensor:
@@ -75,6 +90,7 @@ class Alone:
 
     slicing, name = WHOLE, "none"
     ranks = 1
+    peers: Peers | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -84,6 +100,8 @@ class Alone:
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x
+
+    def check(self) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -97,6 +115,7 @@ class _Process:
     """Over a process group of torch's."""
 
     name: str
+    peers: Peers | None = None
 
     def __init__(self, slicing: Slicing, processes: Any) -> None:
         """`processes`: a torch_dist.ProcessGroupGloo or ProcessGroupNCCL, which have no common type in its stubs."""
@@ -121,6 +140,8 @@ class _Process:
         self._wait(self._processes.broadcast([x], options))
         return x
 
+    def check(self) -> None: ...
+
     def abort(self) -> None:
         self._processes.abort()
 
@@ -143,12 +164,43 @@ class Gloo(_Process):
 
 
 class Nccl(_Process):
-    """Between GPUs of one host."""
+    """Between GPUs of one host: sums of partial outputs over peer memory where there is some, all else over NCCL."""
 
     name = "nccl"
 
+    def __init__(self, slicing: Slicing, processes: Any) -> None:
+        super().__init__(slicing, processes)
+        self._memory: peer_memory.PeerMemory | None = None
+        self._ended = False
+
+    def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
+        """From now on partial outputs are added over peer memory; if there is none, one line of the log says why. Every
+        rank calls it. `refusal`: why this rank cannot."""
+        rank, ranks = self.slicing.rank, self.slicing.ranks
+        device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        found = peer_memory.connect(rank, ranks, device, swap, TIMEOUT.total_seconds(), refusal=refusal)
+        if isinstance(found, peer_memory.PeerMemory):
+            self._memory, self.name = found, "peer"
+            self.peers = Peers(rank, ranks, self.gather, found.mailboxes)
+        elif rank == 0:
+            log.warning("%d ranks add partial outputs through NCCL, not over peer memory: %s", ranks, found)
+
+    def check(self) -> None:
+        if self._memory is not None:
+            self._memory.check()
+
+    def abort(self) -> None:
+        if self._memory is not None:
+            self._memory.end()  # first: NCCL's kernels follow those that wait for peers
+        self._ended = True
+        super().abort()
+
     def close(self) -> None:
-        self._processes.shutdown()
+        if self._memory is not None:
+            self._memory.close(lambda own: [own])
+            self._memory = self.peers = None
+        if not self._ended:
+            self._processes.shutdown()
         super().close()
 
 
@@ -165,19 +217,25 @@ class GlooOnGpu(Gloo):
         return x.copy_(super().broadcast(x.cpu()))
 
 
-def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False) -> Group:
+def join(
+    slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = ""
+) -> Group:
     """The group of this rank; waits for the others. `meeting` is a file, not there yet, in a directory that only this
-    user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU."""
+    user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU. `no_peers`:
+    why this rank cannot use peer memory."""
     if slicing.ranks == 1:
         return ALONE
     store = torch_dist.FileStore(str(meeting), slicing.ranks)  # type: ignore[attr-defined]  # torch's stubs lack it
+    store.set_timeout(TIMEOUT)  # by default 300 s, in which a slower rank may still read its weights
     if device.type == "cuda" and not shared:
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         wanted = torch_dist.ProcessGroupNCCL.Options()
         wanted._timeout = TIMEOUT
-        return Nccl(slicing, torch_dist.ProcessGroupNCCL(store, slicing.rank, slicing.ranks, wanted))
+        group = Nccl(slicing, torch_dist.ProcessGroupNCCL(store, slicing.rank, slicing.ranks, wanted))
+        group.connect(device, peer_memory.over_store(store, slicing.rank, slicing.ranks, "peers"), no_peers)
+        return group
     options = torch_dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # nor this
     options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT

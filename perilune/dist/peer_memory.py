@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import ConfigError, EngineError
-from perilune.ops.harness import build
-from perilune.ops.exchange.peers import Mailboxes, Peers
 from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE
+from perilune.ops.exchange.peers import ENDED, Mailboxes, Peers
+from perilune.ops.harness import build
 
 log = logging.getLogger("perilune.dist")
 
@@ -26,6 +26,10 @@ Gather = Callable[[Tensor], Tensor]
 WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
 HANDLE_BYTES, DEVICE_BYTES = 64, 16
 RANKS = (2, 4, 8)  # that the kernels are compiled for
+
+
+class ExchangeError(EngineError):
+    """An exchange ended without a peer's part: the sums since then are NaN."""
 
 
 class Store(Protocol):
@@ -60,26 +64,34 @@ class PeerMemory:
         self._rank, self._addresses, self._device = rank, addresses, device
 
     def check(self) -> None:
-        """EngineError if a peer did not answer in time. It costs a read of host memory: no launch is waited for."""
-        if peer := int(self.mailboxes.failed):
-            raise EngineError(
+        """ExchangeError if a peer did not answer in time, or after `end`. It costs a read of host memory: no launch is
+        waited for."""
+        peer = int(self.mailboxes.failed)
+        if peer == ENDED:
+            raise ExchangeError(f"exchanges of rank {self._rank} were ended, because another rank is lost")
+        if peer:
+            raise ExchangeError(
                 f"rank {peer - 1} did not answer rank {self._rank} within the exchange's time limit: it has ended or "
                 "hangs; restart all ranks"
             )
 
+    def end(self) -> None:
+        """Ends all waits for peers, with NaN. From any thread."""
+        self.mailboxes.end()
+
     def close(self, swap: Swap) -> None:
-        """Frees the memory, after all ranks have called it. Not after a failure: then the process must end."""
+        """Frees the memory, after all ranks have called it, or where the processes of all others have ended."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
         _release(self._rank, self._addresses, self._device, swap)
 
 
 def connect(
-    rank: int, ranks: int, device: torch.device, swap: Swap, wait_seconds: float = WAIT_SECONDS
+    rank: int, ranks: int, device: torch.device, swap: Swap, wait_seconds: float = WAIT_SECONDS, *, refusal: str = ""
 ) -> PeerMemory | str:
     """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
-    on all ranks if two of them use one GPU."""
-    own, address, why = _create(ranks, device)
+    on all ranks if two of them use one GPU. `refusal`: why this rank wants none."""
+    own, address, why = (b"", 0, refusal) if refusal else _create(ranks, device)
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
     names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]

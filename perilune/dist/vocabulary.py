@@ -25,10 +25,10 @@ class Vocabulary:
         self._own = group.slicing.part(size)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids [T] int64 -> [T, D], zeros for an id outside the vocabulary; table [V / N, D]."""
+        """ids [T] int64 -> this rank's part of [T, D]: zeros for ids of other ranks; table [V / N, D]."""
         inside = (ids >= self._own.start) & (ids < self._own.stop)
         rows = embed((ids - self._own.start).clamp(0, len(table) - 1), table)
-        return self._group.sum(torch.where(inside.unsqueeze(1), rows, 0))
+        return torch.where(inside.unsqueeze(1), rows, 0)
 
     def whole(self, logits: Tensor) -> Tensor:
         """[R, V / N] -> [R, V]."""
@@ -67,18 +67,30 @@ class Vocabulary:
         """As ops/drafts/argmax_probability, of [S, V / N]."""
         if not self.split:
             return argmax_probability.argmax_probability(logits)
-        ids, best = self._largest(logits)
-        sums = self._group.sum((logits - best.unsqueeze(1)).exp().sum(1))
-        return ids.clamp_min(0), torch.where(ids < 0, 0, 1 / sums)
+        own = logits.amax(1)
+        sums = (logits - own.nan_to_num(neginf=0.0).unsqueeze(1)).exp().sum(1)  # 0 where all logits are -inf
+        # One exchange: every rank's sum is relative to its own largest logit.
+        found = self._gathered(logits, own, sums)
+        ids, best = self._first(found)
+        values, _, parts = found.unbind(1)
+        return ids.clamp_min(0), torch.where(ids < 0, 0, 1 / (parts * (values - best).exp()).sum(0)).float()
 
     def _largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(the id [R] of the largest logit of all ranks, the lowest of equal ones, -1 if it is not finite; that logit
         [R]: nan if any is)."""
+        ids, best = self._first(self._gathered(logits, logits.amax(1)))
+        return ids, best.float()
+
+    def _gathered(self, logits: Tensor, best: Tensor, *more: Tensor) -> Tensor:
+        """[ranks, 2 or more, R] float64: every rank's `best` [R], its id, `more`."""
         ids = argmax.argmax(logits).clamp_min(0) + self._own.start
-        values, all_ids = self._group.gather(torch.stack([logits.amax(1).double(), ids.double()])).unbind(1)
-        best = values.amax(0)
-        first = torch.where(values == best, all_ids, self.size).amin(0).long()
-        return torch.where(best.isfinite(), first, -1), best.float()
+        return self._group.gather(torch.stack([t.double() for t in (best, ids, *more)]))
+
+    def _first(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_largest`; the logit in float64."""
+        best = gathered[:, 0].amax(0)
+        first = torch.where(gathered[:, 0] == best, gathered[:, 1], self.size).amin(0).long()
+        return torch.where(best.isfinite(), first, -1), best
 
 
 ONE_RANK = Vocabulary(ALONE, 0)

@@ -1,5 +1,7 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
+import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -15,10 +17,11 @@ from perilune.core.errors import ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
+from perilune.engine import exclusive_kernels
 from perilune.engine.fit import fewest_gpus, fitted
 from perilune.engine.kv_tiers.open import open_tiers
 from perilune.engine.masks import Grammars
-from perilune.engine.ranks import Place, Ranks, places
+from perilune.engine.ranks import Place, Progress, Ranks, places
 from perilune.engine.resolve import (
     Choices,
     free_bytes,
@@ -37,11 +40,13 @@ from perilune.kv.pages import Pages
 from perilune.kv.transfer import Transfer
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
-from perilune.loading.load import load
+from perilune.loading.load import load, own_cuts
+from perilune.loading.progress import Bar, Report
 from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
+from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.harness import build as ops_build
 from perilune.ops.harness import registry
 from perilune.ops.layouts import latent_cache
@@ -59,7 +64,7 @@ class Source(Protocol):
     """Where an engine's configuration and weights come from: loading.load.load, or a function with its signature."""
 
     def __call__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool, slicing: Slicing
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool | Report, slicing: Slicing
     ) -> tuple[KimiConfig, Weights]: ...
 
 
@@ -92,6 +97,7 @@ class Parts:
             declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
+            exchange=self.runner.group.name,
             pids=(os.getpid(), *(() if self.ranks is None else self.ranks.pids)),
         )
 
@@ -100,15 +106,15 @@ def build(
     model_dir: Path,
     config: EngineConfig,
     *,
-    progress: bool,
+    progress: bool | Report,
     source: Source = load,
     place: Place | None = None,
     loaded: Callable[[], None] = lambda: None,
     owns_process: bool = False,
 ) -> Parts:
     """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
-    it has its weights. `source` brings the weights; the other ranks use `load`. `owns_process` as in Engine. Raises
-    ConfigError and CheckpointError."""
+    it has its weights. `source` brings the weights; the other ranks use `load`. `progress` as of `load`: with several
+    ranks a bar shows what all read together. `owns_process` as in Engine. Raises ConfigError and CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     mark = synthetic.read(model_dir)
@@ -122,24 +128,37 @@ def build(
         ops_build.check_nvcc(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
+        if source is load and config.ranks > 1:  # before processes are started
+            own_cuts(KimiConfig.from_directory(model_dir), Slicing(0, config.ranks, config.ep > 1), model_dir)
         if source is load:
-            config = fitted(model_dir, config, device, choices, show=progress)
-        place, ranks = _start_ranks(model_dir, config, device, owns_process)
-    if place.gpu is not None:
-        torch.cuda.set_device(place.gpu)
-    if ranks is not None:
-        loaded = ranks.wait_loaded
-    try:
-        return _build(
-            _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
-            progress,
-            source,
-            loaded,
-        )
-    except BaseException:
+            config = fitted(model_dir, config, device, choices, show=progress is True)
+    with contextlib.ExitStack() as shown:
+        of_all = None
+        if place is None:
+            if progress is True and config.ranks > 1 and mark is None:
+                of_all = shown.enter_context(Bar(f"{model_dir.name} on {config.ranks} ranks")).report
+                progress = partial(of_all, 0)
+            place, ranks = _start_ranks(model_dir, config, device, owns_process, of_all)
+        if place.gpu is not None:
+            torch.cuda.set_device(place.gpu)
         if ranks is not None:
-            ranks.close()
-        raise
+            wait_loaded = ranks.wait_loaded
+
+            def loaded() -> None:
+                wait_loaded()
+                shown.close()
+
+        try:
+            return _build(
+                _Task(model_dir, config, choices, device, place, ranks, "" if mark is None else str(mark)),
+                progress,
+                source,
+                loaded,
+            )
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,27 +192,31 @@ def _gpus(config: EngineConfig) -> list[int]:
 
 
 def _start_ranks(
-    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool
+    model_dir: Path, config: EngineConfig, device: torch.device, owns_process: bool, progress: Progress | None
 ) -> tuple[Place, Ranks | None]:
     gpus = None
     if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
         gpus = _gpus(config)
-        _warn_without_peers(gpus[: config.ranks], device)
     found = places(config, gpus)
     if config.ranks == 1:
         return found[0], None
-    return found[0], Ranks(model_dir, config, found, kills_leader=owns_process)
+    return found[0], Ranks(model_dir, config, found, owns_process=owns_process, progress=progress)
 
 
-def _warn_without_peers(gpus: list[int], device: torch.device) -> None:
-    """One line if GPUs cannot read each other's memory: NCCL then goes through the host's."""
-    pairs = [(a, b) for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    if pairs:
-        a, b = pairs[0]
-        log.warning("GPU %d cannot read GPU %d's memory: ranks exchange through NCCL and host memory, slowly", a, b)
+def _no_peers(task: _Task) -> str:
+    """Why this rank cannot add partial outputs over peer memory; empty if it can, as far as it knows."""
+    if task.config.ops.get(exchange.NAME, exchange.KERNEL) != exchange.KERNEL:
+        return f"{exchange.NAME} is set to {task.config.ops[exchange.NAME]}"
+    if task.device.type == "cuda" and exclusive_kernels.taken(torch.device("cuda", torch.cuda.current_device())):
+        return "another engine of this process runs on the GPU"
+    gpus = [] if task.ranks is None else task.ranks.gpus
+    for a, b in itertools.permutations(gpus, 2):
+        if a != b and not torch.cuda.can_device_access_peer(a, b):
+            return f"GPU {a} cannot read GPU {b}'s memory"
+    return ""
 
 
-def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], None]) -> Parts:
+def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callable[[], None]) -> Parts:
     model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
     config, drafter_dir = resolve_draft(config, model_dir, device, choices)
@@ -208,7 +231,9 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
 
     def meet() -> Group:
         loaded()
-        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared)
+        group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared, no_peers=_no_peers(task))
+        if group.ranks > 1:
+            choices.note("exchange", group.name, f"how {group.ranks} ranks add their partial outputs")
         least(group, 0)  # all have joined: another rank may still read the file where they meet before that
         if task.ranks is not None:
             task.ranks.joined(group)

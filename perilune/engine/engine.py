@@ -166,6 +166,7 @@ class Engine:
         """Waits for the step's result and gives it to the scheduler and the observers."""
         begin = time.perf_counter()
         readout = queued.result().wait()
+        self.runner.group.check()
         self.waiting_seconds += time.perf_counter() - begin
         result = readout.result()
         if self._ranks is not None:

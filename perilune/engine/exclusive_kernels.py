@@ -40,6 +40,13 @@ def claim(device: torch.device, holder: object) -> Mapping[str, str]:
     return {}
 
 
+def taken(device: torch.device) -> bool:
+    """Whether an engine of this process has the exclusive kernels of `device`."""
+    with _lock:
+        found = _holders.get(device)
+        return found is not None and found() is not None
+
+
 def release(holder: object) -> None:
     """The next engine gets the exclusive kernels. To be called when `holder` closes, or before the start of another
     engine that never runs at the same time."""

@@ -30,7 +30,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """What rank 0 has the other ranks do, in order.
 
     kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
-             "drafter": from now on the draft model goes along (`number` 1), or not (0); "close": end
+             "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
+             last, in `number` rounds, for measurements; "close": end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     rows     the plan's work
     """
@@ -55,8 +56,7 @@ class Writer:
         return self.order(Order(kind, plan.step, plan.chain, plan.min_confidence, plan.host, rows))
 
     def order(self, order: Order) -> bytes:
-        body = self._encoder.encode(order)
-        return HEADER.pack(len(body)) + body
+        return self._encoder.encode(order)
 
     def _row(self, w: Work) -> Any:
         known, blocks = self._known.get(w.slot), w.blocks

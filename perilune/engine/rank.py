@@ -1,12 +1,11 @@
 """A rank other than 0: loads its part of the model and runs the steps that rank 0 plans.
 
-Started by engine/ranks.py as `python -m perilune.engine.rank ORDERS PULSE`, two socket descriptors. It ends when rank 0
-says so, is gone, or says nothing any more.
+Started by engine/ranks.py as `python -m perilune.engine.rank WAKE PULSE RING`: descriptors of two sockets and of the
+shared memory of orders. It ends when rank 0 says so, is gone, or says nothing any more.
 """
 
 import contextlib
 import os
-import queue
 import select
 import signal
 import socket
@@ -16,16 +15,21 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from perilune.core.errors import EngineError, PeriluneError
+from perilune.dist.peer_memory import ExchangeError
 from perilune.engine.build import build
+from perilune.engine.order_ring import SPIN_SECONDS, OrderReader
 from perilune.engine.plan_wire import Order, Reader
 from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
 from perilune.engine.readout import Readout
 from perilune.engine.runner import Runner
+from perilune.ops.harness import build as ops_build
 
+POLLING_CORES = 4  # Fewer: polling for orders would take a core from the threads that launch and report.
 BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another rank, which rank 0 has to see first
 
 
@@ -41,14 +45,15 @@ class Leader:
         """Kills `process` when rank 0 says nothing any more, unless it is 0."""
         self._process = process
 
-    def send(self, kind: str, *, digest: int = 0, text: str = "", decode_seconds: float = 0.0) -> None:
+    def send(self, kind: str, **values: Any) -> None:
+        """`values`: fields of Report."""
         with self._lock, contextlib.suppress(OSError):
-            self._pulse.sendall(report(kind, digest=digest, text=text, decode_seconds=decode_seconds))
+            self._pulse.sendall(report(kind, **values))
 
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
         while True:
-            self.send("beat")
+            self.send("beat", building=ops_build.building())
             end, heard = time.monotonic() + BEAT_SECONDS, False
             while (rest := end - time.monotonic()) > 0:
                 if select.select([self._pulse], [], [], rest)[0]:
@@ -67,7 +72,7 @@ class Leader:
                 os._exit(1)
 
 
-def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Leader) -> None:
+def follow(runner: Runner, orders: OrderReader, leader: Leader) -> None:
     """Runs what rank 0 orders, until it says that this is all. Digests are sent by a thread of their own, as soon as a
     step is over."""
     reader, drafter = Reader(), runner.drafter
@@ -75,7 +80,9 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
 
     def finish(queued: "Future[Readout]", counts: bool, decode_seconds: float) -> None:
         try:
-            result = queued.result().wait().result()
+            readout = queued.result().wait()
+            runner.group.check()
+            result = readout.result()
         except BaseException as e:
             fail(leader, e)
             return
@@ -83,7 +90,8 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
             leader.send("digest", digest=result.digest, decode_seconds=decode_seconds)
 
     with ThreadPoolExecutor(1, "perilune-digests") as reporting:
-        while (body := orders.get()) is not None:
+        while True:
+            body = orders.next()
             begin = time.perf_counter()
             order: Order = reader.order(body)
             if order.kind in ("plan", "time"):
@@ -97,6 +105,8 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
                 running.popleft().result()
             if order.kind == "zero":
                 runner.call(runner.zero, order.number)
+            elif order.kind == "replay":
+                runner.time_graph(order.number)
             elif order.kind == "drafter":
                 runner.follow(drafter if order.number else None)
             elif order.kind == "close":
@@ -105,7 +115,7 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
 
 def fail(leader: Leader, error: BaseException) -> None:
     """Reports why this rank cannot go on; does not return."""
-    if not isinstance(error, PeriluneError):
+    if not isinstance(error, PeriluneError) or isinstance(error, ExchangeError):
         time.sleep(BLAME_SECONDS)
     why = str(error).splitlines()[0] if str(error) else ""
     leader.send("failed", text=why if isinstance(error, PeriluneError) else f"{type(error).__name__}: {why}")
@@ -113,34 +123,35 @@ def fail(leader: Leader, error: BaseException) -> None:
 
 
 def main() -> None:
-    orders, pulse = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    wake, pulse = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     leader = Leader(pulse)
-    frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    # Its own thread: rank 0 must not wait for a socket buffer while this rank computes.
-    threading.Thread(target=_receive, args=(orders, frames), name="perilune-orders", daemon=True).start()
-    body = frames.get()
-    if body is None:
-        return
-    start = msgspec.msgpack.decode(body, type=Start)
+    start = _start(wake)
     leader.watch(start.leader)
     if start.place.cores:
         os.sched_setaffinity(0, start.place.cores)
     try:
         parts = build(
-            Path(start.model), start.config, progress=False, place=start.place, loaded=lambda: leader.send("loaded")
+            Path(start.model),
+            start.config,
+            progress=(lambda read, of: leader.send("loading", read=read, to_read=of)) if start.progress else False,
+            place=start.place,
+            loaded=lambda: leader.send("loaded"),
         )
-        follow(parts.runner, frames, leader)
+        # On a CPU it would poll on a core that computes.
+        polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
+        orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)
+        follow(parts.runner, orders, leader)
+    except EOFError:
+        return  # rank 0 is gone
     except BaseException as e:
         fail(leader, e)
 
 
-def _receive(sock: socket.socket, frames: "queue.SimpleQueue[bytes | None]") -> None:
+def _start(sock: socket.socket) -> Start:
     received = Frames(sock)
-    with contextlib.suppress(EOFError):
-        while True:
-            for body in received.arrived():
-                frames.put(body)
-    frames.put(None)
+    while not (found := received.arrived()):
+        pass
+    return msgspec.msgpack.decode(found[0], type=Start)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The other ranks of an engine, seen from rank 0: one process each, which runs every step that rank 0 runs.
 
-Two socket pairs lead to each process, inherited, so nothing listens. Over the first go the orders (plan_wire.py). Over
-the second both sides say every second that they are there, and the rank sends a digest of the tokens of every step. A
-rank that ends, that says nothing for SILENT_SECONDS, or that chooses other tokens ends the group: all are killed,
-and every request in flight gets the reason. Only silence counts, not a step that lasts: a build of kernels or a long
-prompt may take minutes.
+Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs lead to each process, inherited, so
+nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
+every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
+nothing for SILENT_SECONDS, that has not ended a step so long after rank 0 has, or that chooses other tokens ends the
+group: all are killed, and every request in flight gets the reason. A step that no rank ends may take as long as its
+tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is late.
 """
 
 import contextlib
@@ -32,14 +33,23 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError, EngineError, signal_note
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
+from perilune.dist.peer_memory import ExchangeError
 from perilune.dist.slicing import Slicing
+from perilune.engine.order_ring import OrderWriter
 from perilune.engine.plan_wire import HEADER, MAX_FRAME_BYTES, Order, Writer
+from perilune.ops.harness import build
 
 log = logging.getLogger("perilune.engine")
+
+Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
+# For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
+# their error when a step never ends on ranks that are there otherwise.
+STEP_SECONDS = 30.0
+SECONDS_PER_TOKEN = 0.02
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
 CLOSE_SECONDS = 3.0  # for ranks to end by themselves
 MEASURED_STEPS = 512  # the last orders that are timed
@@ -74,18 +84,25 @@ class Start(msgspec.Struct, frozen=True):
     config: EngineConfig
     place: Place
     leader: int
+    reader: int = 0  # its number in the ring of orders
+    progress: bool = False  # it reports what it has read of its weights
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
 
     decode_seconds  from the step's frame in memory to its plan
+    building        it compiles kernels: with "beat"
+    read, to_read   bytes of weights: with "loading"
     """
 
     kind: str
     digest: int = 0
     text: str = ""
     decode_seconds: float = 0.0
+    building: bool = False
+    read: int = 0
+    to_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +148,9 @@ class _Rank:
         self.frames = Frames(pulse)
         self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
         self.loaded = False
-        self.silent_seconds = 0.0
+        self.silent_seconds = self.late_seconds = 0.0
+        self.ended = 0  # steps, when they were last looked at
+        self.building = False
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -145,8 +164,22 @@ class Ranks:
                 start the engine again, as `check` does: a server does that by itself
     """
 
-    def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
+    def __init__(
+        self,
+        model: Path,
+        config: EngineConfig,
+        places: list[Place],
+        *,
+        owns_process: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        """`owns_process`: the other ranks may kill this process when it says nothing any more. `progress` gets (rank,
+        bytes read, bytes to read) of others, from a thread."""
+        self._progress = progress
+        self._sent = 0  # steps that all ranks are to run
+        self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
         self._writer = Writer()
+        self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
         self._group: Group = ALONE
         self._own: deque[int] = deque()  # digests of rank 0's steps that not all ranks have sent yet
@@ -160,15 +193,23 @@ class Ranks:
         self.on_failure: Callable[[str], None] | None = None
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
-        leader = os.getpid() if kills_leader else 0
+        leader = os.getpid() if owns_process else 0
         try:
             for place in places[1:]:
-                self._ranks.append(_spawn(Start(str(model), config, place, leader)))
+                self._ranks.append(
+                    _spawn(Start(str(model), config, place, leader, progress=progress is not None), self._ring)
+                )
         except BaseException:
             self.close()
             raise
         self._watcher = threading.Thread(target=self._watch, name="perilune-ranks", daemon=True)
         self._watcher.start()
+
+    @property
+    def gpus(self) -> list[int]:
+        """Of all ranks, in order; empty on a CPU."""
+        places = (self.place, *(rank.place for rank in self._ranks))
+        return [place.gpu for place in places if place.gpu is not None]
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -179,6 +220,9 @@ class Ranks:
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
+        if kind == "plan":
+            self._tokens.append(plan.tokens)
+            self._sent += 1
         self._send(self._writer.plan(plan, kind))
         self._order_seconds.append(time.perf_counter() - begin)
 
@@ -194,10 +238,9 @@ class Ranks:
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, body: bytes) -> None:
         with self.explained():
-            for rank in self._ranks:
-                rank.orders.sendall(frame)
+            self._ring.send(body)
 
     # ---- what rank 0 waits for, and what goes wrong
 
@@ -229,12 +272,17 @@ class Ranks:
         if self.failure is not None:
             raise EngineError(self.failure)
 
+    def _check_open(self) -> None:
+        self.check()
+        if self._closing:
+            raise EngineError("the ranks are being closed")
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """An exchange that fails because a rank is lost raises EngineError with the reason."""
         try:
             yield
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, ExchangeError):
             self._over.wait(DIAGNOSIS_SECONDS)
             self.check()
             raise
@@ -243,10 +291,8 @@ class Ranks:
     def close(self) -> None:
         """Ends all ranks, by force if they do not end in time."""
         self._closing = True
-        frame = self._writer.order(Order("close"))
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.orders.sendall(frame)
+        with contextlib.suppress(OSError, EngineError):
+            self._ring.send(self._writer.order(Order("close")))
         end = time.monotonic() + CLOSE_SECONDS
         for rank in self._ranks:
             try:
@@ -260,6 +306,7 @@ class Ranks:
             self._watcher.join(2 * BEAT_SECONDS)
         for rank in self._ranks:
             rank.pulse.close()
+        self._ring.close()
         if self.place.meeting:
             shutil.rmtree(Path(self.place.meeting).parent, ignore_errors=True)
 
@@ -286,13 +333,35 @@ class Ranks:
                 rank.silent_seconds = rank.silent_seconds + BEAT_SECONDS if quiet else 0.0
                 if rank.silent_seconds >= SILENT_SECONDS:
                     self._fail(f"{rank} has not answered for {SILENT_SECONDS:.0f} s")
+            if self._watching_silence:
+                self._watch_steps()
             heard.clear()
+
+    def _watch_steps(self) -> None:
+        """Called every BEAT_SECONDS."""
+        building = build.building() or any(rank.building for rank in self._ranks)
+        with self._lock:
+            own = self._read + len(self._own)
+            for rank in self._ranks:
+                ended = self._compared[rank.place.rank] + len(rank.digests)
+                late = ended == rank.ended and ended < self._sent and not building
+                rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
+                rank.ended = ended
+            rank = max(self._ranks, key=lambda rank: rank.late_seconds)
+            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max(self._tokens, default=0)
+        if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
+            self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
+        elif rank.late_seconds >= limit:
+            self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
 
     def _hear(self, rank: _Rank) -> None:
         try:
             for frame in rank.frames.arrived():
                 report = msgspec.msgpack.decode(frame, type=Report)
-                if report.kind == "loaded":
+                rank.building = report.building and report.kind == "beat"
+                if report.kind == "loading" and self._progress is not None:
+                    self._progress(rank.place.rank, report.read, report.to_read)
+                elif report.kind == "loaded":
                     rank.loaded = True
                 elif report.kind == "digest":
                     with self._lock:
@@ -362,11 +431,12 @@ def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:
     ]
 
 
-def _spawn(start: Start) -> _Rank:
+def _spawn(start: Start, ring: OrderWriter) -> _Rank:
     orders, their_orders = socket.socketpair()
     pulse, their_pulse = socket.socketpair()
+    start = msgspec.structs.replace(start, reader=ring.add(orders))
     with their_orders, their_pulse:
-        fds = their_orders.fileno(), their_pulse.fileno()
+        fds = their_orders.fileno(), their_pulse.fileno(), ring.fd
         process = subprocess.Popen(
             [sys.executable, "-m", RANK_MODULE, *map(str, fds)],
             pass_fds=fds,

@@ -21,6 +21,7 @@ from perilune.engine.batch import build, followed
 from perilune.engine.declared import Declared
 from perilune.engine.graphs.decode import MAX_REQUESTS, DecodeGraphs
 from perilune.engine.graphs.recorder import Recorder
+from perilune.engine.graphs.replays import replay_seconds
 from perilune.engine.masks import Grammars
 from perilune.engine.penalties import Adjuster
 from perilune.engine.ranks import Place, Ranks
@@ -128,6 +129,16 @@ class Runner:
     def call(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work` between steps, on the thread that computes them."""
         return self._worker.submit(work, *args).result()
+
+    def time_graph(self, rounds: int) -> float | None:
+        """Seconds of a replay of the decode graph that ran last, behind another, on the device's clock and on all ranks
+        at once: the median of so many rounds, each with other random tokens, the same on all ranks. None without
+        graphs. No step may be in flight."""
+        if self.graphs is None or not len(self.graphs):
+            return None
+        if self._ranks is not None:
+            self._ranks.order("replay", rounds)
+        return self.call(replay_seconds, self.graphs.latest(), self.model.config.vocab_size, rounds)
 
     def report(self, stats: EngineStats) -> EngineStats:
         """The statistics, with those of steps and graphs filled in."""

@@ -131,6 +131,20 @@ def layers(
             del layer  # nor may a job refer to it: it would be there beside the next one
 
 
+def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
+    """What a rank holds of every tensor that is split; a linear layer's name is without ".weight". ConfigError if one
+    cannot be shared out evenly."""
+    cuts = {}
+    try:
+        for tensor in names.tensors(config):
+            if tensor.entry.axis is not None and not (s.whole_experts and names.ROUTED in tensor.name):
+                name = tensor.name.removesuffix(".weight") if tensor.entry.linear else tensor.name
+                cuts[name] = tensor.part(s.rank, s.ranks)
+    except ValueError as e:
+        raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks") from e
+    return cuts
+
+
 def default_threads() -> int:
     return min(MAX_THREADS, os.cpu_count() or 1)
 
@@ -195,19 +209,7 @@ class _Plan:
         self._config, self._checkpoint, self._found = config, checkpoint, found
         self._dtype, self._device = dtype, device
         self._slicing, self._rounding = slicing, rounding
-        self._cuts = self._own_cuts() if slicing.ranks > 1 else {}
-
-    def _own_cuts(self) -> dict[str, tuple[slice, ...]]:
-        """What this rank holds of every tensor that is split; a linear layer's name is without ".weight"."""
-        s, cuts = self._slicing, {}
-        try:
-            for tensor in names.tensors(self._config):
-                if tensor.entry.axis is not None and not (s.whole_experts and names.ROUTED in tensor.name):
-                    name = tensor.name.removesuffix(".weight") if tensor.entry.linear else tensor.name
-                    cuts[name] = tensor.part(s.rank, s.ranks)
-        except ValueError as e:
-            raise ConfigError(f"{self._checkpoint.path}: {e}, which is not even: choose another number of ranks") from e
-        return cuts
+        self._cuts = own_cuts(config, slicing, checkpoint.path) if slicing.ranks > 1 else {}
 
     def weights(self) -> Weights:
         at = names.model()

@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from perilune.dist.group import ALONE, Group, total
+from perilune.dist.group import ALONE, Group
 from perilune.dist.vocabulary import Vocabulary
 from perilune.model.eagle3_config import Eagle3Config
-from perilune.model.kimi_k2 import Span, Step, apply, mla, mlp
+from perilune.model.kimi_k2 import Span, Step, add_parts, apply, mla, mlp
 from perilune.model.weights import Attention, Matrix, Mlp
 from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.drafts.draft_embed import draft_embed
 from perilune.ops.layouts.operands import Latents, Rotary
-from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 
@@ -106,8 +105,8 @@ class Eagle3:
             attended = mla(w.attention, x, Rotary(cos, sin), step, Latents(pages, step.slots), self.eps, self.scale)
         else:
             attended = self._heads(w.attention, x, cos, sin, step, pages)
-        x = add_rmsnorm(h, total(self.group, attended), w.post_norm, self.eps)
-        x = add_rmsnorm(h, total(self.group, mlp(w.mlp, x)), w.norm, self.eps)
+        x = self._add(h, attended, w.post_norm)
+        x = self._add(h, mlp(w.mlp, x), w.norm)
         return x, x if self.config.norm_output else h
 
     def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
@@ -138,9 +137,14 @@ class Eagle3:
             return draft_embed(
                 step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
             )
-        token = rmsnorm(self._target_vocabulary.embed(step.tokens, w.embed), w.input_norm, self.eps)
+        own = self._target_vocabulary.embed(step.tokens, w.embed)
+        token = self._add(torch.zeros_like(own), own, w.input_norm)
         x = torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1)
         return x, self.angles.cos[step.positions], self.angles.sin[step.positions]
+
+    def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+        """h += x, the sum of all ranks' parts; gives the norm of that."""
+        return add_parts(h, x, norm, self.eps, self.group, self.group.peers)
 
     def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
         q, flat = self._keys(w, x, cos, sin, step, pages)

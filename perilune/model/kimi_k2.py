@@ -108,7 +108,7 @@ class KimiK2:
         self.weights = weights
         self.group = group
         self.vocabulary = Vocabulary(group, config.vocab_size)
-        self.peers: Peers | None = None  # exchange by peer memory instead of the group's collectives
+        self.peers = group.peers  # exchange over peer memory instead of the group's collectives
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
@@ -157,14 +157,14 @@ class KimiK2:
                 step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
             )
             return h, x, Rotary(cos, sin)
-        h = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
-        return h, rmsnorm(h, norm, self.eps), Rotary(self.cos[step.positions], self.sin[step.positions])
+        own = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
+        h = torch.zeros_like(own)
+        x = self._add(h, own, norm)
+        return h, x, Rotary(self.cos[step.positions], self.sin[step.positions])
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
-        if self.peers is not None:
-            return exchange_add_rmsnorm(h, x, norm, self.eps, self.peers)
-        return add_rmsnorm(h, total(self.group, x), norm, self.eps)
+        return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
     def _norm(self, weight: Tensor) -> Norm:
         """That of the stream after a sum over `peers`."""
@@ -192,6 +192,14 @@ class KimiK2:
         if self.group.slicing.whole_experts:
             chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
         return _mixture(w, x, chosen)
+
+
+def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peers: Peers | None) -> Tensor:
+    """h [T, D] += the sum over ranks of x [T, D] or [T, P, D], over the memory of `peers` if given; gives the norm of
+    that, [T, D]."""
+    if peers is not None:
+        return exchange_add_rmsnorm(h, x, norm, eps, peers)
+    return add_rmsnorm(h, total(group, x), norm, eps)
 
 
 def mla(w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents, norm_eps: float, scale: float) -> Tensor:

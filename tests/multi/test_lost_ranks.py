@@ -13,6 +13,7 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError, EngineError
 from perilune.engine import ranks
+from perilune.loading.progress import Bar
 from tests.multi.conftest import CONFIG
 
 LONG = SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)
@@ -69,15 +70,46 @@ def test_a_rank_that_chooses_another_token_is_an_error(monkeypatch: pytest.Monke
     pids = processes(llm)
     error, _ = fails(llm, lambda: None)
     assert error.startswith(f"the engine stopped: rank 1 of 2 (process {pids[0]}) chose other tokens than rank 0")
+    assert error.endswith(": start it again")
     llm.close()
     assert gone(pids)
 
 
-def test_closing_leaves_no_process_and_no_file() -> None:
+@pytest.mark.parametrize(
+    "module, why",
+    [
+        ("hanging", r"a step has not ended on rank 1 of 2 \(process \d+\) for \d+ s"),
+        ("late", r"rank 1 of 2 \(process \d+\) has not ended a step that rank 0 ended \d+ s ago"),
+    ],
+    ids=["by no rank", "by one rank"],
+)
+def test_a_step_that_never_ends_is_an_error_though_its_rank_says_that_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, module: str, why: str
+) -> None:
+    monkeypatch.setattr(ranks, "RANK_MODULE", f"tests.multi.{module}_rank")
+    if module == "hanging":
+        monkeypatch.setattr(ranks, "STEP_SECONDS", 3.0)
     llm = start(tp=2)
+    pids = processes(llm)
+    error, seconds = fails(llm, lambda: None)
+    assert re.fullmatch(rf"the engine stopped: {why}; its other ranks .*", error) and seconds < 10
+    llm.close()
+    assert gone(pids)
+
+
+def test_closing_leaves_no_process_and_no_file_and_one_bar_shows_what_all_ranks_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    stopped: list[int] = []
+    monkeypatch.setattr(Bar, "report", lambda bar, rank, done, total: reports[rank].append((done, total)))
+    monkeypatch.setattr(Bar, "__exit__", lambda *args: stopped.append(len(reports[1])))
+    llm = start(tp=2, progress=True)
     assert llm._engine is not None and llm._engine._ranks is not None
     pids, meeting = processes(llm), Path(llm._engine._ranks.place.meeting)
     assert llm.info.tp == 2 and not gone(pids) and not meeting.parent.exists()
+    assert all(found[-1][0] == found[-1][1] > 1e6 for found in reports.values())
+    assert stopped == [len(reports[1])], "the bar ends when all ranks have their weights"
     llm.close()
     assert gone(pids)
 

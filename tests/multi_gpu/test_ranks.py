@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,45 +14,61 @@ import torch
 
 from perilune import LLM, SamplingParams
 from perilune.core.errors import EngineError
+from perilune.engine.llm import Completion
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a CUDA device")
-CONFIG: dict[str, Any] = dict(device="cuda", max_model_len=1024, max_num_seqs=8, kv_blocks=160, seed=1)
-LAYOUTS = {"two GPUs": dict(tp=2), "two GPUs, whole experts": dict(tp=2, ep=2), "one GPU": dict(tp=2, gpus="0,0")}
-PROMPTS = ["What is 347 + 589?", "Once upon a time", "def f(x):\n", "The days are Monday,"]
+CONFIG: dict[str, Any] = dict(device="cuda", max_model_len=1024, max_num_seqs=2, kv_blocks=48, seed=1)
+NO_PEERS = {"exchange_add_rmsnorm": "gathered"}
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {  # and how partial outputs are added
+    "two GPUs": (dict(tp=2), "peer"),
+    "two GPUs, whole experts": (dict(tp=2, ep=2), "peer"),
+    "two GPUs, no peer memory": (dict(tp=2, ops=NO_PEERS), "nccl"),
+    "one GPU": (dict(tp=2, gpus="0,0"), "gloo"),
+}
+LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs home. " * 30
+PROMPTS = ["What is 347 + 589?", "Once upon a time", "def f(x):\n", LONG_PROMPT]
 TOKENS = 24
-SAME_SHARE = 0.8  # of the tokens of greedy answers, up to the first that differs
-MAX_NATS = 0.25  # mean difference of log-probabilities
+MAX_NATS = 0.25  # between tokens of which two engines prefer different ones; mean difference of scores
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[LLM]:
+def one() -> tuple[list[Completion], list[int], list[float]]:
+    """(greedy answers, a text, its scores) of one GPU. The engine is closed: beside another one on its GPU, ranks would
+    not exchange over peer memory."""
     with LLM("kimi-nano", **CONFIG, draft="off") as llm:
-        yield llm
+        answers = llm.generate(PROMPTS, replace(GREEDY, logprobs=5))
+        text = [*answers[0].token_ids, *answers[1].token_ids]
+        return answers, text, llm.score(text)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def two(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    if GPUS < 2 and "gpus" not in LAYOUTS[request.param]:
-        pytest.skip(f"{request.param} need two GPUs, and there is {GPUS}")
-    with LLM("kimi-nano", **CONFIG, draft="hybrid", draft_tokens=2, **LAYOUTS[request.param]) as llm:
-        assert llm.info.tp == 2
+    config, exchange = LAYOUTS[request.param]
+    if GPUS < 2 and "gpus" not in config:
+        pytest.skip(f"{request.param}: needs two GPUs, and there is {GPUS}")
+    with LLM("kimi-nano", **CONFIG, draft="hybrid", draft_tokens=2, **config) as llm:
+        assert llm.info.tp == 2 and ("exchange", exchange) in [made[:2] for made in llm.info.choices]
         yield llm
 
 
 @pytest.mark.parametrize("draft", ["off", "eagle3"])
-def test_greedy_answers_and_scores_are_those_of_one_gpu(one: LLM, two: LLM, draft: str) -> None:
+def test_greedy_answers_and_scores_are_those_of_one_gpu(one: Any, two: LLM, draft: str) -> None:
     assert two._engine is not None
     two._engine.use_drafts(draft, 2, shared=True)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    found, expected = two.generate(PROMPTS, params), one.generate(PROMPTS, params)
+    expected, text, scores = one
     same = 0
-    for a, b in zip(found, expected):
-        same += next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y), TOKENS)
+    for a, b in zip(two.generate(PROMPTS, GREEDY), expected):
+        first = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y), TOKENS)
+        same += first
+        if first < TOKENS:  # both were about as likely: bfloat16 sums in another order
+            likely = dict(b.logprobs[first].top)
+            assert likely[b.token_ids[first]] - likely.get(a.token_ids[first], -9.0) < MAX_NATS, (first, likely)
     print(f"{same} of {TOKENS * len(PROMPTS)} tokens before the first that differs")
-    assert same >= SAME_SHARE * TOKENS * len(PROMPTS)
-    text = list(expected[0].token_ids) + list(expected[1].token_ids)
-    pairs = list(zip(two.score(text), one.score(text)))
+    assert same >= TOKENS
+    pairs = list(zip(two.score(text), scores, strict=True))
     assert sum(abs(a - b) for a, b in pairs) / len(pairs) < MAX_NATS
 
 
@@ -67,7 +84,7 @@ def test_every_kind_of_request_is_answered_through_graphs(two: LLM) -> None:
     assert two._engine is not None
     graphs = two._engine.runner.graphs
     if graphs is not None:  # ranks that share a GPU have none
-        assert graphs.broken is None and len(graphs) > 6
+        assert graphs.broken is None and len(graphs) > 3
         kinds = {(key.whole, key.narrow) for key in graphs._graphs}
         assert {(True, True), (True, False)} <= kinds
 
@@ -78,17 +95,29 @@ def test_a_lost_rank_ends_the_step_that_waits_for_it_and_leaves_no_memory(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "perilune.engine")
-    before = torch.cuda.mem_get_info(1)[0]
+    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
     llm = LLM("kimi-nano", **CONFIG, draft="off", tp=2)
+    assert llm.info.tp == 2 and ("exchange", "peer") in [made[:2] for made in llm.info.choices]
     assert llm._engine is not None and llm._engine._ranks is not None
     assert "self-test of" in caplog.text
     (rank,) = llm._engine._ranks._ranks
-    thread = threading.Timer(1.0, os.kill, (rank.process.pid, number))
+    at: list[float] = []
+
+    def harm() -> None:
+        at.append(time.monotonic())
+        os.kill(rank.process.pid, number)
+
+    thread = threading.Timer(1.0, harm)
     thread.start()
-    begin = time.monotonic()
     with pytest.raises(EngineError, match="rank 1 of 2"):
-        llm.generate(["a"] * 4000, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
-    assert time.monotonic() - begin < 11
+        llm.generate(["a"] * 400, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+    seconds = time.monotonic() - at[0]
+    begin = time.monotonic()
     llm.close()
+    print(f"error {seconds:.2f} s after the signal; closed in {time.monotonic() - begin:.2f} s")
+    assert seconds < 10 and time.monotonic() - begin < 10
     assert rank.process.poll() is not None
-    assert torch.cuda.mem_get_info(1)[0] > before - (64 << 20)
+    torch.cuda.empty_cache()
+    # Of GPU 0 this process keeps kernels and NCCL's code; of GPU 1 nothing.
+    assert torch.cuda.mem_get_info(1)[0] > before[1] - (64 << 20)
+    assert torch.cuda.mem_get_info(0)[0] > before[0] - (1 << 30)

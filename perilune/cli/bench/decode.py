@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from perilune.bench import cycle, decode, microscope
+from perilune.bench import cycle, decode, microscope, over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.config import EngineConfig, build
@@ -77,6 +77,8 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 @click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
+@click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
+@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 @click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
@@ -97,6 +99,8 @@ def command(
     device: str,
     dtype: str,
     tp: int,
+    ep: int,
+    gpus: str | None,
     threads: int | None,
     directory: Path | None,
 ) -> None:
@@ -112,10 +116,26 @@ def command(
         raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
     if draft and shape is not None and accepted is None:
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
-    if shape is not None and tp > 1:
-        raise click.BadParameter("runs checkpoints; --shape runs one GPU", param_hint="--tp")
+    several = max(tp, ep) > 1
+    if shape is not None and several and (draft or kernels or ranks is not None):
+        raise click.BadParameter("with --shape goes without --draft, --kernels and --slice", param_hint="--tp, --ep")
     if ranks is not None and (shape is None or draft):
         raise click.BadParameter("goes with --shape, and without --draft", param_hint="--slice")
+    if shape is not None and several:
+        settings: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "threads": threads,
+            "tp": tp,
+            "ep": ep,
+            "gpus": gpus,
+            "rest_dtype": rest_dtype,
+            "kv_dtype": kv_dtype,
+            "expert_scales": "compact" if expert_format == "int4-compact" else "checkpoint",
+        }
+        measured = (over_ranks.measure(shape, layers, settings, batches, c, say) for c in contexts)
+        finish([row for found in measured for row in found], directory)
+        return
     if shape is not None:
         bench = microscope.Bench(shape, layers, ranks=int(ranks or 1), expert_format=expert_format)
         form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
@@ -139,6 +159,8 @@ def command(
                 "dtype": dtype,
                 "threads": threads,
                 "tp": tp,
+                "ep": ep,
+                "gpus": gpus,
                 "max_num_seqs": max(batches),
                 "max_model_len": length + tokens + 1,
                 "prefix_cache": False,  # every prompt must be computed

@@ -8,6 +8,7 @@ VERBS = {
     "decode": "decode speed of the real engine, or per layer on large shapes",
     "prefill": "time per layer of a prompt, on large shapes (needs a GPU)",
     "exchange": "what tensor-parallel ranks exchange, between GPUs",
+    "orders": "what it costs to send a step to other ranks",
     "aa": "TTFT, output speed and more, as Artificial Analysis takes them",
     "serve": "tokens/s per user against all, and goodput, by concurrency",
     "replay": "replay a trace of agents' sessions: cache hits, TTFT, interactivity",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from perilune.bench import microscope
+from perilune.bench import microscope, over_ranks
 from perilune.bench import prefill as bench
 from perilune.bench.shapes import SHAPES
 from perilune.cli.bench.decode import layers_option, shape_option
@@ -23,14 +23,35 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
     help="Tokens before the prompt whose KV is cached, in whole blocks of 64.",
 )
 @click.option("--experts", type=click.Choice(bench.FORMATS), default="int4-g32", show_default=True)
+@click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached and --kernels.")
+@click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
+@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
+@click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="What each kernel of a layer adds.")
 @ledger_option("prefill")
 def command(
-    shape: str | None, layers: int, tokens: str, cached: int, experts: str, kernels: bool, directory: Path | None
+    shape: str | None,
+    layers: int,
+    tokens: str,
+    cached: int,
+    experts: str,
+    tp: int,
+    ep: int,
+    gpus: str | None,
+    device: str,
+    kernels: bool,
+    directory: Path | None,
 ) -> None:
-    """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU)."""
-    lengths = numbers(tokens, "--tokens")
-    slices = microscope.Bench(shape or next(iter(SHAPES)), layers)
+    """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU, or several)."""
+    lengths, name = numbers(tokens, "--tokens"), shape or next(iter(SHAPES))
+    if max(tp, ep) > 1:
+        if cached or kernels:
+            raise click.BadParameter("goes without --cached and --kernels", param_hint="--tp, --ep")
+        scales = "compact" if experts == "int4-compact" else "checkpoint"
+        config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
+        finish(over_ranks.prefill(name, layers, config, lengths, say), directory)
+        return
+    slices = microscope.Bench(name, layers)
     cached -= cached % bench.BLOCK
     finish(
         [bench.measure(slices, n, say, cached=cached, expert_format=experts, kernels=kernels) for n in lengths],

@@ -183,7 +183,9 @@ class DecodeGraphs:
         if drafter is not None:
             if self._known is None or drafter is not self._known.drafter:
                 self.close()
-                self._known = DraftGraphs(drafter, self.recorder, self._out[:, CHAIN_COLUMN:], self.draft_buffer)
+                tested_by = self._model.group if self._self_test else None
+                out = self._out[:, CHAIN_COLUMN:]
+                self._known = DraftGraphs(drafter, self.recorder, out, self.draft_buffer, tested_by)
             self._drafts = self._known
 
     def close(self) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from perilune.dist.group import Group
 from perilune.engine.graphs.recorder import Recorder, Replay
+from perilune.engine.graphs.self_test import check_chains
 from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
 
@@ -41,10 +43,18 @@ class DraftGraphs:
 
     out           [max requests, 2 K] float64: chains of length <= K go there, ids first, then their probabilities
     draft_buffer  [N, K] int64: ids of the chains, by the requests' slots; the last row is padding
+    tested_by     the ranks that compare each chain's graph with the same without it (self_test.py); None: no test
     """
 
-    def __init__(self, drafter: Drafter, recorder: Recorder, out: Tensor, draft_buffer: Tensor) -> None:
-        self.drafter = drafter
+    def __init__(
+        self,
+        drafter: Drafter,
+        recorder: Recorder,
+        out: Tensor,
+        draft_buffer: Tensor,
+        tested_by: Group | None,
+    ) -> None:
+        self.drafter, self._tested_by = drafter, tested_by
         self._recorder, self._out, self._buffer = recorder, out, draft_buffer
         self._chains: dict[tuple[int, int], _Chains] = {}  # by number of requests and table width
 
@@ -80,6 +90,11 @@ class DraftGraphs:
             name = f"chains of {length} for {requests} requests, tables {width} wide"
             replay = self._recorder.record_or_run(draft, name)
             chains.start.features.copy_(kept)
+            if self._tested_by is not None:
+                eager = torch.cat([ids[:, :length], probabilities[:, :length]], 1)
+                replay()
+                check_chains(eager, torch.cat([ids[:, :length], probabilities[:, :length]], 1), self._tested_by, name)
+                chains.start.features.copy_(kept)
             chains.replays[length] = replay
         replay()
 

@@ -16,6 +16,8 @@ log = logging.getLogger("perilune.engine")
 # ||graph - eager|| / ||eager|| of a step's logits. Larger: damage in one of many layers goes unnoticed. Smaller:
 # kernels that add in no fixed order fail.
 MAX_ERROR_SHARE = 0.05
+# Of the probability of a drafted token. Larger than of logits: one token's changes by the error of its logit, e^x.
+MAX_PROBABILITY_ERROR_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +30,36 @@ class Probe:
 
 def check(eager: Probe, replayed: Probe, group: Group, name: str) -> None:
     """EngineError if the graph computes something else, or something else than another rank's."""
-    begin = time.perf_counter()
     right, found = (p.logits.nan_to_num(0.0, 0.0, 0.0).float() for p in (eager, replayed))
     error = ((found - right).norm() / right.norm().clamp_min(1e-30)).double()
-    bits = replayed.hidden.contiguous().view(torch.int16 if replayed.hidden.element_size() == 2 else torch.int32)
+    _agree(error, replayed.hidden, group, name, ("logits", "hidden states", MAX_ERROR_SHARE))
+
+
+def check_chains(eager: Tensor, replayed: Tensor, group: Group, name: str) -> None:
+    """As `check`, of chains [B, 2 L] float64: L ids and their probabilities, in the same order on all ranks. After the
+    first token that differs, as a near tie may, there is nothing to compare."""
+    (ids, right), (drafted, found) = (t.nan_to_num(0.0, 0.0, 0.0).chunk(2, 1) for t in (eager, replayed))
+    same = (ids == drafted).long().cumprod(1)
+    comparable = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)
+    errors = comparable * (found - right).abs() / torch.maximum(found, right).clamp_min(1e-30)
+    parts = "probabilities", "chains", MAX_PROBABILITY_ERROR_SHARE
+    _agree(errors.amax(), replayed, group, name, parts)
+
+
+def _agree(error: Tensor, same: Tensor, group: Group, name: str, what: tuple[str, str, float]) -> None:
+    """`error` [] float64 is below the last of `what`, and `same` has the same bits on all ranks."""
+    begin, (compared, exchanged, limit) = time.perf_counter(), what
+    bits = same.contiguous().view(torch.int16 if same.element_size() == 2 else torch.int32)
     # Weighted by place: rows in another order differ too.
     weights = torch.arange(1, bits.numel() + 1, device=bits.device)
     digest = (bits.flatten().long() * weights).sum()
     errors, digests = group.gather(torch.stack([error.view(torch.int64), digest])).cpu().unbind(1)
     worst = float(errors.view(torch.float64).max())
-    if not worst <= MAX_ERROR_SHARE:
+    if not worst <= limit:
         raise EngineError(
-            f"self-test: the CUDA graph of {name} gives logits that differ by {worst:.1%} from those of the same step "
-            "without it; self_test=false leaves the test out"
+            f"self-test: the CUDA graph of {name} gives {compared} that differ by {worst:.1%} from those of the same "
+            "step without it; self_test=false leaves the test out"
         )
     if len(set(digests.tolist())) > 1:
-        raise EngineError(f"self-test: the ranks compute different hidden states in the CUDA graph of {name}")
+        raise EngineError(f"self-test: the ranks compute different {exchanged} in the CUDA graph of {name}")
     log.info("self-test of %s: %.1e off, %.1f ms", name, worst, 1e3 * (time.perf_counter() - begin))

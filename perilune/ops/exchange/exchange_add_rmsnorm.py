@@ -89,7 +89,8 @@ def _partial(residual: Tensor, x: Tensor) -> Tensor:
     return whole.to(residual.dtype)
 
 
-op = Op("exchange_add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
+NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # of the op, and of its implementation over peer memory
+op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
 TWO_SHOT_ROWS = 24  # and more than 2 ranks: one rank sums a row. With 2 ranks both forms send the same bytes
@@ -112,7 +113,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     )
 
 
-@op.impl("cuda", when=_fits, alone=True, waits=(SOURCE,))
+@op.impl(KERNEL, when=_fits, alone=True, waits=(SOURCE,))
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
     two_shots = peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS and not peers.loopback
     return launch(residual, x, w, eps, peers, two_shots)

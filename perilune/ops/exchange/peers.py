@@ -11,6 +11,7 @@ MAX_RANKS = 8
 RANKS = (1, 2, 4, 8)  # that kernels are compiled for
 HALF_BYTES = 16 * (128 * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
 CONTROL = 1 + 128 * 8 + 5 * 160  # words that kernels count in, as cuda/peers.cuh has them
+ENDED = 1 + MAX_RANKS  # in `Mailboxes.failed`: this host ended the waits
 
 
 class _Table(ctypes.Structure):
@@ -31,8 +32,8 @@ class Mailboxes:
     that memory is dist/peer_memory.py, or `owner`, which lives as long. One launch at a time may use them: those of one
     stream.
 
-    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, or 1 + the rank that
-    did not answer in time; then every sum is NaN and no launch waits again.
+    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, 1 + the rank that did
+    not answer in time, or ENDED; if it is not 0, every sum is NaN and no launch waits again.
     """
 
     def __init__(
@@ -57,6 +58,10 @@ class Mailboxes:
     def table(self) -> int:
         """The address of what a launch copies."""
         return ctypes.addressof(self._table)
+
+    def end(self) -> None:
+        """Launches that wait end within about 10 ms, and later ones do not wait. From any thread."""
+        self.failed.fill_(ENDED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -100,6 +100,11 @@ def compiling() -> bool:
     return bool(_aside)
 
 
+def building() -> bool:
+    """Whether this process compiles a kernel now."""
+    return any(lock.locked() for lock in list(_locks.values()))
+
+
 def _absent(source: Path) -> bool:
     """Whether a kernel for CPUs can be compiled here and has not been."""
     compiler, openmp = shutil.which("g++"), _torch_openmp()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from perilune.bench import orders
 from perilune.bench.exchange import _outputs
 from perilune.cli.bench import decode, exchange
 from perilune.core.errors import ConfigError, EngineError
@@ -33,6 +34,22 @@ def test_a_slice_goes_with_a_shape_alone() -> None:
     for more in ([], ["--shape", "kimi-k2.5", "--draft", "2", "--accepted", "2"]):
         result = CliRunner().invoke(decode.command, ["--slice", "2", *more])
         assert result.exit_code == 2 and "goes with --shape, and without --draft" in result.output
+
+
+def test_a_shape_over_ranks_goes_without_drafts_and_has_layers_to_compare() -> None:
+    shape = ["--shape", "tiny", "--tp", "2", "--device", "cpu"]
+    for more in (["--draft", "2", "--accepted", "2"], ["--kernels"], ["--slice", "2"]):
+        result = CliRunner().invoke(decode.command, [*shape, *more])
+        assert result.exit_code == 2 and "goes without --draft, --kernels and --slice" in result.output
+    result = CliRunner().invoke(decode.command, [*shape, "--layers", "2"])
+    assert isinstance(result.exception, ConfigError) and "layers must be at least 3, not 2" in str(result.exception)
+
+
+def test_sending_a_step_is_timed_with_processes_that_read_it() -> None:
+    lines: list[str] = []
+    (row,) = orders.measure(3, [2], lines.append, polling=False)
+    assert 0 < row["read_us"] < row["arrive_us"] and 0 < row["send_us"] and row["tp"] == 3
+    assert lines[0].startswith("3 ranks, batch   2: rank 0 encodes and sends a step in")
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from perilune.client import endpoint as module
 from perilune.client.endpoint import Chunk, Endpoint, EndpointError, Usage
 from perilune.client.target import open_target, serving
 from perilune.core.errors import ConfigError, EngineError
+from perilune.core.messages import EngineInfo
 from perilune.text.stream import Content, Reasoning, ToolArguments, ToolStart
 from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, usage, whole
@@ -149,6 +151,19 @@ def test_the_model_is_the_only_one_or_the_one_named(fake: FakeEndpoint) -> None:
             return e.model, e.max_model_len, e.owner
 
     assert asyncio.run(work()) == ("b", 77, "vllm")
+
+    async def marks() -> dict[str, Any]:
+        async with Endpoint(fake.url) as e:
+            return e.marks
+
+    info = EngineInfo("a", 64, 9, (), 4, 16, 2)
+    assert info.marks == {}
+    several = replace(info, tp=4, exchange="peer", synthetic="random weights")
+    fake.models = [{"id": "a", **several.marks}]
+    several_marks = {"tp": 4, "ep": 1, "exchange": "peer", "synthetic": "random weights"}
+    assert asyncio.run(marks()) == several_marks
+    fake.models = [{"id": "a", "tp": "many", "exchange": 3}]
+    assert asyncio.run(marks()) == {}
     fake.models = []
     assert "serves nothing" in error(complete, fake.url)
 

@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # a re-ex
 
 from perilune.core.errors import ConfigError, EngineError
 from perilune.dist import peer_memory
+from perilune.dist.peer_memory import ExchangeError
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Mailboxes, Peers
 from perilune.ops.harness import build
@@ -140,6 +141,21 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.Monke
     for error in on_ranks(2, lambda r, swap: peer_memory.connect(r, 2, CPU, swap)):
         assert isinstance(error, ConfigError) and "ranks 0 and 1 run on one GPU" in str(error)
     assert freed == [5, 5]
+
+
+def test_a_rank_that_refuses_is_enough_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver_calls: list[object] = []
+    monkeypatch.setattr(peer_memory, "_create", lambda ranks, device: driver_calls.append(device))
+    found = on_ranks(2, lambda r, swap: peer_memory.connect(r, 2, CPU, swap, refusal=f"not here, {r}"))
+    assert found == ["rank 0: not here, 0; rank 1: not here, 1"] * 2 and not driver_calls
+
+
+def test_an_ended_exchange_is_an_error_of_its_own() -> None:
+    memory = peer_memory.PeerMemory(1, [64, 128], CPU, 1.0)
+    memory.check()
+    memory.end()
+    with pytest.raises(ExchangeError, match="exchanges of rank 1 were ended, because another rank is lost"):
+        memory.check()
 
 
 def test_ranks_without_peer_memory_get_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:

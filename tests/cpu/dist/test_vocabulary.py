@@ -23,7 +23,7 @@ V = 480
 class Thread:
     """A rank's group within one process."""
 
-    name = "threads"
+    name, peers = "threads", None
 
     def __init__(self, slicing: Slicing, board: list[Any], barrier: threading.Barrier) -> None:
         self.slicing, self.ranks, self._board, self._barrier = slicing, slicing.ranks, board, barrier
@@ -107,7 +107,7 @@ def test_ranks_agree_with_one_on_the_largest_and_on_rows_of_the_table(kind: str)
 
     def work(v: Vocabulary, part: slice) -> tuple[Tensor, ...]:
         mine = logits[:, part].contiguous()
-        return v.argmax(mine), *v.argmax_probability(mine), v.whole(mine), v.embed(tokens, table[part])
+        return v.argmax(mine), *v.argmax_probability(mine), v.whole(mine), v._group.sum(v.embed(tokens, table[part]))
 
     for greedy, drafted, confidence, whole, rows in on_ranks(4, work):
         assert greedy.tolist() == argmax.argmax(logits).tolist()

@@ -4,6 +4,7 @@ them are on the GPU at once. tests/multi_gpu has ranks in processes on GPUs of t
 import ctypes
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from perilune.core.errors import EngineError
 from perilune.dist import peer_memory
-from perilune.dist.peer_memory import PeerMemory
+from perilune.dist.peer_memory import ExchangeError, PeerMemory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.exchange.peers import CONTROL, HALF_BYTES, Mailboxes, Peers, _Table, loopback
 from perilune.ops.harness import build, check
@@ -153,6 +154,22 @@ def test_a_rank_that_does_not_come_is_reported_and_never_waited_for_again(two_sh
         exchange.launch(residual, x[0], w, EPS, peers, two_shots)
     torch.cuda.synchronize()
     assert time.perf_counter() - begin < 0.25
+
+
+def test_the_host_ends_a_wait_that_has_begun() -> None:
+    group = Group(2, wait_seconds=30.0)
+    residual, x, w = inputs(2, 64, K2.hidden, 0, 1)
+    memory = PeerMemory(0, [m.data_ptr() for m in group.memory], CUDA, 30.0)
+    peers = Peers(0, 2, group.peers[0].gather, memory.mailboxes)
+    threading.Timer(0.5, memory.end).start()
+    begin = time.perf_counter()
+    for _ in range(20):
+        y = exchange.launch(residual, x[0], w, EPS, peers, False)
+    torch.cuda.synchronize()
+    assert 0.4 < time.perf_counter() - begin < 1.5
+    assert bool(y.isnan().all())
+    with pytest.raises(ExchangeError):
+        memory.check()
 
 
 def test_two_processes_on_one_gpu_are_refused(tmp_path: Path) -> None:

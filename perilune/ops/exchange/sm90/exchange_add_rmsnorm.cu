@@ -18,7 +18,7 @@
 //               2 (N - 1) / N lines per line instead of N - 1: for many tokens of more than two ranks.
 //
 // Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
-// in `control` and to the host, and no later launch waits again.
+// in `control` and to the host, and no later launch waits again. The host ends all waits by writing to `failed`.
 #include "cuda/peers.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place,
     if (polls % POLLS == 0 || !patient) {
       const uint64_t now = now_ns();
       if (!begin) begin = now;
-      const bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      if (polls % HOST_POLLS == 0) over |= *reinterpret_cast<volatile uint32_t*>(peers.failed) != 0;
       if (__any_sync(~0u, over)) {
         if (missing && patient) report(peers, __ffs(missing) - 1);
         return false;

@@ -1,0 +1,28 @@
+"""Times a decode graph, for measurements."""
+
+import statistics
+
+import torch
+
+from perilune.engine.graphs.decode import Graph
+
+REPLAYS = 2  # on end, that are timed in a round
+
+
+@torch.inference_mode()
+def replay_seconds(graph: Graph, vocab_size: int, rounds: int) -> float:
+    """Of one replay behind another: the median of `rounds`, each with other tokens, which depend on nothing but the
+    round. What the graph writes (last tokens, KV of its positions) is overwritten."""
+    tokens, device = graph.step.tokens, graph.step.tokens.device
+    generator, times = torch.Generator().manual_seed(7), []
+    for _ in range(1 + rounds):
+        tokens.copy_(torch.randint(vocab_size, tokens.shape, generator=generator))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(float(begin.elapsed_time(end)) / REPLAYS / 1e3)
+    return statistics.median(times[1:])

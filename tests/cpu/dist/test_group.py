@@ -1,0 +1,91 @@
+"""A group of GPUs, with stand-ins for NCCL and for memory of GPUs: what is added over peer memory, and how it ends."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.dist import peer_memory
+from perilune.dist.group import TIMEOUT, Nccl
+from perilune.dist.peer_memory import ExchangeError, PeerMemory
+from perilune.dist.slicing import Slicing
+from perilune.model.kimi_k2 import add_parts
+from perilune.ops.exchange.peers import Peers
+
+GPU = torch.device("cuda", 3)
+
+
+class Processes:
+    """Of NCCL: what was called, in order."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def abort(self) -> None:
+        self._calls.append("abort")
+
+    def shutdown(self) -> None:
+        self._calls.append("shutdown")
+
+
+def group(monkeypatch: pytest.MonkeyPatch, found: Any, rank: int = 0, refusal: str = "") -> tuple[Nccl, list[str]]:
+    calls: list[str] = []
+
+    def connect(*args: Any, refusal: str) -> Any:
+        assert args[:3] == (rank, 2, GPU) and args[4] == TIMEOUT.total_seconds()
+        return refusal or found
+
+    monkeypatch.setattr(peer_memory, "connect", connect)
+    made = Nccl(Slicing(rank, 2), Processes(calls))
+    made.connect(GPU, lambda own: [own, own], refusal)
+    return made, calls
+
+
+def test_a_group_with_peer_memory_adds_over_it_and_ends_its_waits_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = PeerMemory(0, [64, 128], torch.device("cpu"), 1.0)
+    made, calls = group(monkeypatch, memory)
+    end = memory.end
+
+    def ended() -> None:
+        calls.append("end")
+        end()
+
+    monkeypatch.setattr(memory, "end", ended)
+    monkeypatch.setattr(memory, "close", lambda swap: calls.append(f"close {swap(b'') == [b'']}"))
+    assert made.name == "peer" and made.peers is not None and made.peers.mailboxes is memory.mailboxes
+    assert (made.peers.rank, made.peers.ranks) == (0, 2)
+    made.check()
+    made.abort()
+    with pytest.raises(ExchangeError):
+        made.check()
+    made.close()
+    assert calls == ["end", "abort", "close True"], "NCCL is not shut down after it was aborted"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_without_peer_memory_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    made, calls = group(monkeypatch, None, rank, "GPU 0 cannot read GPU 1's memory")
+    assert made.name == "nccl" and made.peers is None
+    made.check()
+    made.close()
+    assert calls == ["shutdown"]
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    why = "2 ranks add partial outputs through NCCL, not over peer memory: GPU 0 cannot read GPU 1's memory"
+    assert said == ([why] if rank == 0 else [])
+
+
+def test_the_model_and_the_draft_model_add_over_the_groups_peers() -> None:
+    seen: list[Tensor] = []
+
+    def gather(own: Tensor) -> Tensor:
+        seen.append(own)
+        return torch.stack([own, 2 * own])
+
+    h, x, norm = torch.zeros(3, 8), torch.randn(3, 8), torch.ones(8)
+    found = add_parts(h, x, norm, 1e-5, None, Peers(0, 2, gather))  # type: ignore[arg-type]  # peers are enough
+    assert len(seen) == 1 and torch.allclose(h, 3 * x)
+    assert torch.allclose(found, torch.nn.functional.rms_norm(3 * x, (8,), norm, 1e-5), atol=1e-5)
