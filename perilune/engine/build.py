@@ -90,6 +90,7 @@ class Parts:
             declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
+            kv_shards=self.runner.pages.shards,
         )
 
 
@@ -305,8 +306,14 @@ def _allocate(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
+    shards = 1 if config.kv_shards == "auto" else config.kv_shards
     model = KimiK2(
-        model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps, group=group
+        model_config,
+        weights,
+        max_positions=config.max_model_len,
+        qk_norm_eps=config.qk_norm_eps,
+        group=group,
+        kv_shard_tokens=config.block_size // shards if shards > 1 else None,
     )
     pages = Pages.allocate(
         model_config.num_hidden_layers,
@@ -315,5 +322,6 @@ def _allocate(
         latent_cache.width(model_config.kv_lora_rank, model_config.qk_rope_head_dim, kv_dtype),
         kv_dtype,
         device,
+        shards,
     )
     return config, model, pages, drafter

@@ -1,0 +1,84 @@
+"""Attention where every rank has its heads' weights, but of every request only a part of the KV (dist/kv_shards.py).
+
+Few tokens: queries of all heads reach all ranks, each attends its own positions, and the outputs of a head go back to
+its rank with their log-sum-exp, which says how to add them up. Two exchanges, of 576 and 514 values per token and head.
+Many tokens: the latents of whole contexts reach all ranks, which attend with their own heads as if they had them. An
+exchange of 576 values per token of context, next to which a long chunk computes for much longer.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from perilune.dist.group import Group
+from perilune.dist.kv_shards import KvShards
+from perilune.ops.attention.mla_decode_merge import mla_decode_merge
+from perilune.ops.attention.mla_decode_partial import mla_decode_partial
+from perilune.ops.attention.mla_prefill import mla_prefill
+from perilune.ops.layouts.operands import Attention, Span
+
+CONTEXT_BYTES = 256 << 20  # of latents that all ranks give each other at once, unless a single request has more
+
+
+class ShardedKv:
+    """`tokens` of each KV block are on each rank of `group`."""
+
+    def __init__(self, group: Group, tokens: int) -> None:
+        self._group = group
+        self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
+
+    def span(self, span: Span, positions: Tensor) -> Span:
+        """Every row of `span` as a request of its own, with as much context as this rank holds of it; positions [T]
+        int64 of the rows. The host waits for nothing."""
+        T, tables = len(positions), span.tables
+        starts = torch.arange(T + 1, dtype=torch.int32, device=tables.device)
+        if T != len(tables):
+            owner = torch.searchsorted(span.query_start[1:], starts[:-1], right=True)
+            tables = tables[owner.clamp_max_(len(tables) - 1)]
+        return Span(tables, starts, self.shards.held(positions + 1).to(torch.int32))
+
+    def decode(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+        """As mla_decode, [T, h, v]; q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""
+        ranks, R = self._group.ranks, w.w_uv.shape[1]
+        queries = self._group.gather(q_full).transpose(0, 1).flatten(1, 2).contiguous()
+        o, lse = mla_decode_partial(queries, pages, span, R, ranks, scale)
+        sent = torch.cat([o.view(ranks, -1).view(torch.uint8), lse.view(ranks, -1).view(torch.uint8)], 1)
+        o_bytes, lse_bytes = self._group.all_to_all(sent).split([o.nbytes // ranks, lse.nbytes // ranks], 1)
+        return mla_decode_merge(o_bytes.view(o.dtype).view(o.shape), lse_bytes.view(lse.dtype).view(lse.shape), w.w_uv)
+
+    def prefill(self, w: Attention, q: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+        """As mla_prefill, [T, h, v], of this rank's h heads."""
+        starts, lengths = span.query_start.tolist(), span.context.tolist()
+        out = []
+        for some in self._together(lengths, pages):
+            rows = slice(starts[some.start], starts[some.stop])
+            tables, whole = self._whole(span.tables[some], lengths[some], pages)
+            given = Span(tables, span.query_start[some.start : some.stop + 1] - rows.start, span.context[some])
+            out.append(mla_prefill(q[rows], whole, w.w_uk, w.w_uv, given, scale))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _together(self, lengths: list[int], pages: Tensor) -> Iterator[slice]:
+        """Requests with contexts of these lengths, in runs whose latents fit CONTEXT_BYTES."""
+        row = pages.shape[2] * pages.itemsize
+        first, held = 0, 0
+        for i, length in enumerate(lengths):
+            if held and (held + length) * row > CONTEXT_BYTES:
+                yield slice(first, i)
+                first, held = i, 0
+            held += length
+        yield slice(first, len(lengths))
+
+    def _whole(self, tables: Tensor, lengths: list[int], pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(tables [B, M] int32, pages [blocks, ranks * tokens, width]): all ranks' rows of these requests' blocks."""
+        block = self.shards.ranks * self.shards.tokens
+        counts = [-(-length // block) for length in lengths]
+        used = torch.cat([table[:count] for table, count in zip(tables, counts)])
+        own = pages.index_select(0, used).view(torch.uint8)
+        whole = self._group.gather(own).transpose(0, 1).flatten(1, 2).view(pages.dtype)
+        numbers = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=tables.device)
+        first = 0
+        for row, count in zip(numbers, counts):
+            row[:count] = torch.arange(first, first + count, device=tables.device)
+            first += count
+        return numbers, whole
