@@ -161,10 +161,10 @@ class EngineConfig:
         if self.ep > 1 and self.tp not in (1, self.ep):
             raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
         if self.kv_shards not in ("auto", 1) and self.tp != "auto" and self.kv_shards != self.ranks:
-            raise ConfigError(
-                f"kv_shards={self.kv_shards} with {self.ranks} ranks: each has all KV or one part of it; give 1, "
-                f"{self.ranks} or auto"
-            )
+            ranks, remedy = "1 rank", "leave it out, or run more with tp"
+            if self.ranks > 1:
+                ranks, remedy = f"{self.ranks} ranks", f"give 1, {self.ranks} or auto"
+            raise ConfigError(f"kv_shards={self.kv_shards} with {ranks}: each has all KV, or one part of it: {remedy}")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
             raise ConfigError(f"gpus must be numbers separated by commas, such as 0,1, not {self.gpus!r}")
         if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:

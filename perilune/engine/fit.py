@@ -110,7 +110,8 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
         drafter, own_kv = _drafter(drafter_dir, config, dtype)
         kv_bytes += own_kv
     longest = min(config.max_model_len or ENOUGH_TOKENS, model.max_position_embeddings)
-    block = config.block_size or (64 if device.type == "cuda" else 16)
+    shards = 1 if config.kv_shards == "auto" else config.kv_shards
+    block = config.block_size or shards * (64 if device.type == "cuda" else 16)
     least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
     step = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
     graphs = GRAPH_BYTES if device.type == "cuda" else 0

@@ -59,7 +59,7 @@ class ShardedKv:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _together(self, lengths: list[int], pages: Tensor) -> Iterator[slice]:
-        """Requests with contexts of these lengths, in runs whose latents fit CONTEXT_BYTES."""
+        """Requests with contexts of these lengths, in runs of which the latents fit CONTEXT_BYTES."""
         row = pages.shape[2] * pages.itemsize
         first, held = 0, 0
         for i, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The outputs of attention over all ranks' parts of a KV cache, as `mla_decode_partial` gives them, as one; W_UV included.
+"""Outputs of attention over all ranks' parts of a KV cache, as `mla_decode_partial` gives them, as one; W_UV included.
 
     y[t, h] = (sum over ranks i of w[i] o[i, t, h] / sum of w[i]) w_uv[h],  w[i] = 2 ** lse[i, t, h]
 

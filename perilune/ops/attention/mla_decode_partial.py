@@ -126,7 +126,8 @@ def reference(
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[T, H, ...] -> [groups, T, H / groups, ...]."""
-    return x.unflatten(1, (groups, x.shape[1] // groups)).transpose(0, 1).contiguous()
+    T, H, *rest = x.shape
+    return x.view(T, groups, H // groups, *rest).transpose(0, 1).contiguous()
 
 
 op = Op("mla_decode_partial", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "groups"))
