@@ -135,7 +135,7 @@ op = Op("mla_decode_partial", CASES, TOL, inputs, cost, reference, decides=("q_f
 
 @functools.cache
 def _weigh() -> Any:
-    return build.function("mla_decode_partial.cu", "mla_decode_partial", "ppppppllllllp")
+    return build.function("mla_decode_partial.cu", "mla_decode_partial", "ppppplpllllllp")
 
 
 @op.impl(
@@ -149,8 +149,13 @@ def _weigh() -> Any:
 )
 def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
     (T, H, _), device = q_full.shape, q_full.device
-    o = torch.empty(groups, T, H // groups, latent, dtype=BFLOAT16, device=device)
-    lse = torch.empty(groups, T, H // groups, dtype=FLOAT32, device=device)
+    shape = groups, T, H // groups
+    values = T * H // groups * latent
+    # A group's outputs, then its log-sum-exps: what `joined` gives without a copy. 16-byte stores need this alignment.
+    row_bytes = -(-(2 * values + 4 * T * H // groups) // 16) * 16
+    sent = torch.empty(groups, row_bytes, dtype=torch.uint8, device=device)
+    o = sent[:, : 2 * values].view(BFLOAT16).view(*shape, latent)
+    lse = sent[:, 2 * values : 2 * values + 4 * T * H // groups].view(FLOAT32).view(shape)
     if not T:
         return o, lse
     _, query_start, context = span.contiguous()
@@ -161,9 +166,10 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, sc
         query_start.data_ptr(),
         context.data_ptr(),
         o.data_ptr(),
+        o.stride(0),
         lse.data_ptr(),
+        lse.stride(0),
         len(partials),
-        len(context),
         T,
         H,
         groups,
@@ -195,6 +201,24 @@ def whole_tables(
         values = odds @ rows[..., :latent] / odds.sum(-1, keepdim=True)
         o[some] = values.masked_fill_((seen <= 0).unsqueeze(2), 0.0).to(o.dtype)
     return _grouped(o, groups), _grouped(lse, groups)
+
+
+def joined(o: Tensor, lse: Tensor) -> Tensor:
+    """[groups, bytes] uint8: of each group its o, then its lse, in a multiple of 16 bytes; `parted` takes them apart.
+    Nothing is copied of what "cuda" gives."""
+    groups, ours, more = o.shape[0], o[0].numel() * o.itemsize, lse[0].numel() * lse.itemsize
+    row_bytes = -(-(ours + more) // 16) * 16
+    adjacent = lse.data_ptr() == o.data_ptr() + ours and o.stride(0) * o.itemsize == row_bytes
+    if adjacent and lse.stride(0) * lse.itemsize == row_bytes:
+        return o.as_strided((groups, row_bytes // o.itemsize), (row_bytes // o.itemsize, 1)).view(torch.uint8)
+    rest = torch.zeros(groups, row_bytes - ours - more, dtype=torch.uint8, device=o.device)
+    return torch.cat([o.reshape(groups, -1).view(torch.uint8), lse.reshape(groups, -1).view(torch.uint8), rest], 1)
+
+
+def parted(rows: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of rows [groups, bytes] uint8 as `joined` makes them of tensors shaped like o and lse."""
+    ours, more = o[0].numel() * o.itemsize, lse[0].numel() * lse.itemsize
+    return rows[:, :ours].view(o.dtype).view(o.shape), rows[:, ours : ours + more].view(lse.dtype).view(lse.shape)
 
 
 def mla_decode_partial(

@@ -15,9 +15,10 @@ struct Args {
   const bf16* partials;  // [ctas][LATENT / 64][ROWS][64], swizzled
   const float* weights;  // [ROWS][ctas]
   const int *query_start, *context;
-  bf16* o;     // [groups][T][H / groups][LATENT]
-  float* lse;  // [groups][T][H / groups]
-  int ctas, B, T, H, groups, least;
+  bf16* o;     // [groups][T][H / groups][LATENT], groups o_step values apart
+  float* lse;  // [groups][T][H / groups], groups lse_step values apart
+  int64_t o_step, lse_step;
+  int ctas, T, H, groups, least;  // T requests of a token each
 };
 
 // A CTA has SHARED / WARPS heads of a token; SHARED warps have a head's ranges by turns.
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   __shared__ float sums[SHARED > 1 ? WARPS : 1][LATENT];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.y;
   const int head = blockIdx.x * (WARPS / SHARED) + warp / SHARED;
-  if (warp == 0) share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, &found, token, 1);
+  if (warp == 0) share_work<true>(a.query_start, a.context, a.T, a.H, a.ctas, a.least, &found, token, 1);
   __syncthreads();
   wait_for_predecessor();
   let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
@@ -74,9 +75,9 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
     }
   }
   const int own = a.H / a.groups;
-  const int64_t to = (static_cast<int64_t>(head / own) * a.T + token) * own + head % own;
-  if (lane == 0 && warp % SHARED == 0) a.lse[to] = total > 0 ? top + log2f(total) : -INFINITY;
-  uint32_t* out = reinterpret_cast<uint32_t*>(a.o + to * LATENT);
+  const int to = token * own + head % own, group = head / own;
+  if (lane == 0 && warp % SHARED == 0) a.lse[group * a.lse_step + to] = total > 0 ? top + log2f(total) : -INFINITY;
+  uint32_t* out = reinterpret_cast<uint32_t*>(a.o + group * a.o_step + static_cast<int64_t>(to) * LATENT);
   if constexpr (SHARED == 1) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -106,13 +107,13 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
 
 }  // namespace
 
-// Of the ranges that mla_decode made without W_UV, for T tokens of H heads in `groups` groups.
+// Of the ranges that mla_decode made without W_UV, for T tokens of H heads in `groups` groups; o_step is in 8s.
 API int mla_decode_partial(const void* partials, const void* weights, const void* query_start, const void* context,
-                           void* o, void* lse, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t groups,
-                           int64_t least, void* stream) {
+                           void* o, int64_t o_step, void* lse, int64_t lse_step, int64_t ctas, int64_t T, int64_t H,
+                           int64_t groups, int64_t least, void* stream) {
   const Args a = {static_cast<const bf16*>(partials), static_cast<const float*>(weights),
                   static_cast<const int*>(query_start), static_cast<const int*>(context),
-                  static_cast<bf16*>(o), static_cast<float*>(lse), static_cast<int>(ctas), static_cast<int>(B),
+                  static_cast<bf16*>(o), static_cast<float*>(lse), o_step, lse_step, static_cast<int>(ctas),
                   static_cast<int>(T), static_cast<int>(H), static_cast<int>(groups), static_cast<int>(least)};
   const unsigned tokens = static_cast<unsigned>(T), heads = static_cast<unsigned>(H);
   if (T <= FEW_TOKENS) return launch(weigh<WARPS>, dim3(heads, tokens), dim3(THREADS), 0, stream, 1, a);
