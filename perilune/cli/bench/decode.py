@@ -1,12 +1,14 @@
 """`perilune bench decode`: steps of the real engine, on real weights or per layer on shapes of a larger model."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perilune.bench import cycle, decode, microscope
+from perilune.bench import cycle, decode, kv_layouts, microscope
 from perilune.bench.shapes import SHAPES
+from perilune.cli.shared import synthetic
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.config import EngineConfig, build
 from perilune.core.step import MAX_DRAFTS
@@ -77,6 +79,11 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 @click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
+@click.option(
+    "--kv-shards",
+    help="With --tp N: layouts of KV over ranks to compare, 1 (whole) or N (sharded), by turns, e.g. 1,2; of MODEL, or "
+    "of --shape in whole engines.",
+)
 @click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
@@ -97,6 +104,7 @@ def command(
     device: str,
     dtype: str,
     tp: int,
+    kv_shards: str | None,
     threads: int | None,
     directory: Path | None,
 ) -> None:
@@ -112,6 +120,18 @@ def command(
         raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
     if draft and shape is not None and accepted is None:
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
+    if kv_shards is not None:
+        if tp < 2 or draft or kernels or ranks is not None:
+            raise click.BadParameter("goes with --tp, without --draft, --kernels and --slice", param_hint="--kv-shards")
+        values: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp, "draft": "off"}
+        if shape is not None:
+            scales = "compact" if expert_format == "int4-compact" else "checkpoint"
+            values |= {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype, "expert_scales": scales}
+        turns, cells = numbers(kv_shards, "--kv-shards"), (batches, contexts)
+        with synthetic.directory(shape, layers) if shape else nullcontext(resolve_model(model)) as path:
+            rows = kv_layouts.measure(path, values, turns, cells, tokens, say)
+        finish([row | ({"shape": shape} if shape else {}) for row in rows], directory)
+        return
     if shape is not None and tp > 1:
         raise click.BadParameter("runs checkpoints; --shape runs one GPU", param_hint="--tp")
     if ranks is not None and (shape is None or draft):
@@ -146,5 +166,5 @@ def command(
                 "draft_tokens": draft or None,
             },
         )
-        rows += decode.measure(resolve_model(model), config, batches, length, tokens, say)
+        rows += decode.measure(resolve_model(model), config, batches, [length], tokens, say)
     finish(rows, directory)
