@@ -114,11 +114,11 @@ class KimiK2:
         self.group = group
         self.vocabulary = Vocabulary(group, config.vocab_size)
         self.peers: Peers | None = None  # exchange by peer memory instead of the group's collectives
-        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens)
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
+        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens, self.peers)
         self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
@@ -190,8 +190,8 @@ class KimiK2:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
-        if isinstance(ffn, Mlp) or w.o.format == "int4":
-            attended = _attend(w, q_full, span, pages, self.scale)
+        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.sharded_kv is not None:
+            attended = _attend(w, q_full, span, pages, self.scale, self.sharded_kv)
             return self._ffn(ffn, add_rmsnorm(h, attended, layer.post_norm, self.eps))
         gate = Gate(ffn.gate, ffn.bias, self.routing)
         x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, Norm(layer.post_norm, self.eps), gate)
@@ -223,9 +223,7 @@ def mla(
     q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
     if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
         q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
-        if sharded is not None:
-            return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
-        return _attend(w, q_full, span, pages, scale)
+        return _attend(w, q_full, span, pages, scale, sharded)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
     q = q.view(len(x), heads, q.shape[1] // heads)
     out = []
@@ -259,8 +257,10 @@ def _rows(
     )
 
 
-def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float, sharded: ShardedKv | None) -> Tensor:
     """[T, D], where all rows are of `span`."""
+    if sharded is not None:
+        return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
     if w.o.format == "int4":
         return apply(w.o, mla_decode(q_full, pages, span, w.w_uv, scale).flatten(1))
     return mla_decode_output(q_full, pages, span, w, scale)

@@ -79,15 +79,17 @@ class ShardedKv:
         yield slice(first, len(lengths))
 
     def _whole(self, tables: Tensor, lengths: list[int], pages: Tensor) -> tuple[Tensor, Tensor]:
-        """(tables [B, M] int32, pages [blocks, ranks * tokens, width]): all ranks' rows of these requests' blocks."""
-        block = self.shards.ranks * self.shards.tokens
-        counts = [-(-length // block) for length in lengths]
+        """(tables [B, M] int32, pages [blocks, tokens, width]): all ranks' rows of these requests' blocks."""
+        ranks, device = self.shards.ranks, tables.device
+        counts = [-(-length // (ranks * self.shards.tokens)) for length in lengths]
         used = torch.cat([table[:count] for table, count in zip(tables, counts)])
         own = pages.index_select(0, used).view(torch.uint8)
-        whole = self._group.gather(own).transpose(0, 1).flatten(1, 2).view(pages.dtype)
-        numbers = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=tables.device)
+        rows = self._group.gather(own).flatten(0, 1).view(pages.dtype)
+        # Rank r's part of the i-th of all these blocks is block r * len(used) + i here.
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=device).view(ranks, -1).T
+        found = torch.zeros(len(counts), max(counts) * ranks, dtype=torch.int32, device=device)
         first = 0
-        for row, count in zip(numbers, counts):
-            row[:count] = torch.arange(first, first + count, device=tables.device)
+        for row, count in zip(found, counts):
+            row[: count * ranks] = numbers[first : first + count].flatten()
             first += count
-        return numbers, whole
+        return found, rows

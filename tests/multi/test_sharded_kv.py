@@ -20,18 +20,16 @@ LONG = "The quick brown fox jumps over the lazy dog, and then it runs home. " * 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
     # As few tokens of KV as preempt requests in test_answers, in blocks of 16 on each rank.
-    with LLM("kimi-nano", **CONFIG, kv_blocks=12, draft="hybrid", draft_tokens=3, tp=2, kv_shards=2) as llm:
+    with LLM("kimi-nano", **CONFIG, kv_blocks=10, draft="hybrid", draft_tokens=3, tp=2, kv_shards=2) as llm:
         assert (llm.info.tp, llm.info.kv_shards, llm.info.block_size) == (2, 2, 32)
         yield llm
 
 
-@pytest.mark.parametrize("draft", ["off", "eagle3"])
-def test_tokens_are_those_of_one_rank(one: LLM, two: LLM, draft: str) -> None:
-    drafting(two, draft)
+def test_tokens_are_those_of_one_rank(one: LLM, two: LLM) -> None:
+    drafting(two, "eagle3")
     found = two.generate(PROMPTS, WAYS)
     alike(found, one.generate(PROMPTS, WAYS))
-    if draft == "eagle3":
-        assert sum(c.accepted_tokens for c in found) > 0
+    assert sum(c.accepted_tokens for c in found) > 0
 
 
 def test_long_prompts_come_in_chunks_and_from_the_cache(one: LLM, two: LLM) -> None:
@@ -46,7 +44,7 @@ def test_long_prompts_come_in_chunks_and_from_the_cache(one: LLM, two: LLM) -> N
 
 def test_requests_that_preempt_each_other(one: LLM, two: LLM) -> None:
     drafting(two, "off")
-    ways = [replace(p, max_tokens=60, logprobs=None, prompt_logprobs=None) for p in WAYS]
+    ways = [replace(p, max_tokens=40, logprobs=None, prompt_logprobs=None) for p in WAYS]
     assert two._engine is not None
     before = two._engine.stats().preemptions
     alike(two.generate(PROMPTS, ways), one.generate(PROMPTS, ways))
