@@ -125,7 +125,7 @@ def measure(
                 "acceptance": "measured",
                 "draft_ms": round(timed.drafting * 1e3, 4),
                 "expert_format": _expert_format(runner.model),
-                "rest_dtype": engine.config.dtype if engine.config.rest_dtype == "dtype" else engine.config.rest_dtype,
+                "rest_dtype": engine.config.dtype,
                 "kv_dtype": engine.config.kv_dtype,
                 "distinct_experts": round(foot.distinct(batch), 2),
                 "step_ms": round(step * 1e3, 4),

@@ -142,9 +142,9 @@ class EngineInfo:
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
     tp: int = 1  # ranks that run
     ep: int = 1  # of these, how many share out whole experts
-    kv_shards: int = 1  # of these, how many share out every request's KV along the sequence; 1: each has all of it
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+    kv_shards: int = 1  # ranks that share out every request's KV along the sequence; 1: each has all of it
 
     @property
     def marks(self) -> dict[str, str | float | None]:

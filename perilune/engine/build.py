@@ -84,13 +84,13 @@ class Parts:
             stop_token_ids=model.eos_token_ids,
             num_blocks=config.kv_blocks,
             block_size=config.block_size,
+            kv_shards=self.runner.pages.shards,
             max_num_seqs=config.max_num_seqs,
             choices=tuple(self.choices.made),
             synthetic=self.synthetic,
             declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
-            kv_shards=self.runner.pages.shards,
         )
 
 

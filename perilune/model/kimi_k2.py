@@ -156,6 +156,16 @@ class KimiK2:
         """[R, D] -> [R, V] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
 
+    def _own_part(self, step: Step) -> Step:
+        """The step as this rank's cache has it: slots, and contexts of rows that attend in the absorbed form."""
+        kv, span = self.sharded_kv, step.absorbed
+        if kv is None:
+            return step
+        if span is not None:
+            own = kv.span(span, step.positions[span.rows])
+            span = Span(own.tables, own.query_start, own.context, span.rows)
+        return replace(step, slots=kv.shards.slots(step.slots), absorbed=span)
+
     def _embed(self, step: Step, norm: Tensor) -> tuple[Tensor, Tensor, Rotary]:
         """(the residual stream as it enters the first layer, its norm, the rope tables' rows)."""
         (rows, last_tokens), table = step.pending or (None, None), self.weights.embed
@@ -172,16 +182,6 @@ class KimiK2:
         if self.peers is not None:
             return exchange_add_rmsnorm(h, x, norm, self.eps, self.peers)
         return add_rmsnorm(h, total(self.group, x), norm, self.eps)
-
-    def _own_part(self, step: Step) -> Step:
-        """The step as this rank's cache has it: slots, and contexts of rows that attend in the absorbed form."""
-        kv, span = self.sharded_kv, step.absorbed
-        if kv is None:
-            return step
-        if span is not None:
-            own = kv.span(span, step.positions[span.rows])
-            span = Span(own.tables, own.query_start, own.context, span.rows)
-        return replace(step, slots=kv.shards.slots(step.slots), absorbed=span)
 
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)

@@ -75,15 +75,15 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     help="With --shape: routed experts.",
 )
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
-@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
-@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
 @click.option(
     "--kv-shards",
     help="With --tp N: layouts of KV over ranks to compare, 1 (whole) or N (sharded), by turns, e.g. 1,2; of MODEL, or "
     "of --shape in whole engines.",
 )
+@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
+@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
 @click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
@@ -100,11 +100,11 @@ def command(
     ranks: str | None,
     expert_format: str,
     kernels: bool,
+    kv_shards: str | None,
     tokens: int,
     device: str,
     dtype: str,
     tp: int,
-    kv_shards: str | None,
     threads: int | None,
     directory: Path | None,
 ) -> None:
@@ -116,10 +116,6 @@ def command(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
-    if accepted is not None and not (draft and shape and 1 <= accepted <= draft + 1):
-        raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
-    if draft and shape is not None and accepted is None:
-        raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     if kv_shards is not None:
         if tp < 2 or draft or kernels or ranks is not None:
             raise click.BadParameter("goes with --tp, without --draft, --kernels and --slice", param_hint="--kv-shards")
@@ -130,8 +126,13 @@ def command(
         turns, cells = numbers(kv_shards, "--kv-shards"), (batches, contexts)
         with synthetic.directory(shape, layers) if shape else nullcontext(resolve_model(model)) as path:
             rows = kv_layouts.measure(path, values, turns, cells, tokens, say)
-        finish([row | ({"shape": shape} if shape else {}) for row in rows], directory)
+        common = {"shape": shape, **({"rest_dtype": "fp8"} if rest_dtype == "fp8" else {})} if shape else {}
+        finish([row | common for row in rows], directory)
         return
+    if accepted is not None and not (draft and shape and 1 <= accepted <= draft + 1):
+        raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
+    if draft and shape is not None and accepted is None:
+        raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     if shape is not None and tp > 1:
         raise click.BadParameter("runs checkpoints; --shape runs one GPU", param_hint="--tp")
     if ranks is not None and (shape is None or draft):
