@@ -85,8 +85,8 @@ log = logging.getLogger("perilune.server")
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
 @options.engine_options(
-    *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction", "kv_host_gb", "kv_disk",
-    "kv_disk_gb", "kv_ttl_hours",
+    *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "decode_stretch", "memory_fraction",
+    "kv_host_gb", "kv_disk", "kv_disk_gb", "kv_ttl_hours",
 )  # fmt: skip
 @click.option(
     "--config",

@@ -4,6 +4,7 @@ Keys have one spelling everywhere: `LLM(model, max_num_seqs=8)`, `--max-num-seqs
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 import typing
@@ -56,6 +57,11 @@ class EngineConfig:
     max_step_tokens: int | None = _doc(
         "tokens computed in a step, at most; longer prompts are split. Default: 512 on CPU, 8192 on GPUs",
         None,
+    )
+    decode_stretch: float = _doc(
+        "how many times the median interval 99 of 100 tokens may take while prompts of other requests are computed; "
+        "prompts then come in smaller parts. 0: no bound, the shortest time to a first token",
+        2.0,
     )
     memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
@@ -138,6 +144,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if not (self.decode_stretch == 0 or 1.0 < self.decode_stretch < math.inf):
+            raise ConfigError(f"decode_stretch must be above 1, or 0 for no bound, not {self.decode_stretch}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours"):

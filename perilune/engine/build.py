@@ -29,6 +29,7 @@ from perilune.engine.resolve import (
 )
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
+from perilune.engine.step_times.pacing import Pacer
 from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
@@ -237,6 +238,7 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
         tiers=tiers,
+        pacer=Pacer(config.decode_stretch, config.max_step_tokens),
     )
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
