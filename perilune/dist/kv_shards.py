@@ -8,8 +8,9 @@ requests; and all ranks' rows of a block, in the order of ranks, are the block.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from perilune.ops.attention.shard_rows import shard_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,6 @@ class KvShards:
     ranks: int
     tokens: int
 
-    def slots(self, slots: Tensor) -> Tensor:
-        """The rank's cache rows [T] int64 of `slots` [T], block * (ranks * tokens) + offset; -1 where another rank has
-        the token, and where `slots` is below 0."""
-        shard = slots // self.tokens
-        own = (slots >= 0) & (shard % self.ranks == self.rank)
-        return torch.where(own, shard // self.ranks * self.tokens + slots % self.tokens, -1)
-
-    def held(self, lengths: Tensor) -> Tensor:
-        """How many of the first `lengths` tokens of a request are on this rank, where they are its first rows."""
-        block = self.ranks * self.tokens
-        rest = lengths % block - self.rank * self.tokens
-        return lengths // block * self.tokens + rest.clamp(0, self.tokens)
+    def rows(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As ops/attention/shard_rows: the rank's cache rows of `slots` [T], and its contexts at `positions` [T]."""
+        return shard_rows(slots, positions, self.rank, self.ranks, self.tokens)

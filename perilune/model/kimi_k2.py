@@ -161,10 +161,11 @@ class KimiK2:
         kv, span = self.sharded_kv, step.absorbed
         if kv is None:
             return step
+        slots, context = kv.shards.rows(step.slots, step.positions)
         if span is not None:
-            own = kv.span(span, step.positions[span.rows])
+            own = kv.span(span, context[span.rows])
             span = Span(own.tables, own.query_start, own.context, span.rows)
-        return replace(step, slots=kv.shards.slots(step.slots), absorbed=span)
+        return replace(step, slots=slots, absorbed=span)
 
     def _embed(self, step: Step, norm: Tensor) -> tuple[Tensor, Tensor, Rotary]:
         """(the residual stream as it enters the first layer, its norm, the rope tables' rows)."""

@@ -31,15 +31,15 @@ class ShardedKv:
         self._group, self._peers = group, peers
         self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
 
-    def span(self, span: Span, positions: Tensor) -> Span:
-        """Every row of `span` as a request of its own, with as much context as this rank holds of it; positions [T]
-        int64 of the rows. The host waits for nothing."""
-        T, tables = len(positions), span.tables
+    def span(self, span: Span, context: Tensor) -> Span:
+        """Every row of `span` as a request of its own, with its context [T] int32 on this rank. The host waits for
+        nothing."""
+        T, tables = len(context), span.tables
         starts = torch.arange(T + 1, dtype=torch.int32, device=tables.device)
         if T != len(tables):
             owner = torch.searchsorted(span.query_start[1:], starts[:-1], right=True)
             tables = tables[owner.clamp_max_(len(tables) - 1)]
-        return Span(tables, starts, self.shards.held(positions + 1).to(torch.int32))
+        return Span(tables, starts, context)
 
     def decode(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
         """As mla_decode, [T, h, v]; q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""

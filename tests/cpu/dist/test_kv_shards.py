@@ -16,14 +16,13 @@ def test_each_rank_holds_its_tokens_in_the_order_of_positions(ranks: int, tokens
     owners = torch.zeros_like(positions)
     for rank in range(ranks):
         shards = KvShards(rank, ranks, tokens)
-        own = shards.slots(slots)
+        own, context = shards.rows(slots, positions)
         owners += own >= 0
         here = positions[own >= 0]
         local = torch.arange(len(here))  # the rank's rows through the same table, in blocks of `tokens`
         assert torch.equal(own[own >= 0], table[local // tokens] * tokens + local % tokens)
-        lengths = torch.arange(len(positions) + 1)
-        assert torch.equal(shards.held(lengths), (here[:, None] < lengths).sum(0))
-        assert shards.slots(torch.tensor([-1, -5])).tolist() == [-1, -1]
+        assert torch.equal(context, (here[:, None] <= positions).sum(0).int())
+        assert shards.rows(torch.tensor([-1, -5]), torch.tensor([0, 7]))[0].tolist() == [-1, -1]
     assert (owners == 1).all()
 
 

@@ -26,12 +26,12 @@ def parts(
     expected = mla_decode.mla_decode(q, pages, Span(tables, start, whole["context"]), w_uv, scale)
 
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(g.device)
-    last = torch.cat([torch.arange(c - n + 1, c + 1) for n, c in zip(counts, contexts)]).to(g.device)
+    positions = torch.cat([torch.arange(c - n, c) for n, c in zip(counts, contexts)]).to(g.device)
     sent = []
     for rank in range(ranks):
         own = pages[:, rank * tokens : (rank + 1) * tokens].contiguous()
-        held = KvShards(rank, ranks, tokens).held(last).int()
-        span = Span(tables[owner], paged_inputs.query_start(g, [1] * len(q)), held)
+        _, context = KvShards(rank, ranks, tokens).rows(positions, positions)
+        span = Span(tables[owner], paged_inputs.query_start(g, [1] * len(q)), context)
         o, lse = mla_decode_partial.mla_decode_partial(q, own, span, R, ranks, scale)
         rows = mla_decode_partial.joined(o, lse)
         assert all(torch.equal(a, b) for a, b in zip(mla_decode_partial.parted(rows, o, lse), (o, lse)))
