@@ -213,6 +213,10 @@ class ServerConfig:
     )
     client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
     client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
+    default_max_tokens: int | None = _doc(
+        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
+        None,
+    )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
         "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
@@ -238,6 +242,12 @@ class ServerConfig:
     audit_log: str | None = _doc("directory for a log of who asked when, for what and how much", None)
     audit_text: bool = _doc("the audit log has prompts and answers too, with secrets in them redacted", False)
     audit_redact: tuple[str, ...] = _doc("regular expressions of text that the audit log replaces, besides secrets", ())
+    files_dir: str | None = _doc(
+        "directory for /v1/files and /v1/batches, kept over restarts, one server's alone. It is users' text. Default: "
+        "both are not served",
+        None,
+    )
+    files_gb: float = _doc("gigabytes of these files", 10.0)
     audit_mb: int = _doc("megabytes of the audit log; the oldest files are deleted", 1024)
 
     def __post_init__(self) -> None:
@@ -245,6 +255,8 @@ class ServerConfig:
             raise ConfigError("tls_cert and tls_key belong together: set both")
         if self.audit_mb < 1:
             raise ConfigError(f"audit_mb must be at least 1, not {self.audit_mb}")
+        if not 0.0 < self.files_gb < float("inf"):
+            raise ConfigError(f"files_gb must be above 0, not {self.files_gb}")
         if (self.audit_text or self.audit_redact) and self.audit_log is None:
             raise ConfigError("audit_text and audit_redact need audit_log, the directory")
         object.__setattr__(self, "audit_redact", tuple(self.audit_redact))
@@ -253,6 +265,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         for name in (
+            "default_max_tokens",
             "max_waiting",
             "max_body_mb",
             "body_memory_mb",

@@ -1,6 +1,7 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,6 +93,7 @@ class Parts:
             declared_acceptance=config.declared_acceptance,
             tp=self.runner.group.ranks,
             ep=config.ep,
+            pids=(os.getpid(), *(() if self.ranks is None else self.ranks.pids)),
         )
 
 
