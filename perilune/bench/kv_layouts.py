@@ -25,19 +25,14 @@ def measure(
     the machine changed meanwhile. values: of EngineConfig; cells: (batch sizes, contexts). At the end the crossover of
     each batch size is reported."""
     batches, contexts = cells
-    rows = []
-    for shards in turns:
-        config = build(
-            EngineConfig,
-            {
-                **values,
-                "kv_shards": shards,
-                "max_num_seqs": max(batches),
-                "max_model_len": max(contexts) + tokens + 1,
-                "prefix_cache": False,  # every prompt must be computed
-            },
-        )
-        rows += decode.measure(model, config, batches, contexts, tokens, report)
+    common = {
+        **values,
+        "max_num_seqs": max(batches),
+        "max_model_len": max(contexts) + tokens + 1,
+        "prefix_cache": False,  # every prompt must be computed
+    }
+    configs = [build(EngineConfig, {**common, "kv_shards": shards}) for shards in turns]
+    rows = [row for config in configs for row in decode.measure(model, config, batches, contexts, tokens, report)]
     for line in summary(rows):
         report(line)
     return rows

@@ -27,7 +27,8 @@ class ShardedKv:
     """`tokens` of each KV block are on each rank of `group`."""
 
     def __init__(self, group: Group, tokens: int, peers: Peers | None = None) -> None:
-        """`peers`: exchanges of few tokens go over their memory, instead of through the group's collectives."""
+        """`peers`: exchanges of few tokens go over their memory, if they have some, not through the group's
+        collectives."""
         self._group, self._peers = group, peers
         self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
 
@@ -52,7 +53,7 @@ class ShardedKv:
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """[ranks, W]: each rank's row for this one; rows [ranks, W] uint8, or [1, W], which all ranks get."""
-        if self._peers is not None and takes(rows):
+        if self._peers is not None and self._peers.mailboxes is not None and takes(rows):
             return exchange_rows(rows, self._peers)
         return self._group.gather(rows[0]) if len(rows) == 1 else self._group.all_to_all(rows)
 
