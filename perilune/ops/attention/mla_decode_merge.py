@@ -2,9 +2,9 @@
 
     y[t, h] = (sum over ranks i of w[i] o[i, t, h] / sum of w[i]) w_uv[h],  w[i] = 2 ** lse[i, t, h]
 
-o [N, T, H, R], each rank's part contiguous and at a multiple of 16 bytes, and lse [N, T, H] float32, likewise, of N ranks for this rank's H heads;
-w_uv [H, R, v]; y [T, H, v] as o. A rank with lse -inf has no share; where all have none, y is 0. Sums in fp32; the sum
-over ranks is rounded before it meets w_uv. N is at most 8.
+o [N, T, H, R], each rank's part contiguous and at a multiple of 16 bytes, and lse [N, T, H] float32, each rank's part
+contiguous, of N <= 8 ranks for this rank's H heads; w_uv [H, R, v]; y [T, H, v] as o. A rank with lse -inf has no
+share; where all have none, y is 0. Sums in fp32; the sum over ranks is rounded before it meets w_uv.
 
 "cuda" is one launch: a cluster of CTAs per head and 32 tokens, as that of mla_decode.cu for the ranges of a context.
 """
