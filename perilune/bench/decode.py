@@ -5,11 +5,12 @@ number of distinct ones), and the KV of each request, at the read rate measured 
 measured on a buffer as large as the model's weights, because a small model lives in the processor's cache.
 """
 
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +83,28 @@ def measure(
     model_dir: Path,
     config: EngineConfig,
     batches: list[int],
-    context: int,
+    contexts: list[int],
     tokens: int,
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """One row per batch size: `batch` requests decode together from `context` random prompt tokens on."""
+    """One row per context and batch size: `batch` requests decode together from `context` random prompt tokens on."""
     engine = Engine(model_dir, config)
     try:
         info, runner = engine.info, engine.runner
-        if context + tokens > info.max_model_len:
-            raise ConfigError(f"context + tokens is {context + tokens}, but the model holds {info.max_model_len}")
+        if (longest := max(contexts) + tokens) > info.max_model_len:
+            raise ConfigError(f"context + tokens is {longest}, but the model holds {info.max_model_len}")
         if max(batches) > info.max_num_seqs:
             raise ConfigError(f"batch {max(batches)} is above max_num_seqs={info.max_num_seqs}: raise it")
         data = runner.pages.data
         foot = footprint(runner.model, data)
+        foot = replace(foot, kv_per_token=foot.kv_per_token // info.kv_shards)
         # On the engine's own thread: a second one that computes would slow every step (runner.compute_thread).
-        rate = runner.call(read_rate, int(foot.step_bytes(1, context)), data.device)
-        report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {foot.step_bytes(1, context) / 1e6:.1f} MB")
+        least = foot.step_bytes(1, min(contexts))
+        rate = runner.call(read_rate, int(least), data.device)
+        report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {least / 1e6:.1f} MB")
         rows = []
-        _time_steps(engine, max(batches), context, 8)  # warm-up: compilation, page faults, clocks
-        for batch in batches:
+        _time_steps(engine, max(batches), min(contexts), 8)  # warm-up: compilation, page faults, clocks
+        for context, batch in itertools.product(contexts, batches):
             timed = _time_steps(engine, batch, context, tokens)
             step = timed.step
             middle = context + tokens // 2
@@ -113,7 +116,7 @@ def measure(
                 "tp": info.tp,
                 "ep": info.ep,
                 "exchange": runner.group.name,
-                "kv_layout": "replicated",
+                "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
                 "batch": batch,
                 "context": middle,
                 "draft": engine.config.draft_tokens or 0,

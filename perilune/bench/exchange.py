@@ -3,7 +3,8 @@
 One process per GPU. A CUDA graph holds OPS exchanges, each on the output of the one before, as in a decode step; its
 replays are timed on the device's clock, and the slowest rank's median counts. Before a size is timed, its result is
 compared with the reference, and the ranks' bits with each other. NCCL's all-reduce followed by the same norm, the norm
-alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run.
+alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run; then what sharded KV
+exchanges in a layer, over peer memory and over NCCL; its bytes are compared.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from perilune.bench import ledger
 from perilune.core.errors import ConfigError, EngineError
 from perilune.dist import peer_memory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
+from perilune.ops.exchange import exchange_rows
 from perilune.ops.exchange.peers import Peers, loopback
 from perilune.ops.harness import check
-from perilune.ops.harness.case import BFLOAT16, EXACT
+from perilune.ops.harness.case import BFLOAT16, EXACT, K2
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 
 WIDTH = 7168  # of Kimi K2
@@ -57,8 +60,9 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
         made = _outputs([[*command, str(r)] for r in range(ranks)], Path(scratch))
     rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in made.splitlines()]
     for row in rows:
+        of = f"{row['parts'] or 'no'} parts" if row["norm"] else row["form"]
         report(
-            f"{row['tokens']:>6} tokens, {row['parts'] or 'no'} parts, {row['exchange']:>10}"
+            f"{row['tokens']:>6} tokens, {of}, {row['exchange']:>10}"
             f"{', two shots' if row['form'] == 'two-shot' else '':<11}: {row['us']:8.2f} us"
         )
     return rows
@@ -122,6 +126,53 @@ class Rank:
                     )
         return found
 
+    def kv_rows(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """What sharded KV exchanges in a layer: the queries of all heads, then outputs with their log-sum-exp."""
+        heads, found = K2.heads // self.ranks, []
+        for T in tokens:
+            if T > MAX_PARTS_TOKENS:
+                continue
+            for form, S, nbytes in (
+                ("queries", 1, T * heads * 2 * (K2.latent + K2.rope)),
+                ("outputs", self.ranks, T * heads * (2 * K2.latent + 4)),
+            ):
+                x = self._bytes(S, nbytes, self.rank, T)
+                want = torch.stack([self._bytes(S, nbytes, r, T)[self.rank % S] for r in range(self.ranks)])
+                for exchange_name, run in (("peer", self._peer_rows), ("nccl", self._nccl)):
+                    if not torch.equal(run(x), want):
+                        raise EngineError(f"{form} of {T} tokens over {exchange_name}: other bytes than were sent")
+                    found.append(
+                        {
+                            "bench": "exchange",
+                            "tokens": T,
+                            "us": round(self._replayed(partial(_repeat, run, x, _ops(T)), _ops(T)), 3),
+                            "norm": False,
+                            "exchange": exchange_name,
+                            "form": form,
+                            "parts": 0,
+                            "width": nbytes,
+                            "tp": self.ranks,
+                            "method": f"graph of {_ops(T)} exchanges of `width` bytes with each rank, median of "
+                            f"{REPLAYS} replays, slowest rank; bytes as sent",
+                        }
+                    )
+        return found
+
+    def _peer_rows(self, x: Tensor) -> Tensor:
+        return exchange_rows.cuda(x, self.peers)
+
+    def _nccl(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self.peers.gather(x[0])
+        y = torch.empty_like(x)
+        distributed.all_to_all_single(y, x)
+        return y
+
+    @staticmethod
+    def _bytes(S: int, nbytes: int, rank: int, seed: int) -> Tensor:
+        g = torch.Generator("cuda").manual_seed(seed * 8 + rank)
+        return torch.randint(0, 256, (S, nbytes), generator=g, device="cuda", dtype=torch.uint8)
+
     def _forms(self, T: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         def nccl(residual: Tensor, x: Tensor, w: Tensor) -> Tensor:
             whole = x if x.dim() == 2 else x.sum(1).to(BFLOAT16)
@@ -162,13 +213,17 @@ class Rank:
     def _time(self, T: int, parts: int, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
         """Median us of one exchange on the slowest rank."""
         residual, x, w = self._inputs(T, parts, 0)
-        graph, count = torch.cuda.CUDAGraph(), _ops(T)
 
         def chain() -> None:
             y = x
-            for _ in range(count):
+            for _ in range(_ops(T)):
                 y = run(residual, x if parts else y, w)
 
+        return self._replayed(chain, _ops(T))
+
+    def _replayed(self, chain: Callable[[], None], count: int) -> float:
+        """Median us of one of the `count` exchanges of `chain` in a graph, on the slowest rank."""
+        graph = torch.cuda.CUDAGraph()
         chain()
         torch.cuda.synchronize()
         self.swap(b"")
@@ -186,6 +241,11 @@ class Rank:
         times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         own = statistics.median(times) / count * 1e3
         return max(float(text) for text in self.swap(repr(own).encode()))
+
+
+def _repeat(run: Callable[[Tensor], Tensor], x: Tensor, count: int) -> None:
+    for _ in range(count):
+        run(x)
 
 
 def _ops(tokens: int) -> int:
@@ -210,7 +270,8 @@ def run(scratch: Path, ranks: int, tokens: Sequence[int], rank: int) -> list[dic
     found, memory = peer_memory.peers(rank, ranks, device, swap, gather)
     if memory is None:
         raise EngineError("no peer memory between these GPUs: " + str(peer_memory.connect(rank, ranks, device, swap)))
-    rows = Rank(rank, ranks, found, loopback(ranks, device), swap).rows(tokens)
+    of_rank = Rank(rank, ranks, found, loopback(ranks, device), swap)
+    rows = of_rank.rows(tokens) + of_rank.kv_rows(tokens)
     memory.check()
     memory.close(swap)
     distributed.destroy_process_group()

@@ -66,7 +66,15 @@ class EngineConfig:
     )
     memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
-    block_size: int | None = _doc("tokens in a KV block; default: 64 on GPUs, 16 on CPU", None)
+    block_size: int | None = _doc(
+        "tokens in a KV block; default: 64 on GPUs, 16 on CPU, times kv_shards, as each rank has its part of a block",
+        None,
+    )
+    kv_shards: int | Literal["auto"] = _doc(
+        "1: every rank has the whole KV cache; the number of ranks: each has its part of every request's tokens, so "
+        "that the cache holds as many times more; auto: sharded where contexts are long or memory is short",
+        "auto",
+    )
     prefix_cache: bool = _doc("keep KV of finished requests for prompts that begin alike", True)
     kv_host_gb: float | None = _doc(
         "gigabytes of host memory for KV that the cache has no room for; default: none, or 1 with kv_disk", None
@@ -161,6 +169,11 @@ class EngineConfig:
             raise ConfigError(f"tp must be at least 1, not {self.tp}")
         if self.ep > 1 and self.tp not in (1, self.ep):
             raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
+        if self.kv_shards not in ("auto", 1) and self.tp != "auto" and self.kv_shards != self.ranks:
+            ranks, remedy = "1 rank", "leave it out, or run more with tp"
+            if self.ranks > 1:
+                ranks, remedy = f"{self.ranks} ranks", f"give 1, {self.ranks} or auto"
+            raise ConfigError(f"kv_shards={self.kv_shards} with {ranks}: each has all KV, or one part of it: {remedy}")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
             raise ConfigError(f"gpus must be numbers separated by commas, such as 0,1, not {self.gpus!r}")
         if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:

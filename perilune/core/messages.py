@@ -199,6 +199,7 @@ class EngineInfo:
     exchange: str = "none"  # how ranks add their partial outputs, as rows of the ledger say
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+    kv_shards: int = 1  # ranks that share out every request's KV along the sequence; 1: each has all of it
     pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
     media_pad: int | None = None  # the placeholder token of pictures; None: the model, as it is loaded, sees none
 

@@ -47,6 +47,10 @@ class Group(Protocol):
         """[ranks, *x.shape]: every rank's x, in order."""
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[ranks, ...]: every rank's x[r], in order, where x is [ranks, ...] and r this rank."""
+        ...
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x, in place."""
         ...
@@ -98,6 +102,9 @@ class Alone:
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
@@ -132,6 +139,14 @@ class _Process:
         out = x.new_empty(self.ranks, *x.shape)
         # Flat: gloo wants rows of ranks below each other, NCCL takes any shape.
         self._wait(self._processes._allgather_base(out.view(-1), x.contiguous().view(-1)))
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        options = torch_dist.AllToAllOptions()
+        options.asyncOp = False
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._wait(self._processes.alltoall_base(out, x, [], [], options))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -212,6 +227,9 @@ class GlooOnGpu(Gloo):
 
     def gather(self, x: Tensor) -> Tensor:
         return super().gather(x.cpu()).to(x.device)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return super().all_to_all(x.cpu()).to(x.device)
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(super().broadcast(x.cpu()))

@@ -91,6 +91,7 @@ class Parts:
             stop_token_ids=model.eos_token_ids,
             num_blocks=config.kv_blocks,
             block_size=config.block_size,
+            kv_shards=self.runner.pages.shards,
             max_num_seqs=config.max_num_seqs,
             choices=tuple(self.choices.made),
             synthetic=self.synthetic,
@@ -334,8 +335,14 @@ def _allocate(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
+    shards = 1 if config.kv_shards == "auto" else config.kv_shards
     model = KimiK2(
-        model_config, weights, max_positions=config.max_model_len, qk_norm_eps=config.qk_norm_eps, group=group
+        model_config,
+        weights,
+        max_positions=config.max_model_len,
+        qk_norm_eps=config.qk_norm_eps,
+        group=group,
+        kv_shard_tokens=config.block_size // shards if shards > 1 else None,
     )
     pages = Pages.allocate(
         model_config.num_hidden_layers,
@@ -344,5 +351,6 @@ def _allocate(
         latent_cache.width(model_config.kv_lora_rank, model_config.qk_rope_head_dim, kv_dtype),
         kv_dtype,
         device,
+        shards,
     )
     return config, model, pages, drafter

@@ -24,6 +24,9 @@ from perilune.plan import memory
 ENOUGH_TOKENS = 32_768  # of context: less than that, and narrower weights or more GPUs are taken where possible
 INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # of a weight, with its share of a bfloat16 scale
 COMPACT = "int4-compact"
+# Requests longer than this decode faster where each of two ranks reads half of their KV, less what exchanging queries
+# and outputs takes: predicted from the time of exchanges, not measured. Larger: long contexts wait for memory longer.
+CROSSOVER_TOKENS = 34_000
 BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 
@@ -39,15 +42,16 @@ class Wanted:
 def fitted(
     model_dir: Path, config: EngineConfig, device: torch.device, choices: Choices, *, show: bool = False
 ) -> EngineConfig:
-    """The config with `expert_scales` resolved, if all of it fits the memory that is free now.
+    """The config with `expert_scales` and `kv_shards` resolved, if all of it fits the memory that is free now.
 
     show  the table on stderr
 
     ConfigError, before weights are read, with what would make it fit.
     """
+    ranks, free = config.ranks, _free(config, device)
+    if config.kv_shards == "auto":
+        config = dataclasses.replace(config, kv_shards=_kv_shards(model_dir, config, device, free, choices))
     wanted = demand(model_dir, config, device)
-    ranks = config.ranks
-    free = _free(config, device)
     plan = memory.plan(wanted.demand, ranks, free)
     if not plan.fits:
         raise ConfigError(_refusal(plan, wanted, ranks, free))
@@ -62,8 +66,34 @@ def fitted(
     return dataclasses.replace(config, expert_scales="compact" if compact else "checkpoint")
 
 
+def _kv_shards(model_dir: Path, config: EngineConfig, device: torch.device, free: float, choices: Choices) -> int:
+    """1 where every rank is to have the whole KV, else the number of ranks; says why in `choices`."""
+    ranks = config.ranks
+    if ranks == 1:
+        return 1
+    whole = demand(model_dir, dataclasses.replace(config, kv_shards=1), device).demand
+    held = memory.plan(whole, ranks, free)
+    longest = config.max_model_len or KimiConfig.from_directory(model_dir).max_position_embeddings
+    kept = "every rank has all KV"
+    if device.type == "cpu":
+        shards = 1 if held.fits else ranks
+        why = f"{kept}: between processes of a CPU an exchange takes longer than reading" if held.fits else ""
+    elif held.tokens < config.max_num_seqs * longest:
+        shards, why = ranks, ""
+    elif longest > CROSSOVER_TOKENS:
+        shards = ranks
+        why = f"requests may be longer than {CROSSOVER_TOKENS:,} tokens, where reading takes longer than an exchange"
+    else:
+        shards, why = 1, f"{kept}: it holds {config.max_num_seqs} requests of {longest:,} tokens, and they are short"
+    why = why or f"on every rank the whole KV would have room for {held.tokens:,} tokens"
+    if shards > 1:
+        why = f"each of {ranks} ranks has its part of every request's KV: {why}"
+    choices.note("kv_shards", shards, why)
+    return shards
+
+
 def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wanted:
-    """What the engine would take; reads headers alone. Raises as `load`."""
+    """What the engine would take, with sharded KV if `kv_shards` allows it; reads headers alone. Raises as `load`."""
     nothing = Choices([])
     config, dtype, kv_dtype = resolve_dtypes(config, device, nothing)
     config, drafter_dir = resolve_draft(config, model_dir, device, nothing)
@@ -74,12 +104,14 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
         raise ConfigError(f"expert_scales=compact is for INT4 experts, and those of {model_dir.name} are {form}")
     values = latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype)
     kv_bytes = model.num_hidden_layers * values * kv_dtype.itemsize
+    kv_sharded = 0 if config.kv_shards == 1 else kv_bytes
     drafter = memory.Footprint("drafter", 0.0, 0.0)
     if drafter_dir is not None:
         drafter, own_kv = _drafter(drafter_dir, config, dtype)
         kv_bytes += own_kv
     longest = min(config.max_model_len or ENOUGH_TOKENS, model.max_position_embeddings)
-    block = config.block_size or (64 if device.type == "cuda" else 16)
+    shards = 1 if config.kv_shards == "auto" else config.kv_shards
+    block = config.block_size or shards * (64 if device.type == "cuda" else 16)
     least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
     step = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
     graphs = GRAPH_BYTES if device.type == "cuda" else 0
@@ -99,6 +131,7 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
             workspace=WORKSPACE_BYTES[device.type] - graphs,
             mailboxes=2.0 * step * model.hidden_size * dtype.itemsize,
             kv_bytes=kv_bytes,
+            kv_sharded=kv_sharded,
             enough=max(longest, tokens),
             least=tokens,
             fraction=config.memory_fraction,
@@ -129,7 +162,8 @@ def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, fre
 
 
 def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
-    need = plan.demand.least * plan.demand.kv_bytes
+    kv_bytes = plan.demand.kv_on_each(ranks)
+    need = plan.demand.least * kv_bytes
     short = (need - plan.left) / 1e9
     remedies = [words for words, other in wanted.others.items() if memory.plan(other, ranks, free).fits]
     if len(remedies) > 1:  # both together are not needed where one is enough
@@ -137,7 +171,7 @@ def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
     more = (n for n in memory.COUNTS if n > ranks and memory.plan(wanted.demand, n, free).fits)
     if (count := next(more, None)) is not None:
         remedies.append(f"tp={count} on GPUs like these")
-    if plan.left > 2 * plan.demand.kv_bytes * 64:
+    if plan.left > 2 * kv_bytes * 64:
         remedies.append(f"max_model_len or kv_blocks for at most {plan.tokens:,} tokens")
     sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in plan.takes.items() if size)
     where = f"each of {ranks} ranks" if ranks > 1 else "the device"

@@ -133,17 +133,24 @@ def resolve_sizes(
 ) -> EngineConfig:
     """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
     the weights are on the device. Raises ConfigError."""
+    shards = 1 if config.kv_shards == "auto" else config.kv_shards  # engine/fit.py has chosen, for real checkpoints
+    config = dataclasses.replace(config, kv_shards=shards)
     if config.block_size is None:
         # The attention kernel reads a tile in one copy from blocks of 64 tokens, in up to 36 copies from blocks of 16.
         size, why = (64, "one copy per tile of attention") if device.type == "cuda" else (16, "default on cpu")
-        config = dataclasses.replace(config, block_size=size)
-        choices.note("block_size", size, why)
+        if shards > 1:
+            why = f"{size} on each of {shards} ranks: {why}"
+        config = dataclasses.replace(config, block_size=size * shards)
+        choices.note("block_size", size * shards, why)
     assert config.block_size is not None
+    if config.block_size % shards:
+        raise ConfigError(f"block_size={config.block_size} is no multiple of kv_shards={shards}: give one that is")
     block = Pages.block_bytes(
         model.num_hidden_layers,
         config.block_size,
         latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
         kv_dtype,
+        shards,
     )
     free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]
     if drafter is not None:

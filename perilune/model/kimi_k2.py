@@ -13,7 +13,7 @@ several ranks H and V are the rank's own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from perilune.dist.experts import own as experts_of_rank
 from perilune.dist.group import ALONE, Group, total
 from perilune.dist.vocabulary import Vocabulary
 from perilune.model.config import KimiConfig
+from perilune.model.sharded_kv import ShardedKv
 from perilune.model.weights import (
     Attention,
     DenseExperts,
@@ -72,7 +73,8 @@ class Span(operands.Span):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """T tokens to compute. `slots` are the flat cache rows (block * block_size + offset) their KV is written to.
+    """T tokens to compute. `slots` are the flat cache rows (block * block_size + offset) their KV is written to; where
+    KV is sharded, of blocks with the tokens of all ranks.
 
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
@@ -92,7 +94,8 @@ def routing(c: KimiConfig) -> Routing:
 
 
 class KimiK2:
-    """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r]."""
+    """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r], with the rank's
+    tokens of each block where KV is sharded along the sequence."""
 
     def __init__(
         self,
@@ -102,8 +105,10 @@ class KimiK2:
         max_positions: int,
         qk_norm_eps: float | None = None,
         group: Group = ALONE,
+        kv_shard_tokens: int | None = None,
     ):
-        """`config` is the whole model's, `weights` are those of the group's rank."""
+        """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: KV is sharded
+        along the sequence, and so many tokens of each block are on each rank; None: each has the whole KV."""
         self.config = config
         self.weights = weights
         self.group = group
@@ -113,6 +118,7 @@ class KimiK2:
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
+        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens, self.peers)
         self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
@@ -128,6 +134,7 @@ class KimiK2:
         """
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
+        step = self._own_part(step)
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
             if i > 0 and (self.group.ranks == 1 or self.peers is not None) and _absorbed(w, step):
@@ -148,6 +155,17 @@ class KimiK2:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, V] in float32."""
         return apply(self.weights.lm_head, hidden, wide=True)
+
+    def _own_part(self, step: Step) -> Step:
+        """The step as this rank's cache has it: slots, and contexts of rows that attend in the absorbed form."""
+        kv, span = self.sharded_kv, step.absorbed
+        if kv is None:
+            return step
+        slots, context = kv.shards.rows(step.slots, step.positions)
+        if span is not None:
+            own = kv.span(span, context[span.rows])
+            span = Span(own.tables, own.query_start, own.context, span.rows)
+        return replace(step, slots=slots, absorbed=span)
 
     def _embed(self, step: Step, norm: Tensor) -> tuple[Tensor, Tensor, Rotary]:
         """(the residual stream as it enters the first layer, its norm, the rope tables' rows)."""
@@ -171,14 +189,15 @@ class KimiK2:
         return Norm(weight, self.eps, self.peers)
 
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
-        return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale)
+        return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
-        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts:
-            attended = _attend(w, q_full, span, pages, self.scale)
+        sharded = self.sharded_kv
+        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts or sharded is not None:
+            attended = _attend(w, q_full, span, pages, self.scale, sharded)
             return self._ffn(ffn, self._add(h, attended, layer.post_norm))
         gate = Gate(ffn.gate, ffn.bias, self.routing)
         x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
@@ -202,23 +221,40 @@ def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peer
     return add_rmsnorm(h, total(group, x), norm, eps)
 
 
-def mla(w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents, norm_eps: float, scale: float) -> Tensor:
-    """x [T, inputs of w] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]."""
+def mla(
+    w: Attention,
+    x: Tensor,
+    rotary: Rotary,
+    step: Step,
+    latents: Latents,
+    norm_eps: float,
+    scale: float,
+    sharded: ShardedKv | None = None,
+) -> Tensor:
+    """x [T, inputs of w] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]. With
+    `sharded`, step and latents are the rank's part, and the span that attends in the plain form is the whole one."""
     (heads, _, _), pages = w.w_uk.shape, latents.pages
     q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
     if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
-        return _attend(w, mla_project_query(q_a, ckv, w, rotary, latents, norm_eps), span, pages, scale)
+        q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
+        return _attend(w, q_full, span, pages, scale, sharded)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
     q = q.view(len(x), heads, q.shape[1] // heads)
     out = []
     if (span := step.absorbed) is not None:
         q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
         q_full = mla_absorb_query(q_rows, ckv_rows, w.kv_a_norm, turn, w.w_uk, places, norm_eps)
-        out.append(mla_decode(q_full, pages, span, w.w_uv, scale))
+        if sharded is not None:
+            out.append(sharded.decode(w, q_full, span, pages, scale))
+        else:
+            out.append(mla_decode(q_full, pages, span, w.w_uv, scale))
     if (span := step.plain) is not None:
         q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
         mla_rotate_query(q_rows, ckv_rows, w.kv_a_norm, turn, places, norm_eps)
-        out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
+        if sharded is not None:
+            out.append(sharded.prefill(w, q_rows, span, pages, scale))
+        else:
+            out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
     heads_out = out[0] if len(out) == 1 else torch.cat(out)
     return apply(w.o, heads_out.flatten(1))
 
@@ -235,8 +271,10 @@ def _rows(
     )
 
 
-def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float, sharded: ShardedKv | None) -> Tensor:
     """[T, D], where all rows are of `span`."""
+    if sharded is not None:
+        return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
     if w.o.format == "int4":
         return apply(w.o, mla_decode(q_full, pages, span, w.w_uv, scale).flatten(1))
     return mla_decode_output(q_full, pages, span, w, scale)

@@ -1,8 +1,8 @@
 """What fits where: bytes of weights per GPU, what they leave for the KV cache, and how many tokens that holds.
 
 Weights are split evenly over the GPUs of a group, except what each of them needs whole: the low-rank input projections
-of attention, the router and norms. Each of them holds the whole KV cache, as the latents belong to all heads. GB are
-10^9 bytes.
+of attention, the router and norms. Each of them holds the whole KV cache, as the latents belong to all heads, unless it
+is sharded along the sequence. GB are 10^9 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -102,17 +102,22 @@ def table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What an engine wants of the memory of each of its devices, in bytes; a token's KV is `kv_bytes` on each."""
+    """What an engine wants of the memory of each of its devices, in bytes."""
 
     weights: tuple[Footprint, ...]  # the first that leaves room for `enough` tokens is taken
     drafter: Footprint
     graphs: float
     workspace: float
     mailboxes: float  # of several ranks: what they exchange goes through these
-    kv_bytes: int
+    kv_bytes: int  # of a token on each device, where KV is not sharded
+    kv_sharded: int = 0  # of these, what devices share out
     enough: int  # tokens of context that are wanted
     least: int  # tokens below which there is no engine
     fraction: float  # of what weights leave free, for everything else
+
+    def kv_on_each(self, ranks: int) -> int:
+        """Bytes of a token's KV on each of `ranks` devices, on average."""
+        return self.kv_bytes - self.kv_sharded + -(-self.kv_sharded // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return max(int(self.left // self.demand.kv_bytes), 0)
+        return max(int(self.left // self.demand.kv_on_each(self.ranks)), 0)
 
     @property
     def fits(self) -> bool:

@@ -139,6 +139,7 @@ class EngineCollector(Collector):
             "max_num_seqs": str(info.max_num_seqs),
             "block_size": str(info.block_size),
             "num_blocks": str(info.num_blocks),
+            "kv_shards": str(info.kv_shards),
         }
         yield InfoMetricFamily("perilune_model", "What is served.", value=served)
         yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.engine.alive))

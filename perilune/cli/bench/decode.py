@@ -1,12 +1,14 @@
 """`perilune bench decode`: steps of the real engine, on real weights or per layer on shapes of a larger model."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perilune.bench import cycle, decode, microscope, over_ranks
+from perilune.bench import cycle, decode, kv_layouts, microscope, over_ranks
 from perilune.bench.shapes import SHAPES
+from perilune.cli.shared import synthetic
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.config import EngineConfig, build
 from perilune.core.step import MAX_DRAFTS
@@ -73,6 +75,11 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     help="With --shape: routed experts.",
 )
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
+@click.option(
+    "--kv-shards",
+    help="With --tp N: layouts of KV over ranks to compare, 1 (whole) or N (sharded), by turns, e.g. 1,2; of MODEL, or "
+    "of --shape in whole engines.",
+)
 @click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
@@ -95,6 +102,7 @@ def command(
     ranks: str | None,
     expert_format: str,
     kernels: bool,
+    kv_shards: str | None,
     tokens: int,
     device: str,
     dtype: str,
@@ -112,6 +120,19 @@ def command(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
+    if kv_shards is not None:
+        if tp < 2 or draft or kernels or ranks is not None:
+            raise click.BadParameter("goes with --tp, without --draft, --kernels and --slice", param_hint="--kv-shards")
+        values: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp, "draft": "off"}
+        if shape is not None:
+            scales = "compact" if expert_format == "int4-compact" else "checkpoint"
+            values |= {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype, "expert_scales": scales}
+        turns, cells = numbers(kv_shards, "--kv-shards"), (batches, contexts)
+        with synthetic.directory(shape, layers) if shape else nullcontext(resolve_model(model)) as path:
+            rows = kv_layouts.measure(path, values, turns, cells, tokens, say)
+        common = {"shape": shape, **({"rest_dtype": "fp8"} if rest_dtype == "fp8" else {})} if shape else {}
+        finish([row | common for row in rows], directory)
+        return
     if accepted is not None and not (draft and shape and 1 <= accepted <= draft + 1):
         raise click.BadParameter("goes with --shape and --draft K, from 1 to K + 1", param_hint="--accepted")
     if draft and shape is not None and accepted is None:
@@ -168,5 +189,5 @@ def command(
                 "draft_tokens": draft or None,
             },
         )
-        rows += decode.measure(resolve_model(model), config, batches, length, tokens, say)
+        rows += decode.measure(resolve_model(model), config, batches, [length], tokens, say)
     finish(rows, directory)

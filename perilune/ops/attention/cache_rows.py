@@ -9,11 +9,13 @@ block_size + offset, distinct, or below 0: nothing is written for that row. Valu
 the cache's.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
@@ -74,6 +76,24 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., r] float32, pairs rotated."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
+    """Rows of c [T, R] and k_pe [T, r] to their slots; on a GPU the host does not wait for slots."""
+    pages, slots = latents.pages, latents.slots
+    if slots.device.type != "cuda":
+        kept = (slots >= 0).nonzero().squeeze(1)
+        if len(kept) < len(slots):
+            c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
+        write_cache(latents, c, k_pe)
+    elif len(slots):
+        # A row without a slot writes the values of a row that has one to the slot of that row, or, if no row has one,
+        # the present values of slot 0.
+        flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
+        other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
+        spare = torch.where(some, slots[other], 0)
+        values = torch.where(some, rows[other], flat[0])
+        flat[torch.where(real, slots, spare)] = torch.where(real.unsqueeze(1), rows, values)
 
 
 def arguments(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> tuple[Any, ...]:

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows
-from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
-from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -178,30 +176,9 @@ def composed(
     q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float
 ) -> Tensor:
     _, n, R = w_uk.shape
-    slots, cos, sin = latents.slots, rotary.cos, rotary.sin
-    c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1)
-    if slots.device.type == "cuda":
-        _write(latents, c, k_pe)
-    else:
-        kept = (slots >= 0).nonzero().squeeze(1)
-        if len(kept) < len(slots):
-            c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
-        write_cache(latents, c, k_pe)
+    cos, sin = rotary.cos, rotary.sin
+    cache_rows.write(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
     return torch.cat([per_head_matmul(q[..., :n], w_uk), rope(q[..., n:], cos, sin)], -1)
-
-
-def _write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
-    """As write_cache, but the host does not wait for slots: a padding row writes the values of a row that has a slot
-    to the slot of that row, or, if no row has one, the present values of slot 0."""
-    pages, slots = latents.pages, latents.slots
-    if not len(slots):
-        return
-    flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
-    other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
-    spare = torch.where(some, slots[other], 0)
-    flat[torch.where(real, slots, spare)] = torch.where(
-        real.unsqueeze(1), rows, torch.where(some, rows[other], flat[0])
-    )  # fmt: skip
 
 
 def mla_absorb_query(

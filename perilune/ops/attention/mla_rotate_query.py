@@ -5,8 +5,8 @@
 
 q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; rotary: cos and sin [T, r / 2] float32
 (pairs as in `rope`); latents: pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py),
-and slots [T] int64 = block * block_size + offset, distinct. fp32 inside, rounded once to q's type; cached values are
-then rounded to the cache's.
+and slots [T] int64 = block * block_size + offset, distinct, or below 0: nothing is written for that row. fp32 inside,
+rounded once to q's type; cached values are then rounded to the cache's.
 
 "cuda" is one launch for Kimi's widths; "composed" is the three ops in turn.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import cache_rows
-from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
@@ -40,14 +39,17 @@ class Case(Sized):
     r: int = K2.rope
     block_size: int = 64
     strided: bool = False
+    elsewhere: int = 1  # of every so many rows one has a slot here, as where KV is sharded
     narrow: bool = False  # a bfloat16 cache whatever the activations are
 
 
 CASES = [
     *(Case(t, K2.heads, strided=True, big=True) for t in (17, 1000, 2048)),
     Case(301, 16, strided=True, big=True),
+    Case(301, 16, elsewhere=2, big=True),
     *(Case(t) for t in (1, 17, 40)),
     Case(33, strided=True),
+    Case(33, elsewhere=4),
     Case(0),
     Case(3, 2, 16, 24, 8, 4, strided=True),
     Case(5, 3, 8, 16, 4, 16, narrow=True),
@@ -68,6 +70,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "rotary": Rotary(angles.cos(), angles.sin()),
     }
     slots = g.permutation(blocks * c.block_size)[: c.T]
+    slots[torch.arange(c.T, device=g.device) % c.elsewhere > 0] = -1
     return {**args, "latents": Latents(cache.to(BFLOAT16) if c.narrow else cache, slots), "eps": 1e-5}
 
 
@@ -88,7 +91,8 @@ def reference(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: 
     latent = ckv[:, :R].float()
     c = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
     rows = latent_cache.pack(c.to(q.dtype), rotated(ckv[:, R:], cos, sin), pages.dtype)
-    pages.view(-1, pages.shape[2])[latents.slots] = rows
+    real = latents.slots >= 0
+    pages.view(-1, pages.shape[2])[latents.slots[real]] = rows[real]
     q[..., -r:] = rotated(q[..., -r:], cos.unsqueeze(1), sin.unsqueeze(1))
 
 
@@ -136,7 +140,7 @@ def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Laten
 def composed(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
     (R,), cos, sin = kv_norm.shape, rotary.cos, rotary.sin
     r = 2 * cos.shape[1]
-    write_cache(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
+    cache_rows.write(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
     q[..., -r:] = rope(q[..., -r:], cos, sin)
 
 

@@ -15,7 +15,7 @@ CONFIG = dict(device="cpu", dtype="float32", threads=1, draft="off", max_num_seq
 
 def measured(tiny: Path) -> tuple[dict[str, Any], str]:
     lines: list[str] = []
-    (row,) = decode.measure(tiny, build(EngineConfig, CONFIG), [2], 16, 8, lines.append)
+    (row,) = decode.measure(tiny, build(EngineConfig, CONFIG), [2], [16], 8, lines.append)
     return row, lines[-1]
 
 

@@ -145,3 +145,42 @@ def test_compact_scales_of_other_formats_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model", tensors(SIZES).items(), config=SIZES)
     with pytest.raises(ConfigError, match="those of model are dense"):
         Engine(tmp_path / "model", EngineConfig(device="cpu", expert_scales="compact"))
+
+
+def chosen(path: Path, free: float, **config: Any) -> tuple[int, str]:
+    """(kv_shards that `fitted` chooses for GPUs with `free` bytes, why)."""
+    choices = Choices([])
+    shards = fit._kv_shards(path, EngineConfig(draft="off", **config), GPU, free, choices)
+    (((key, value, why)),) = choices.made or [("kv_shards", "1", "")]
+    assert (key, value) == ("kv_shards", str(shards))
+    return shards, why
+
+
+def test_sharded_kv_holds_as_many_times_the_tokens(k25: Path) -> None:
+    whole, sharded = (asked(k25, tp=4, kv_shards=n).demand for n in (1, 4))
+    alone, split = (memory.plan(demand, 4, H200) for demand in (whole, sharded))
+    assert alone.left == split.left and split.tokens == pytest.approx(4 * alone.tokens, abs=4)
+    wide = memory.plan(dataclasses.replace(sharded, kv_bytes=sharded.kv_bytes + 1000), 4, H200)
+    assert wide.tokens < split.tokens  # the draft model's KV is not sharded
+    assert fit.fewest_gpus(k25, EngineConfig(draft="off", tp="auto"), GPU, [H200] * 8) == 4
+
+
+def test_kv_is_sharded_where_contexts_are_long_or_memory_is_short(k25: Path) -> None:
+    few = {"max_num_seqs": 4, "tp": 8}
+    shards, why = chosen(k25, H200, max_model_len=16_384, **few)
+    assert shards == 1 and "every rank has all KV: it holds 4 requests of 16,384 tokens" in why
+    shards, why = chosen(k25, H200, max_model_len=100_000, **few)
+    assert shards == 8 and "longer than 34,000 tokens" in why
+    shards, why = chosen(k25, H200, **few)
+    assert shards == 8 and "the whole KV would have room for" in why  # requests of 262,144 tokens
+    assert chosen(k25, H200, max_model_len=16_384, tp=8, max_num_seqs=64)[0] == 8
+    assert chosen(k25, H200) == (1, "")
+
+
+def test_on_cpus_kv_is_whole_unless_it_does_not_fit(tiny: Path) -> None:
+    def on_cpu(free: float, **config: Any) -> int:
+        given = EngineConfig(device="cpu", draft="off", tp=2, **config)
+        return fit._kv_shards(tiny, given, torch.device("cpu"), free, Choices([]))
+
+    assert on_cpu(4e9) == 1
+    assert on_cpu(0.36e9, kv_blocks=3000, block_size=16) == 2

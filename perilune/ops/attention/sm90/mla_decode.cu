@@ -27,25 +27,6 @@ bool describe_cache(Maps* maps, const void* cache, int64_t rows, bool packed) {
                       describe(&maps->many_bytes, cache, true, rows, row, CHUNKS - 1, KEYS, false)));
 }
 
-template <int CLUSTER>
-int start_combine(const void* partials, const void* weights, const void* query_start, const void* context,
-                  const void* w_uv, void* out, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t least,
-                  void* stream) {
-  constexpr int K = LATENT / CLUSTER;
-  constexpr size_t bytes =
-      HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4 + COMBINE_THREADS / 32 * K * 4;
-  dim3 grid(H * CLUSTER, (T + TOKENS - 1) / TOKENS);
-  // Above 32 tokens, reading more than one range of each at once was slower: 16 us for 10.
-  auto kernel = T <= 8    ? combine<CLUSTER, 1, 16>
-                : T <= 16 ? combine<CLUSTER, 2, 8>
-                : T <= 32 ? combine<CLUSTER, 4, 4>
-                          : combine<CLUSTER, 4, 1>;
-  return launch(kernel, grid, dim3(COMBINE_THREADS), bytes, stream, CLUSTER, static_cast<const bf16*>(partials),
-                static_cast<const float*>(weights), static_cast<const int*>(query_start),
-                static_cast<const int*>(context), static_cast<const bf16*>(w_uv), static_cast<bf16*>(out), ctas, B, T,
-                H, least);
-}
-
 }  // namespace
 
 // cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16, weights [64, ctas] float:
@@ -67,8 +48,7 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
                       static_cast<bf16*>(partials), static_cast<float*>(weights), B, M, H, block, least,
                       scale * 1.4426950408889634f);
   if (failed || w_uv == nullptr) return failed;
-  auto start = H >= 48 ? start_combine<2> : H >= 24 ? start_combine<4> : start_combine<8>;
-  return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
+  return combine_ranges<false>(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }
 
 // What the ranges of one token give, of 48 positions at most, over a bf16 cache: in the first of `slots` places, of

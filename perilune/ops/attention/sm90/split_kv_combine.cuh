@@ -1,4 +1,5 @@
-// The outputs of a context's ranges, weighed and multiplied by W_UV: a cluster of CTAs per head and 32 tokens.
+// The outputs of a context's ranges, weighed and multiplied by W_UV: a cluster of CTAs per head and 32 tokens. The
+// ranges are those of mla_decode.cu, or the parts of a KV cache that ranks hold.
 //
 // A CTA weighs the outputs for its part of the latent, multiplies by its rows of W_UV (streamed before the wait), and
 // the cluster sums over its CTAs.
@@ -11,8 +12,10 @@ namespace mla {
 constexpr int TOKENS = 32, COMBINE_THREADS = 256;
 
 // CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y), up to MINE of them a warp's own.
-// Up to 4 tokens in all, the warps share a token's ranges. AT_ONCE: ranges of each that are read together.
-template <int CLUSTER, int MINE, int AT_ONCE>
+// Up to 4 tokens in all, the warps share a token's ranges. AT_ONCE: ranges of each that are read together. RANKS: the
+// ranges are the parts of `ctas` ranks, outputs [T, H, LATENT] and log-sum-exps [T, H] of each, `least` outputs and `B`
+// log-sum-exps from one rank's to the next's; query_start and context are null.
+template <int CLUSTER, int MINE, int AT_ONCE, bool RANKS>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const bf16* partials, const float* weights, const int* query_start, const int* context, const bf16* w_uv,
             bf16* out, int ctas, int B, int T, int H, int least) {
@@ -32,8 +35,10 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   Weights values{shared};
   values.load(w_uv + (static_cast<int64_t>(head) * LATENT + from) * VALUE, VALUE, threadIdx.x, COMBINE_THREADS);
   copies_commit();
-  if (warp == 0) share_work<true>(query_start, context, B, H, ctas, least, found, first, tokens);
-  __syncthreads();
+  if constexpr (!RANKS) {
+    if (warp == 0) share_work<true>(query_start, context, B, H, ctas, least, found, first, tokens);
+    __syncthreads();
+  }
 
   int sharing = MINE > 1 || tokens > 4 ? 1 : tokens > 2 ? 2 : tokens > 1 ? 4 : 8;
   int column = from + lane % LANES * 8, side = lane / LANES;
@@ -41,9 +46,21 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   int ranges[MINE], longest = 0;
   const float* weight[MINE];
   const bf16* partial[MINE];
+  auto weight_of = [&](int i, int s) { return weight[i][RANKS ? s * B : s]; };
+  auto partial_of = [&](int i, int s) {
+    return *reinterpret_cast<const uint4*>(partial[i] + static_cast<int64_t>(s) * (RANKS ? least : PARTIAL));
+  };
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
     int token = token_of(i);
+    if constexpr (RANKS) {
+      const int row = (first + min(token, tokens - 1)) * H + head;
+      ranges[i] = token < tokens ? ctas : 0;
+      longest = ctas;
+      weight[i] = weights + row;
+      partial[i] = partials + static_cast<int64_t>(row) * LATENT + column;
+      continue;
+    }
     Found f = token < tokens ? found[token] : Found{};
     int row = f.index * H + head, slot = f.first + row / ROWS * f.ranges;
     row %= ROWS;
@@ -67,8 +84,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
         if (j && s0 - side + j * step >= longest) break;
         int s = s0 + j * step;
         bool valid = s < ranges[i];
-        x[i][j] = valid ? *reinterpret_cast<const uint4*>(partial[i] + static_cast<int64_t>(s) * PARTIAL) : uint4{};
-        share[i][j] = valid ? weight[i][s] : -INFINITY;
+        x[i][j] = valid ? partial_of(i, s) : uint4{};
+        share[i][j] = valid ? weight_of(i, s) : -INFINITY;
       }
     }
   };
@@ -78,7 +95,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
   for (int i = 0; i < MINE; ++i) {
 #pragma unroll
     for (int j = 0; j < (few ? MAX_RANGES / 32 : 1); ++j) {
-      v[i][j] = lane + j * 32 < ranges[i] ? weight[i][lane + j * 32] : -INFINITY;
+      v[i][j] = lane + j * 32 < ranges[i] ? weight_of(i, lane + j * 32) : -INFINITY;
     }
   }
 #pragma unroll
@@ -88,7 +105,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     for (float w : v[i]) top[i] = fmaxf(top[i], w);
     if (!few) {
 #pragma unroll 1
-      for (int s = lane + 32; s < ranges[i]; s += 32) top[i] = fmaxf(top[i], weight[i][s]);
+      for (int s = lane + 32; s < ranges[i]; s += 32) top[i] = fmaxf(top[i], weight_of(i, s));
     }
     top[i] = warp_max(top[i]);
     float total = 0;
@@ -96,7 +113,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     for (float w : v[i]) total += w == -INFINITY ? 0 : power_of_two(w - top[i]);
     if (!few) {
 #pragma unroll 1
-      for (int s = lane + 32; s < ranges[i]; s += 32) total += power_of_two(weight[i][s] - top[i]);
+      for (int s = lane + 32; s < ranges[i]; s += 32) total += power_of_two(weight_of(i, s) - top[i]);
     }
     total = warp_sum(total);
     inverse[i] = total > 0 ? 1 / total : 0;
@@ -186,6 +203,33 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     for (int r = 0; r < CLUSTER; ++r) y += products[r * (TOKENS * OWN) + i];
     out[(static_cast<int64_t>(first + i / OWN) * H + head) * VALUE + rank * OWN + i % OWN] = __float2bfloat16(y);
   }
+}
+
+template <int CLUSTER, bool RANKS>
+int start_combine(const void* partials, const void* weights, const void* query_start, const void* context,
+                  const void* w_uv, void* out, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t least,
+                  void* stream) {
+  constexpr int K = LATENT / CLUSTER;
+  constexpr size_t bytes =
+      HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4 + COMBINE_THREADS / 32 * K * 4;
+  dim3 grid(H * CLUSTER, (T + TOKENS - 1) / TOKENS);
+  // Above 32 tokens, reading more than one range of each at once was slower: 16 us for 10.
+  auto kernel = T <= 8    ? combine<CLUSTER, 1, 16, RANKS>
+                : T <= 16 ? combine<CLUSTER, 2, 8, RANKS>
+                : T <= 32 ? combine<CLUSTER, 4, 4, RANKS>
+                          : combine<CLUSTER, 4, 1, RANKS>;
+  return launch(kernel, grid, dim3(COMBINE_THREADS), bytes, stream, CLUSTER, static_cast<const bf16*>(partials),
+                static_cast<const float*>(weights), static_cast<const int*>(query_start),
+                static_cast<const int*>(context), static_cast<const bf16*>(w_uv), static_cast<bf16*>(out), ctas, B, T,
+                H, least);
+}
+
+template <bool RANKS>
+int combine_ranges(const void* partials, const void* weights, const void* query_start, const void* context,
+                   const void* w_uv, void* out, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t least,
+                   void* stream) {
+  auto start = H >= 48 ? start_combine<2, RANKS> : H >= 24 ? start_combine<4, RANKS> : start_combine<8, RANKS>;
+  return start(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }
 
 }  // namespace mla

@@ -248,6 +248,68 @@ API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, 
                 static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
 }
 
+// ---- rows that go from every rank to every other one, for exchange_rows.py ----
+
+namespace {
+
+// A CTA sends LINES lines of each row to its rank and waits for those that come to the same place, then the next ones.
+// Lines are sent whole, with or without values: so every line of a place is used in each of its epochs.
+template <int RANKS>
+__global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const __grid_constant__ Peers peers,
+                                                                          const uint4* x, int x_step, uint4* y,
+                                                                          int words) {
+  constexpr int EACH = LINES * PIECES;  // words of a turn
+  const int slot = threadIdx.x % 8, first = threadIdx.x / 8 * PIECES + slot, rank = static_cast<int>(peers.rank);
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  const uint4* const inbox = peers.mailbox[rank] + place;
+  wait_for_predecessor();
+  let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
+  uint32_t* const count = peers.control + 1 + blockIdx.x;
+  uint32_t epoch = *count;
+  bool patient = *peers.control == 0;
+  for (int turn = blockIdx.x; turn * EACH < words; turn += gridDim.x) {
+    const int word = turn * EACH + first;
+    const bool data = slot < PIECES && word < words;
+    epoch++;
+    const int64_t half = epoch & 1 ? RANKS * HALF : 0;
+    const uint4 flag = make_uint4(epoch, epoch, epoch, epoch);
+#pragma unroll
+    for (int s = 1; s < RANKS; s++) {
+      const int to = (rank + s) % RANKS;
+      const uint4 v = data ? x[static_cast<int64_t>(to) * x_step + word] : flag;
+      send(peers.mailbox[to] + rank * HALF + place + half, v);
+    }
+    const uint4 own = data ? x[static_cast<int64_t>(rank) * x_step + word] : flag;
+    uint4 got[RANKS];
+    const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, others, epoch, peers, patient);
+    if (!whole) patient = false;
+#pragma unroll
+    for (int s = 0; s < RANKS; s++) {
+      uint4 v = either(s == rank, own, got[s]);
+      if (!whole) v = make_uint4(~0u, ~0u, ~0u, ~0u);  // NaN
+      if (data) y[static_cast<int64_t>(s) * words + word] = v;
+    }
+  }
+  __syncthreads();  // all have read it
+  if (threadIdx.x == 0) *count = epoch;
+}
+
+}  // namespace
+
+// x: a row of `words` 16-byte words for each rank, `x_step` apart (0: all get the same one); y [ranks, words]: those that
+// the ranks have for this one. peers is in the host's memory.
+API int exchange_rows(const Peers* peers, const void* x, int64_t x_step, void* y, int64_t words, void* stream) {
+  auto kernel = peers->ranks == 1   ? rows_kernel<1>
+                : peers->ranks == 2 ? rows_kernel<2>
+                : peers->ranks == 4 ? rows_kernel<4>
+                                    : rows_kernel<8>;
+  constexpr int64_t EACH = LINES * PIECES;
+  const int64_t ctas = min((words + EACH - 1) / EACH, static_cast<int64_t>(REGIONS * CLUSTER / (peers->ranks > 4 ? 2 : 1)));
+  return launch(kernel, dim3(ctas), dim3(THREADS), 0, stream, 1, *peers, static_cast<const uint4*>(x),
+                static_cast<int>(x_step), static_cast<uint4*>(y), static_cast<int>(words));
+}
+
 // ---- the memory ----
 
 // Bytes of a mailbox, of control, and of Peers.

@@ -1,0 +1,26 @@
+"""Which tokens of a request each rank's KV cache holds, where it is sharded along the sequence.
+
+A KV block of N L tokens is a stripe over N ranks: rank r holds its tokens r L to (r + 1) L - 1, and in the memory of
+the rank the block has L rows. So all ranks have the same block tables, prefix digests and numbers of free blocks, which
+are those of one rank with blocks of N L tokens; every rank holds its share of every block, whatever the lengths of
+requests; and all ranks' rows of a block, in the order of ranks, are the block.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from perilune.ops.attention.shard_rows import shard_rows
+
+
+@dataclass(frozen=True, slots=True)
+class KvShards:
+    """Rank `rank` of `ranks`, with `tokens` of each block."""
+
+    rank: int
+    ranks: int
+    tokens: int
+
+    def rows(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As ops/attention/shard_rows: the rank's cache rows of `slots` [T], and its contexts at `positions` [T]."""
+        return shard_rows(slots, positions, self.rank, self.ranks, self.tokens)

@@ -1,0 +1,96 @@
+"""Attention where every rank has its heads' weights, but of every request only a part of the KV (dist/kv_shards.py).
+
+Few tokens: queries of all heads reach all ranks, each attends its own positions, and the outputs of a head go back to
+its rank with their log-sum-exp, which says how to add them up. Two exchanges, of 576 and 514 values per token and head.
+Many tokens: the latents of whole contexts reach all ranks, which attend with their own heads as if they had them. An
+exchange of 576 values per token of context, next to which a long chunk computes for much longer.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from perilune.dist.group import Group
+from perilune.dist.kv_shards import KvShards
+from perilune.ops.attention.mla_decode_merge import mla_decode_merge
+from perilune.ops.attention.mla_decode_partial import joined, mla_decode_partial, parted
+from perilune.ops.attention.mla_prefill import mla_prefill
+from perilune.ops.exchange.exchange_rows import exchange_rows, takes
+from perilune.ops.exchange.peers import Peers
+from perilune.ops.layouts.operands import Attention, Span
+
+CONTEXT_BYTES = 256 << 20  # of latents that all ranks give each other at once, unless a single request has more
+
+
+class ShardedKv:
+    """`tokens` of each KV block are on each rank of `group`."""
+
+    def __init__(self, group: Group, tokens: int, peers: Peers | None = None) -> None:
+        """`peers`: exchanges of few tokens go over their memory, if they have some, not through the group's
+        collectives."""
+        self._group, self._peers = group, peers
+        self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
+
+    def span(self, span: Span, context: Tensor) -> Span:
+        """Every row of `span` as a request of its own, with its context [T] int32 on this rank. The host waits for
+        nothing."""
+        T, tables = len(context), span.tables
+        starts = torch.arange(T + 1, dtype=torch.int32, device=tables.device)
+        if T != len(tables):
+            owner = torch.searchsorted(span.query_start[1:], starts[:-1], right=True)
+            tables = tables[owner.clamp_max_(len(tables) - 1)]
+        return Span(tables, starts, context)
+
+    def decode(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+        """As mla_decode, [T, h, v]; q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""
+        ranks, R = self._group.ranks, w.w_uv.shape[1]
+        own = q_full.view(1, -1).view(torch.uint8)
+        gathered = self._exchange(own).view(q_full.dtype).view(ranks, *q_full.shape)
+        queries = gathered.transpose(0, 1).flatten(1, 2).contiguous()
+        o, lse = mla_decode_partial(queries, pages, span, R, ranks, scale)
+        return mla_decode_merge(*parted(self._exchange(joined(o, lse)), o, lse), w.w_uv)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """[ranks, W]: each rank's row for this one; rows [ranks, W] uint8, or [1, W], which all ranks get."""
+        if self._peers is not None and self._peers.mailboxes is not None and takes(rows):
+            return exchange_rows(rows, self._peers)
+        return self._group.gather(rows[0]) if len(rows) == 1 else self._group.all_to_all(rows)
+
+    def prefill(self, w: Attention, q: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
+        """As mla_prefill, [T, h, v], of this rank's h heads."""
+        starts, lengths = span.query_start.tolist(), span.context.tolist()
+        out = []
+        for some in self._together(lengths, pages):
+            rows = slice(starts[some.start], starts[some.stop])
+            tables, whole = self._whole(span.tables[some], lengths[some], pages)
+            given = Span(tables, span.query_start[some.start : some.stop + 1] - rows.start, span.context[some])
+            out.append(mla_prefill(q[rows], whole, w.w_uk, w.w_uv, given, scale))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _together(self, lengths: list[int], pages: Tensor) -> Iterator[slice]:
+        """Requests with contexts of these lengths, in runs of which the latents fit CONTEXT_BYTES."""
+        row = pages.shape[2] * pages.itemsize
+        first, held = 0, 0
+        for i, length in enumerate(lengths):
+            if held and (held + length) * row > CONTEXT_BYTES:
+                yield slice(first, i)
+                first, held = i, 0
+            held += length
+        yield slice(first, len(lengths))
+
+    def _whole(self, tables: Tensor, lengths: list[int], pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(tables [B, M] int32, pages [blocks, tokens, width]): all ranks' rows of these requests' blocks."""
+        ranks, device = self.shards.ranks, tables.device
+        counts = [-(-length // (ranks * self.shards.tokens)) for length in lengths]
+        used = torch.cat([table[:count] for table, count in zip(tables, counts)])
+        own = pages.index_select(0, used).view(torch.uint8)
+        rows = self._group.gather(own).flatten(0, 1).view(pages.dtype)
+        # Rank r's part of the i-th of all these blocks is block r * len(used) + i here.
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=device).view(ranks, -1).T
+        found = torch.zeros(len(counts), max(counts) * ranks, dtype=torch.int32, device=device)
+        first = 0
+        for row, count in zip(found, counts):
+            row[: count * ranks] = numbers[first : first + count].flatten()
+            first += count
+        return found, rows

@@ -1,0 +1,113 @@
+"""Rows from every rank to every rank: y[s] is what rank s has for this one, or for all.
+
+x [S, W]: S = ranks, row j for rank j; or S = 1, the same for all; y [ranks, W] as x, each rank's row in the order of
+ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
+
+"cuda" writes into the peers' memory, to the places of exchange_add_rmsnorm (sm90/exchange_add_rmsnorm.cu). Its CTAs
+wait for the peers' ones, so each rank needs a GPU of its own. "gathered" works between any devices.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE, WAIT_SECONDS
+from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.harness import build
+from perilune.ops.harness.case import Make, Sized, exact
+from perilune.ops.harness.registry import Op
+
+WORD_BYTES = 16
+MAX_ROW_BYTES = 8 << 20  # of "cuda". Longer rows: NCCL is as fast, and a kernel that waits has the GPU for itself.
+
+
+@dataclass(frozen=True)
+class Case(Sized):
+    S: int
+    W: int
+    ranks: int = 1
+
+
+CASES = [
+    *(Case(1, w, big=w > 40000) for w in (8, 448, 900, 36864, 2_400_008)),
+    Case(1, 24, ranks=4),
+    Case(2, 40, ranks=2),
+    Case(4, 1000, ranks=4),
+    Case(2, 7, ranks=2),
+]
+TOL = {"y": exact()}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    """Of rank 0; the other ranks' rows are given, so only one rank can use mailboxes here."""
+    others = g.randn(c.ranks - 1, c.S, c.W)
+
+    def gather(own: Tensor) -> Tensor:
+        return torch.cat([own[None], others.to(own.dtype)])
+
+    mailboxes = Mailboxes(0, [0], g.device, WAIT_SECONDS) if c.ranks == 1 else None
+    return {"x": g.randn(c.S, c.W), "peers": Peers(0, c.ranks, gather, mailboxes)}
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return costs.Cost(0, dtype.itemsize * (c.S + c.ranks) * c.W)
+
+
+def reference(x: Tensor, peers: Peers) -> Tensor:
+    rows = peers.gather(x)
+    return torch.stack([of_rank[peers.rank if len(x) > 1 else 0] for of_rank in rows])
+
+
+op = Op("exchange_rows", CASES, TOL, inputs, cost, reference, decides=("x", "peers"))
+
+
+@functools.cache
+def _kernel() -> Any:
+    return build.function(SOURCE, "exchange_rows", "pplplp")
+
+
+def takes(x: Tensor) -> bool:
+    """Whether rows are such as "cuda" exchanges; other ones go through a collective."""
+    nbytes = x.shape[1] * x.itemsize
+    return 0 < nbytes <= MAX_ROW_BYTES and nbytes % WORD_BYTES == 0
+
+
+def _fits(a: Any, device: torch.device) -> bool | str:
+    return build.on_hopper(
+        SOURCE,
+        device,
+        (a.peers.mailboxes is not None, "memory that all ranks can write to"),
+        (a.peers.ranks in (1, 2, 4, 8), "1, 2, 4 or 8 ranks"),
+        (takes(a.x), f"rows of {WORD_BYTES}s of bytes up to 8 MB"),
+    )
+
+
+@op.impl("cuda", when=_fits, alone=True, waits=(SOURCE,))
+def cuda(x: Tensor, peers: Peers) -> Tensor:
+    assert peers.mailboxes is not None and x.data_ptr() % WORD_BYTES == 0, f"{x.shape=} {x.storage_offset()=}"
+    y = torch.empty(peers.ranks, x.shape[1], dtype=x.dtype, device=x.device)
+    words = y.nbytes // peers.ranks // WORD_BYTES
+    failed = _kernel()(
+        peers.mailboxes.table,
+        x.data_ptr(),
+        words if x.shape[0] > 1 else 0,
+        y.data_ptr(),
+        words,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {peers.ranks=}"
+    return y
+
+
+@op.impl("gathered")
+def gathered(x: Tensor, peers: Peers) -> Tensor:
+    return peers.gather(x)[:, peers.rank if x.shape[0] > 1 else 0].contiguous()
+
+
+def exchange_rows(x: Tensor, peers: Peers) -> Tensor:
+    assert x.dim() == 2 and x.shape[0] in (1, peers.ranks) and x.is_contiguous(), f"{x.shape=} {peers.ranks=}"
+    return op(x, peers)
