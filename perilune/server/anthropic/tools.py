@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perilune.server.conversation import wrong
-from perilune.text.tools import DeclarationForm, Tool, declaration, parse_tools, show
+from perilune.text.tools import DeclarationForm, declaration, parse_tools, show
 
 _CHANGES = ("tool_addition", "tool_removal")
 
@@ -25,27 +25,30 @@ class ToolSet:
     form: DeclarationForm
     head: list[dict[str, Any]] = field(default_factory=list)
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _deferred: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _declared: set[str] = field(default_factory=set)  # each once: references must not multiply the prompt's length
+    _changed: bool = False
 
     @classmethod
     def read(cls, tools: Sequence[Mapping[str, Any]], form: DeclarationForm) -> "ToolSet":
         found = cls(form)
         for i, tool in enumerate(tools):
-            chat = chat_tool(tool, f"tools[{i}]")
-            if tool.get("defer_loading") is True:
-                found._deferred[str(tool.get("name"))] = chat
-            else:
+            chat, name = chat_tool(tool, f"tools[{i}]"), str(tool.get("name"))
+            found._known[name] = chat
+            if tool.get("defer_loading") is not True:
                 found.head.append(chat)
-        if found._deferred:
-            parse_tools([*found.head, *found._deferred.values()])  # names the tool that is wrong, loaded or not
-        found.callable = {str(tool["function"].get("name")): tool for tool in found.head}
+                found.callable[name] = chat
+                found._declared.add(name)
+            else:
+                found._changed = True
+        if found._changed:
+            parse_tools([*found._known.values()])  # names the tool that is wrong, loaded or not
         return found
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Those that can be called. A name that two have is in it twice, for the error that says so."""
-        changed = self.callable.keys() != {str(tool["function"].get("name")) for tool in self.head}
-        return list(self.callable.values()) if changed else self.head
+        """Those that can be called. A name that two have is in `head` twice, for the error that says so."""
+        return list(self.callable.values()) if self._changed else self.head
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The messages with each reference to a tool as text: its declaration, or that it is gone."""
@@ -57,7 +60,7 @@ class ToolSet:
             return message
         if message.get("role") == "system":
             if any(_kind(block) in _CHANGES for block in content):
-                return {**message, "content": list(self._changed(content, f"{where}.content"))}
+                return {**message, "content": list(self._system(content, f"{where}.content"))}
             return message
         results = [
             {**block, "content": self._result(block["content"], f"{where}.content[{i}].content")}
@@ -69,13 +72,16 @@ class ToolSet:
 
     def _result(self, content: list[Any], where: str) -> list[Any]:
         """One declaration of all tools that a result refers to, after its text."""
-        references = [i for i, block in enumerate(content) if _kind(block) == "tool_reference"]
-        if not references:
+        names = [
+            self._load(block.get("tool_name"), f"{where}[{i}].tool_name")
+            for i, block in enumerate(content)
+            if _kind(block) == "tool_reference"
+        ]
+        if not names:
             return content
-        loaded = [self._load(content[i].get("tool_name"), f"{where}[{i}].tool_name") for i in references]
-        return [b for i, b in enumerate(content) if i not in references] + [_text(self._declared(loaded))]
+        return [block for block in content if _kind(block) != "tool_reference"] + [_text(self._declare(names))]
 
-    def _changed(self, content: list[Any], where: str) -> Iterator[Any]:
+    def _system(self, content: list[Any], where: str) -> Iterator[Any]:
         for i, block in enumerate(content):
             spot = f"{where}[{i}].tool"
             if _kind(block) not in _CHANGES:
@@ -84,32 +90,33 @@ class ToolSet:
             tool = block.get("tool")
             if not isinstance(tool, Mapping):
                 raise wrong(spot, "must be an object with a type")
+            name, definition = tool.get("name"), tool.get("definition")
             if block["type"] == "tool_removal":
-                name = tool.get("name")
                 if not isinstance(name, str) or self.callable.pop(name, None) is None:
                     raise wrong(f"{spot}.name", f"{show(name)} is not a tool of this conversation")
+                self._changed = True
                 yield _text(f"The tool {name} is no longer available.\n")
                 continue
-            definition = tool.get("definition")
             if isinstance(definition, Mapping):
                 chat = chat_tool(definition, f"{spot}.definition")
-                (parsed,) = parse_tools([chat])
-                self._deferred[parsed.name] = chat
-                name = parsed.name
-            else:
-                name = tool.get("name")
-            yield _text(self._declared([self._load(name, f"{spot}.name")]))
+                name = parse_tools([chat])[0].name
+                self._known[name] = chat
+                self._declared.discard(name)
+            yield _text(self._declare([self._load(name, f"{spot}.name")]))
 
-    def _load(self, name: Any, where: str) -> dict[str, Any]:
-        known = {str(tool["function"].get("name")): tool for tool in self.head} | self._deferred
-        if not isinstance(name, str) or name not in known:
+    def _load(self, name: Any, where: str) -> str:
+        if not isinstance(name, str) or name not in self._known:
             raise wrong(where, f"{show(name)} is not a tool of this request")
-        self.callable[name] = known[name]
-        return known[name]
+        self.callable[name] = self._known[name]
+        self._changed = True
+        return name
 
-    def _declared(self, tools: Sequence[dict[str, Any]]) -> str:
-        parsed: Sequence[Tool] = parse_tools(list({t["function"]["name"]: t for t in tools}.values()))
-        return declaration(parsed, self.form)
+    def _declare(self, names: Sequence[str]) -> str:
+        new = [name for name in dict.fromkeys(names) if name not in self._declared]
+        above = [name for name in dict.fromkeys(names) if name in self._declared]
+        self._declared.update(new)
+        text = declaration(parse_tools([self._known[name] for name in new]), self.form) if new else ""
+        return text + "".join(f"The tool {name} is declared above.\n" for name in above)
 
 
 def chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

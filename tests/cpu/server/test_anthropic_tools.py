@@ -66,7 +66,7 @@ def test_a_tool_that_was_not_loaded_cannot_be_called() -> None:
 
 def test_messages_of_the_system_add_and_remove_tools() -> None:
     async def test(s: Served) -> None:
-        text = {"type": "text", "text": "Mind the tools."}
+        text = {"type": "text", "text": "Use the tools."}
         defined = {"name": "late", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
         added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": defined}}
         known = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "spare"}}
@@ -74,7 +74,7 @@ def test_messages_of_the_system_add_and_remove_tools() -> None:
         forced = {"tool_choice": {"type": "tool", "name": "late"}}
         assert (await s.client.post(PATH, {**with_system(text, added, known), **forced})).status == 200
         last = s.prompt().rpartition("<|im_system|>")[2]
-        assert last.startswith("system<|im_middle|>Mind the tools.# Tools") and "type late = " in last
+        assert last.startswith("system<|im_middle|>Use the tools.# Tools") and "type late = " in last
         assert "type spare = " in last
         assert (await s.client.post(PATH, with_system(text, gone))).status == 200
         assert "type get_weather = " in s.prompt(), "declared at the head, which stays in the cache"
@@ -114,6 +114,19 @@ def test_references_that_lead_nowhere_are_one_clear_error(body: dict[str, Any], 
         assert reply.status == 400, reply.text
         message = reply.json["error"]["message"]
         assert all(word in message for word in words), message
+
+    serve(test)
+
+
+def test_a_tool_is_declared_once_however_often_it_is_referred_to() -> None:
+    """References are short and a declaration may be long: the prompt must not grow by their product."""
+
+    async def test(s: Served) -> None:
+        long = {**LATER, "description": "x" * 2000}
+        body = {**asked(*[FOUND] * 1000), "tools": [SEARCH, long]}
+        body["messages"] = [*body["messages"], *body["messages"][1:] * 50]
+        reply = await s.client.post(f"{PATH}/count_tokens", body)
+        assert reply.status == 200 and reply.json["input_tokens"] < 20_000
 
     serve(test)
 
