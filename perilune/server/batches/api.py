@@ -85,7 +85,14 @@ def _checked(given: Any) -> tuple[multipart.Part, str, int | None]:
     if purpose is None or purpose.text != "batch":
         said = "left out" if purpose is None else show(purpose.text)
         raise RequestError(f"purpose must be 'batch', not {said}", param="purpose", code="invalid_value")
-    if (seconds := given.get("expires_after[seconds]")) is None:
+    anchor, seconds = given.get("expires_after[anchor]"), given.get("expires_after[seconds]")
+    if anchor is not None and anchor.text != "created_at":
+        raise RequestError(
+            f"expires_after[anchor] must be 'created_at', not {show(anchor.text)}",
+            param="expires_after",
+            code="invalid_value",
+        )
+    if seconds is None:
         return file, "batch", None
     if not seconds.text.isascii() or not seconds.text.isdigit() or len(seconds.text) > 12:
         raise RequestError("expires_after[seconds] must be a whole number", param="expires_after", code="invalid_value")

@@ -130,8 +130,10 @@ def _operation(o: Operation) -> dict[str, Any]:
         fields: dict[str, dict[str, Any]] = {
             name: {"type": "string", "description": said} for name, said in o.form.items()
         }
-        fields["file"]["contentMediaType"] = BYTES
+        fields["file"] = {"contentMediaType": BYTES, "description": o.form["file"]}  # bytes have no JSON type
         fields["purpose"]["enum"] = ["batch"]
+        fields["expires_after[anchor]"]["enum"] = ["created_at"]
+        fields["expires_after[seconds]"]["pattern"] = "^[0-9]+$"
         form = {"type": "object", "properties": fields, "required": ["file", "purpose"], "additionalProperties": False}
         made["requestBody"] = {"required": True, "content": {FORM: {"schema": form}}}
     return made

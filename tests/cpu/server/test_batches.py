@@ -489,6 +489,7 @@ def test_an_upload_is_taken_apart() -> None:
         ({"purpose": "batch", "file": ("a" * 300, b"x")}, "file"),
         ({"purpose": "batch", "file": ("a", b"x"), "name": "y"}, "name"),
         ({"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "soon"}, "expires_after"),
+        ({"purpose": "batch", "file": ("a", b"x"), "expires_after[anchor]": "last_active_at"}, "expires_after"),
     ],
 )
 def test_an_upload_that_cannot_be_is_refused(tmp_path: Path, given: dict[str, Any], param: str) -> None:
