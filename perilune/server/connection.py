@@ -219,7 +219,11 @@ class Connection(asyncio.Protocol):
         self._lingering = True
         self._since = time.monotonic()
         self._head.clear()
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has ended the connection, which the loop has not seen yet
+            self.transport.abort()
+            return
         self.resume_reading()
 
     # ---- time

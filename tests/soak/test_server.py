@@ -33,7 +33,8 @@ def server() -> Iterator[Server]:
     try:
         yield running
         assert running.process.poll() is None, "".join(running.lines[-20:])
-        assert not any("Traceback" in line for line in running.lines), "".join(running.lines[-50:])
+        found = next((i for i, line in enumerate(running.lines) if "Traceback" in line), None)
+        assert found is None, "".join(running.lines[max(found - 5, 0) : found + 60])
     finally:
         running.kill()
 

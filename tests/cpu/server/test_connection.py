@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import time
@@ -389,6 +390,27 @@ def test_a_refused_body_is_thrown_away_so_that_the_answer_arrives() -> None:
             assert (await wire.response())[2] == b"ignored"
 
     serve(test, None)
+
+
+@pytest.mark.parametrize("sent", [b"GET\n\n", b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"])
+def test_a_client_that_has_left_before_its_refusal_is_no_failure(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by fuzzing: between a reset's arrival and the loop's look at it the socket cannot be shut down."""
+
+    def reset(transport: Any) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr("asyncio.selector_events._SelectorSocketTransport.write_eof", reset)
+
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(sent)
+            await wire.reader.read()
+            assert not s.listener.connections
+
+    serve(test, Timeouts())
+    assert not [r for r in caplog.records if r.levelname == "ERROR"], caplog.text
 
 
 def test_a_handler_that_fails_early_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
