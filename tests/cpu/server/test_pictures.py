@@ -375,3 +375,16 @@ def test_hosts_of_the_configuration_are_hosts(host: str) -> None:
     with pytest.raises(ConfigError, match="is not a host: write images"):
         ServerConfig(media_allow_host=(host,))
     ServerConfig(media_allow_host=("*", "*.a.example", "a.example:8080", "10.0.0.1"))
+
+
+def test_a_response_in_the_background_sees() -> None:
+    async def test(s: Served) -> None:
+        said = [{"role": "user", "content": [{"type": "input_image", "image_url": url(WIDE)}]}]
+        made = await s.client.post(RESPONSES, {"input": said, "background": True})
+        assert made.status == 200, made.text
+        while (state := (await s.client.get(f"{RESPONSES}/{made.json['id']}")).json)["status"] != "completed":
+            await asyncio.sleep(0.001)
+        assert state["usage"]["input_tokens_details"]["image_tokens"] == 8
+        assert [p.tokens for p in s.engine.pictures[-1]] == [8] and s.service.pictures.budget.held == 0
+
+    serve(test, **SEES)
