@@ -137,7 +137,7 @@ class KimiK2:
         step = self._own_part(step)
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
-            if i > 0 and (self.group.ranks == 1 or self.peers is not None) and _absorbed(w, step):
+            if i > 0 and self._fused_over_sums and _absorbed(w, step):
                 q_full = mla_pre_attention(h, x, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:
                 x = self._add(h, x, layer.input_norm)
@@ -183,6 +183,11 @@ class KimiK2:
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
+
+    @property
+    def _fused_over_sums(self) -> bool:
+        """Whether kernels may reach from one side of a sum over ranks to the other. Not tried with sharded KV."""
+        return self.group.ranks == 1 or (self.peers is not None and self.sharded_kv is None)
 
     def _norm(self, weight: Tensor) -> Norm:
         """That of the stream after a sum over `peers`."""

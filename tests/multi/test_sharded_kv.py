@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from perilune import LLM, SamplingParams
-from perilune.engine import ranks
+from perilune.engine import build, ranks
 from perilune.grammar.constrain import constrain
 from perilune.text.tools import parse_tools
 from tests.cpu.engine.test_constraint_engine import function
 from tests.multi.conftest import CONFIG
-from tests.multi.graphed_rank import graphed
+from tests.multi.graphed_rank import graphed, joined
 from tests.multi.test_answers import PERSON, PROMPTS, WAYS, alike, drafting
 
 LONG = "The quick brown fox jumps over the lazy dog, and then it runs home. " * 5  # several chunks, and blocks
@@ -82,6 +82,7 @@ def test_packed_kv_gives_the_tokens_of_one_rank_with_packed_kv() -> None:
 def test_graphs_of_two_ranks_read_their_parts(monkeypatch: pytest.MonkeyPatch, one: LLM) -> None:
     """Steps of fixed shapes, with padding rows and drafts; a step planned before the one before is read, too."""
     monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.graphed_rank")
+    monkeypatch.setattr(build, "join", joined)
     ways, prompts = [replace(p, max_tokens=9) for p in WAYS[:3]], [PROMPTS[0], LONG[:90], PROMPTS[2]]
     with LLM("kimi-nano", **CONFIG, kv_blocks=32, draft="eagle3", draft_tokens=2, tp=2, kv_shards=2) as llm:
         assert llm._engine is not None
