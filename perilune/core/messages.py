@@ -5,6 +5,7 @@ Between processes they travel as msgpack over a private socket pair (engine/wire
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.sampling import SamplingParams
@@ -27,14 +28,49 @@ class Order:
 FIRST_COME = Order()
 
 
+class Picture(Protocol):
+    """A decoded picture, as media.decoder makes it: a Media with its pixels."""
+
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def patches(self) -> Any:
+        """A contiguous buffer of uint8, [patches, 3, P, P] by row and then column."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture of a prompt, without its pixels: the engine asks for those that it needs (`Want`).
+
+    digest  32 bytes: of pixels and grid; equal digests share KV and embeddings
+    grid    (1, rows, columns) of patches, rows and columns even
+    tokens  placeholder tokens that the prompt has for it, in one run
+    """
+
+    digest: bytes
+    grid: tuple[int, int, int]
+    tokens: int
+
+    @classmethod
+    def of(cls, picture: Picture) -> "Media":
+        return cls(picture.digest, picture.grid, picture.tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Front end -> engine: run this prompt. `rid` is unique among the front end's unfinished requests.
 
     `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): only for a `constraint` on the
     answer does the engine read the tokenizer.
-    `cache_keys` are what the KV depends on besides the token ids, or who may share it: "image:HASH", "adapter:NAME",
-    "salt:TENANT". Only requests with equal keys, in the same order, share cached blocks.
+    `cache_keys` are what the KV depends on besides the token ids, or who may share it: "adapter:NAME", "salt:TENANT".
+    Only requests with equal keys, in the same order, share cached blocks.
+    `pictures` in the order of the prompt, in which each is a run of EngineInfo.media_pad; blocks are shared up to the
+    first picture that differs.
     """
 
     rid: int
@@ -43,6 +79,24 @@ class Submit:
     constraint: Constraint | None = None
     cache_keys: tuple[str, ...] = ()
     order: Order = FIRST_COME
+    pictures: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Engine -> front end: send the pixels of picture `item` of this request. Unknown ids are ignored."""
+
+    rid: int
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Front end -> engine: the answer to a `Want`. `patches` as Picture's."""
+
+    rid: int
+    item: int
+    patches: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +198,12 @@ class EngineInfo:
     ep: int = 1  # of these, how many share out whole experts
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
+    media_pad: int | None = None  # the placeholder token of pictures; None: the model, as it is loaded, sees none
+
+    @property
+    def media(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self.media_pad is not None
 
     @property
     def marks(self) -> dict[str, str | float | None]:

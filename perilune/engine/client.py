@@ -25,14 +25,19 @@ from perilune.core.messages import (
     EngineInfo,
     EngineStats,
     Failed,
+    Media,
     Order,
+    Picture,
+    Pixels,
     Shutdown,
     Submit,
+    Want,
     joined,
 )
 from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
 from perilune.engine.inbox import Inbox
+from perilune.media import placeholders
 
 SHUTDOWN_SECONDS = 1.5
 TURN_MESSAGES = 1024  # taken before streams get their turn: more lengthen the gaps between pieces of each stream
@@ -61,6 +66,14 @@ def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
         raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", param="prompt")
 
 
+def check_pictures(prompt: Sequence[int], pictures: Sequence[Media | Picture], info: EngineInfo) -> None:
+    """RequestError unless the prompt has a run of the placeholder for each picture, in order, and no other."""
+    if info.media_pad is not None:
+        placeholders.spans(prompt, info.media_pad, [picture.tokens for picture in pictures])
+    elif pictures:
+        raise RequestError(f"{info.model} does not see pictures: send text alone", code="unsupported_media")
+
+
 def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int:
     """Tokens that may follow the prompt."""
     rest = info.max_model_len - len(prompt)
@@ -69,12 +82,18 @@ def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int
 
 @dataclass(slots=True)
 class _Request:
-    """A request of the server's. `produced`: a delta has come; `runs`: engine processes that have had it; `lost`: with
-    one of them."""
+    """A request of the server's.
+
+    pictures  with their pixels, until the request has ended
+    produced  a delta has come
+    runs      engine processes that have had it
+    lost      with one of them
+    """
 
     message: Submit
     inbox: Inbox
     deadline: float | None  # of the event loop's clock
+    pictures: tuple[Picture, ...] = ()
     produced: bool = False
     runs: int = 0
     lost: bool = False
@@ -207,8 +226,12 @@ class EngineClient:
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
         order: Order = FIRST_COME,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
+
+        `pictures` in the order of their runs of EngineInfo.media_pad in the prompt. Their pixels are held here until
+        the request has ended: only what no cache of the engine has is sent, and again if the engine starts again.
 
         Deltas that came while the consumer was busy are joined to one, so that a server behind its engine catches up;
         with stop strings they are not, as the consumer counts each delta's drafts up to where it stops.
@@ -218,14 +241,16 @@ class EngineClient:
         allows, and EngineError if the engine is down or ends meanwhile.
         """
         check_prompt(prompt, self.info)
+        check_pictures(prompt, pictures, self.info)
         if constraint is not None:
             constraint.check_room(room(prompt, params, self.info))
         if self._failure is not None:
             raise EngineError(self._failure)
         rid = next(self._ids)
-        message = Submit(rid, tuple(prompt), params.ending_with(self.end_tokens), constraint, cache_keys, order)
+        ends, media = params.ending_with(self.end_tokens), tuple(map(Media.of, pictures))
+        message = Submit(rid, tuple(prompt), ends, constraint, cache_keys, order, media)
         deadline = None if order.deadline_seconds is None else _now() + order.deadline_seconds
-        request = self._requests[rid] = _Request(message, Inbox(), deadline)
+        request = self._requests[rid] = _Request(message, Inbox(), deadline, tuple(pictures))
         finished = False
         try:
             if self.alive:
@@ -318,6 +343,10 @@ class EngineClient:
                         if (request := self._requests.get(message.rid)) is not None:
                             request.produced = True
                             request.inbox.put(message)
+                    elif isinstance(message, Want):
+                        if (request := self._requests.get(message.rid)) is not None:
+                            patches = memoryview(request.pictures[message.item].patches).cast("B")
+                            process.send(Pixels(message.rid, message.item, patches))
                     elif isinstance(message, EngineStats):
                         process.stepped = process.stepped or message.steps > 0
                         self.stats = message

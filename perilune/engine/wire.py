@@ -23,6 +23,8 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         messages.Submit,
+        messages.Want,
+        messages.Pixels,
         messages.Cancel,
         messages.Shutdown,
         messages.EngineInfo,
