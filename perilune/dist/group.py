@@ -38,8 +38,8 @@ class Group(Protocol):
         """[ranks, *x.shape]: every rank's x, in order."""
         ...
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, in place."""
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
+        """That rank's x, in place."""
         ...
 
     def abort(self) -> None:
@@ -82,7 +82,7 @@ class Alone:
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
     def abort(self) -> None: ...
@@ -115,9 +115,9 @@ class _Process:
         self._wait(self._processes._allgather_base(out.view(-1), x.contiguous().view(-1)))
         return out
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         options = torch_dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        options.rootRank, options.rootTensor, options.asyncOp = rank, 0, False
         self._wait(self._processes.broadcast([x], options))
         return x
 
@@ -161,8 +161,8 @@ class GlooOnGpu(Gloo):
     def gather(self, x: Tensor) -> Tensor:
         return super().gather(x.cpu()).to(x.device)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return x.copy_(super().broadcast(x.cpu()))
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
+        return x.copy_(super().broadcast(x.cpu(), rank))
 
 
 def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False) -> Group:

@@ -93,6 +93,9 @@ def follow(runner: Runner, orders: "queue.SimpleQueue[bytes | None]", leader: Le
                     running.popleft().result()
                 running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
                 continue
+            if order.kind == "pixels" and order.pixels is not None and runner.tower is not None:
+                runner.tower.provide(*order.pixels)
+                continue
             while running:
                 running.popleft().result()
             if order.kind == "zero":

@@ -174,6 +174,11 @@ class Ranks:
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
+        for own in plan.slices:
+            if own.patches is not None and own.rank > 0:
+                frame = self._writer.order(Order("pixels", pixels=(own.digest, own.patches)))
+                with self.explained():
+                    self._ranks[own.rank - 1].orders.sendall(frame)
         self._send(self._writer.plan(plan, kind))
         self._order_seconds.append(time.perf_counter() - begin)
 

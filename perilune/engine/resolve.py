@@ -130,9 +130,10 @@ def resolve_sizes(
     choices: Choices,
     drafter: Drafter | None = None,
     group: Group = ALONE,
+    reserved: float = 0.0,
 ) -> EngineConfig:
     """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
-    the weights are on the device. Raises ConfigError."""
+    the weights are on the device. `reserved`: bytes that are kept for something else. Raises ConfigError."""
     if config.block_size is None:
         # The attention kernel reads a tile in one copy from blocks of 64 tokens, in up to 36 copies from blocks of 16.
         size, why = (64, "one copy per tile of attention") if device.type == "cuda" else (16, "default on cpu")
@@ -145,7 +146,7 @@ def resolve_sizes(
         latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
         kv_dtype,
     )
-    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]
+    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type] - reserved
     if drafter is not None:
         dtype = getattr(torch, config.dtype)
         block += drafter.block_bytes(config.block_size, dtype)

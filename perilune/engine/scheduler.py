@@ -15,6 +15,9 @@ Drafts take only what is left over: `add_drafts` gives them blocks and step toke
 does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
 out where the request goes on (ops/drafts/advance_inputs.py).
 
+A request that next needs the rows of a picture that is not encoded yet (engine/vision/encoder.py) is running, but gets
+no work: it keeps its slot, its blocks and its place before younger requests.
+
 With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
 the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
 order, and no request is admitted before an older one of its priority that waits.
@@ -38,6 +41,7 @@ from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.kv_tiers.offload import Offload
+from perilune.engine.vision.encoder import Encoder
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests, root_of
 from perilune.kv.tiers import Tiers
@@ -67,6 +71,7 @@ class Scheduler:
     max_model_len    prompt and output tokens of a request
     prefix_cache     whether blocks of equal prefixes are kept and shared
     tiers            where cached blocks go that the pool has no room for; None: nowhere
+    encoder          of pictures; None: prompts have none
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Scheduler:
         max_model_len: int,
         prefix_cache: bool = True,
         tiers: Tiers | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         assert min(num_blocks, block_size, max_num_seqs, max_step_tokens) >= 1 and max_model_len >= 2
         self._pool = BlockPool(num_blocks)
@@ -88,6 +94,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
         self._prefix_cache = prefix_cache
+        self.encoder = encoder
         self.offload: Offload | None = None
         if tiers is not None:
             # Two steps of prompts, and a block for each request that decodes.
@@ -142,12 +149,16 @@ class Scheduler:
         limit = min(self._max_model_len, room + 1)
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
+        pictures = () if self.encoder is None else self.encoder.place(prompt, message.pictures)
         root = root_of(message.cache_keys)
         order = message.order
         deadline = math.inf if order.deadline_seconds is None else now + order.deadline_seconds
         rank = (order.priority, deadline, self._arrivals)
         request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit, rank, root)
         request.submitted = now
+        if pictures and self.encoder is not None:
+            request.pictures = pictures
+            self.encoder.open(request)
         self._arrivals += 1
         self._live[request.rid] = request
         insort(self._waiting, request, key=_rank)
@@ -212,7 +223,7 @@ class Scheduler:
         while turn < len(self._running) and budget:
             request = self._running[turn]
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
-            count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
+            count = self._advance(request, max(budget - (len(self._running) - turn - 1), 1))
             # The victim is the last of the list: never a request that this step has planned already.
             while count and not self._at_hand(missing := self._missing(request, request.planned + count)):
                 if self._waits(missing, turn):
@@ -248,16 +259,11 @@ class Scheduler:
                     break
                 self._admit(request, hits)
                 insort(self._running, self._waiting.pop(0), key=_rank)
-                count = min(request.todo, budget)
-                flights.append(self._launch(request, count))
-                budget -= count
+                if count := self._advance(request, budget):
+                    flights.append(self._launch(request, count))
+                    budget -= count
                 reserve += self._lookahead(request)
-        if not flights:
-            return None
-        step = self._planned_steps
-        self._planned_steps += 1
-        self._flying.append((step, flights))
-        return StepPlan(step, tuple(f.work for f in flights), chain)
+        return self._planned(flights, chain)
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan made last, not launched yet, with guesses of what its works sample, by rid.
@@ -302,6 +308,8 @@ class Scheduler:
         share = self._max_step_tokens // max(len(self._running), 1) - 1
         for request in self._running:
             work = flying.get(request.rid)
+            if request.barrier <= request.planned:
+                continue
             if work is None and request.horizon - request.planned == 1:
                 going.append((request, 0))
             elif work is None or not work.sample or request.params.prompt_logprobs is not None:
@@ -320,10 +328,7 @@ class Scheduler:
         for (request, count), end in zip(going, ends):
             self._extend(request, end)
             flights.append(self._launch(request, 1, max(count - fewer, 0) if request.rid in flying else None))
-        step = self._planned_steps
-        self._planned_steps += 1
-        self._flying.append((step, flights))
-        return StepPlan(step, tuple(f.work for f in flights))
+        return self._planned(flights)
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Takes in the result of the oldest step in flight; returns the deltas for the front end."""
@@ -358,6 +363,8 @@ class Scheduler:
             self.offload.check()
             elsewhere = self.offload.tables
         self._tree.check([*(r.blocks for r in self._running), *elsewhere])
+        if self.encoder is not None:
+            self.encoder.check()
         for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
             assert ranks == sorted(set(ranks)), "requests are not in their order"
         latest = {r.rank[0]: r.arrival for r in self._running if r.rank[1] == math.inf}  # of each priority
@@ -378,6 +385,23 @@ class Scheduler:
         assert self._prefix_cache or self._tree.num_cached == 0
 
     # ---- planning
+
+    def _planned(self, flights: list[_Flight], chain: int = 0) -> StepPlan | None:
+        """The step with this work and, besides, what is encoded of pictures; None if there is neither."""
+        slices, dropped = ((), ()) if self.encoder is None else self.encoder.plan(self._running)
+        if not flights and not slices and not dropped:
+            return None
+        step = self._planned_steps
+        self._planned_steps += 1
+        self._flying.append((step, flights))
+        return StepPlan(step, tuple(f.work for f in flights), chain, slices=slices, dropped=dropped)
+
+    def _advance(self, request: Request, budget: int) -> int:
+        """By how many positions a running request can go on, `budget` at most."""
+        if not request.pictures or self.encoder is None:
+            return min(request.todo, budget)
+        self.encoder.look(request)
+        return self.encoder.align(request, min(request.todo, budget))
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -458,7 +482,7 @@ class Scheduler:
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []
         blocks = (request.known - 1) // self._block_size
-        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root)
+        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root, request.pictures)
         return request.digests[:blocks]
 
     def _launch(self, request: Request, count: int, chained: int | None = None) -> _Flight:
@@ -471,12 +495,13 @@ class Scheduler:
         targets = request.targets(count) if request.params.prompt_logprobs is not None else ()
         history = () if request.counted else request.history(count)
         next_token = request.next_token(count)
+        media = request.media(count) if request.pictures else ()
         sample, drafts = request.launch(count), chained or 0
         request.drafted += drafts
         # By position: 1.7 us less than by keyword, for each request and step.
         work = Work(
             request.rid, slot, start, tokens, request.table, sample, horizon - request.prompt_len, request.params,
-            request.seed, targets, history, request.limit - horizon, drafts, next_token, chained is not None,
+            request.seed, targets, history, request.limit - horizon, drafts, next_token, chained is not None, media,
         )  # fmt: skip
         return _Flight(request, request.life, work)
 
@@ -494,6 +519,8 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.finished = True
         del self._live[request.rid]
+        if request.pictures and self.encoder is not None:
+            self.encoder.close(request)
         if request.restoring:
             return  # what is being copied for it is cached when it arrives
         if request.slot is None:
@@ -568,7 +595,7 @@ class Scheduler:
         full = request.computed // self._block_size
         if not self._prefix_cache or full == request.registered:
             return
-        extend_digests(request.digests, request.tokens, self._block_size, full, request.root)
+        extend_digests(request.digests, request.tokens, self._block_size, full, request.root, request.pictures)
         for index in range(request.registered, full):
             parent = request.blocks[index - 1] if index else None
             own = request.blocks[index]

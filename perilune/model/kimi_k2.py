@@ -77,6 +77,7 @@ class Step:
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
     With `pending` (rows [T] int64, last_tokens) a token that is -1 stands for last_tokens[rows[t]].
+    With `replaced` (rows [M] int64, values [M, D]) these rows have these embeddings instead of their tokens'.
     """
 
     tokens: Tensor
@@ -85,6 +86,7 @@ class Step:
     absorbed: Span | None
     plain: Span | None
     pending: tuple[Tensor, Tensor] | None = None
+    replaced: tuple[Tensor, Tensor] | None = None
 
 
 def routing(c: KimiConfig) -> Routing:
@@ -156,9 +158,16 @@ class KimiK2:
             h, x, cos, sin = embed_norm(
                 step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
             )
-            return h, x, Rotary(cos, sin)
-        h = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
-        return h, rmsnorm(h, norm, self.eps), Rotary(self.cos[step.positions], self.sin[step.positions])
+            rotary = Rotary(cos, sin)
+            if step.replaced is None:
+                return h, x, rotary
+        else:
+            h = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
+            rotary = Rotary(self.cos[step.positions], self.sin[step.positions])
+        if step.replaced is not None:
+            where, values = step.replaced
+            h[where] = values.to(h.dtype)
+        return h, rmsnorm(h, norm, self.eps), rotary
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
