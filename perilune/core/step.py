@@ -181,7 +181,7 @@ class StepPlan:
                     request's chain has a lower product of them than this
     host            a request has a constraint, so the host takes part in sampling; with several ranks it is rank 0's
     slices          of pictures, to encode before the work; a plan may have nothing else
-    dropped         digests of pictures: their rows, or half-done encodings, are given up before that
+    dropped         digests of pictures: their rows, or half-done encodings, are given up after the work
     """
 
     step: int

@@ -5,8 +5,8 @@ are even. Items of a call are concatenated: patches by frame, then row, then col
 tower's width, H its heads, d their width, D the text model's width.
 
 A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all of them. A layer is `project`, then
-`mix`, each of all rows or, in a pass of one item, of one group of rows after the other, so that a caller can run other
-work in between.
+`mix`, each of all rows or, in a pass of one item, of one group of rows after the other, and `finish` is `merge`, then
+`head` of any tokens: so a caller can run other work in between.
 """
 
 import math
@@ -142,7 +142,11 @@ class MoonVit:
             state.x[rows] = h
 
     def finish(self, state: Pass) -> Tensor:
-        """[tokens, D]: merged to a token for each 2 x 2 patches, of all frames together, and projected."""
+        """[tokens, D]."""
+        return self.head(self.merge(state))
+
+    def merge(self, state: Pass) -> Tensor:
+        """[tokens, 4C]: a token for each 2 x 2 patches, of all frames together."""
         w, c = self.weights, self.config
         x = F.layer_norm(state.x, (c.hidden_size,), w.norm, w.norm_bias, EPS)
         merged = []
@@ -150,7 +154,12 @@ class MoonVit:
             squares = item.view(t, h // MERGE_SIDE, MERGE_SIDE, width // MERGE_SIDE, MERGE_SIDE, c.hidden_size)
             merged.append(squares.mean(0).transpose(1, 2).reshape(-1, MERGE_SIDE * MERGE_SIDE, c.hidden_size))
         x = F.layer_norm(torch.cat(merged), (c.hidden_size,), w.pre_norm, w.pre_norm_bias, c.projector_eps)
-        x = F.gelu(F.linear(x.flatten(1), w.linear0, w.linear0_bias))
+        return x.flatten(1)
+
+    def head(self, merged: Tensor) -> Tensor:
+        """[n, D], the projection of n tokens of `merge`."""
+        w = self.weights
+        x = F.gelu(F.linear(merged, w.linear0, w.linear0_bias))
         return F.linear(x, w.linear1, w.linear1_bias)
 
     def _position(self, grid: Grid) -> Tensor:

@@ -1,9 +1,9 @@
 """How the encoding of one picture is cut, so that steps can run in between: into cells, numbered from 0.
 
     0                      the patches are embedded
-    then, layer by layer   for each group of GROUP_PATCHES rows a cell that projects queries, keys and values, then for
-                           each group a cell of attention and MLP
-    the last               tokens are merged and projected to the text model's width
+    then, layer by layer   for each group of Cells.GROUP_PATCHES rows a cell that projects queries, keys and values;
+                           after these, for each group a cell of attention and MLP
+    the last               for each group, its tokens are merged and projected to the text model's width
 
 Neighbouring cells of one kind and layer run together.
 """
@@ -11,7 +11,6 @@ Neighbouring cells of one kind and layer run together.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-GROUP_PATCHES = 1024  # More: longer gaps between steps. Fewer: matrices too small to fill a GPU.
 RUN_SECONDS = 1e-4  # of a run besides its FLOPs: launches
 
 
@@ -39,22 +38,24 @@ class Run:
 class Cells:
     """Those of a picture of `patches` patches."""
 
-    def __init__(self, sizes: Sizes, patches: int, group: int = GROUP_PATCHES) -> None:
-        self._sizes, self._patches, self._group = sizes, patches, group
-        self._groups = -(-patches // group)
-        self.total = 2 + 2 * sizes.layers * self._groups
+    GROUP_PATCHES = 1024  # More: longer gaps between steps. Fewer: matrices too small to fill a GPU.
+
+    def __init__(self, sizes: Sizes, patches: int) -> None:
+        self._sizes, self._patches, self._group = sizes, patches, self.GROUP_PATCHES
+        self._groups = -(-patches // self._group)
+        self.total = 1 + (2 * sizes.layers + 1) * self._groups
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
         """What cells start up to stop compute, in order."""
         while start < stop:
-            if start in (0, self.total - 1):
-                yield Run("begin" if start == 0 else "finish", 0, 0, self._patches)
-                start += 1
+            if start == 0:
+                yield Run("begin", 0, 0, self._patches)
+                start = 1
                 continue
             phase, group = divmod(start - 1, self._groups)
             count = min(self._groups - group, stop - start)
             first = group * self._group
-            kind = "mix" if phase % 2 else "project"
+            kind = "finish" if phase == 2 * self._sizes.layers else "mix" if phase % 2 else "project"
             yield Run(kind, phase // 2, first, min(first + count * self._group, self._patches))
             start += count
 

@@ -12,7 +12,7 @@ last. So the first request always gets its next picture.
 
 import statistics
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perilune.core.errors import RequestError
@@ -49,12 +49,9 @@ class Encoder:
     cache_bytes  of rows that are kept
     """
 
-    def __init__(
-        self, sizes: Sizes, *, pad: int, row_bytes: int, cache_bytes: int, ranks: int = 1,
-        cells: Callable[[Sizes, int], Cells] = Cells,
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: Sizes, *, pad: int, row_bytes: int, cache_bytes: int, ranks: int = 1) -> None:
         self.pad = pad
-        self._sizes, self._row_bytes, self._room, self._cells = sizes, row_bytes, cache_bytes, cells
+        self._sizes, self._row_bytes, self._room = sizes, row_bytes, cache_bytes
         self._cache_bytes = cache_bytes
         self._live: dict[int, Request] = {}  # with pictures
         self._users: Counter[bytes] = Counter()  # live requests by digest
@@ -131,7 +128,8 @@ class Encoder:
 
     def wants(self) -> list[Want]:
         """Pixels to ask for, each once."""
-        wants, self._wants = self._wants, []
+        asked = set(self._asked.values())
+        wants, self._wants = [w for w in self._wants if (w.rid, w.item) in asked], []
         return wants
 
     @property
@@ -153,7 +151,8 @@ class Encoder:
     # ---- a step
 
     def plan(self, running: Sequence[Request]) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
-        """What ranks encode before the step's work, and what they drop before that. `running` by rank."""
+        """What ranks encode before the step's work, and what they drop after it. `running` by rank, with that work
+        planned."""
         if not self._live and not self._jobs:
             return (), ()
         dropped = [job.placed.digest for job in self._jobs.values() if job.placed.digest not in self._users]
@@ -173,9 +172,8 @@ class Encoder:
                 elif self._idle_ranks:
                     if not self._make_room(self._bytes(placed), [p.digest for _, p in needed[:i]], needed, dropped):
                         break
-                    self._jobs[self._idle_ranks.pop()] = _Job(
-                        placed, self._cells(self._sizes, placed.grid[1] * placed.grid[2])
-                    )
+                    cells = Cells(self._sizes, placed.grid[1] * placed.grid[2])
+                    self._jobs[self._idle_ranks.pop()] = _Job(placed, cells)
                     encoding.add(digest)
         budget = IDLE_SECONDS
         if any(r.planned >= r.prompt_len for r in running):  # their next tokens are waited for
@@ -185,9 +183,11 @@ class Encoder:
     def record(self, flops: float, runs: int, seconds: float) -> None:
         """What slices took on rank 0."""
         self.seconds += seconds
-        measured = max(seconds - runs * RUN_SECONDS, 0.0) / flops
-        if measured >= self._flop_seconds or not self._measured:
-            self._flop_seconds = max(measured, LEAST_FLOP_SECONDS)  # at once: a slice too long delays every request
+        measured = max(max(seconds - runs * RUN_SECONDS, 0.0) / flops, LEAST_FLOP_SECONDS)
+        if not self._measured:
+            self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
+        elif measured >= self._flop_seconds:
+            self._flop_seconds = measured  # at once: a slice too long delays every request
         elif seconds > 2 * runs * RUN_SECONDS:  # else launches, not operations, were measured
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True

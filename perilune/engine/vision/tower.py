@@ -1,5 +1,6 @@
 """The pictures of one rank: the tower, half-done encodings and finished rows, as the plans of rank 0 order them."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ class Tower:
         self.model, self.limits, self.group = model, limits, group
         self._sizes = sizes_of(model)
         self._passes: dict[bytes, Pass] = {}
+        self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # and the rows of the first of those tokens
         self._rows: dict[bytes, Tensor] = {}
         self._patches: dict[bytes, memoryview] = {}  # came before the first slice
+        self._dropped: tuple[bytes, ...] = ()
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
 
     def provide(self, digest: bytes, patches: memoryview) -> None:
@@ -40,10 +43,11 @@ class Tower:
         self._patches[digest] = patches
 
     def run(self, slices: Sequence[Slice], dropped: Sequence[bytes]) -> None:
-        """What a plan orders before its work."""
-        for digest in dropped:
-            self._rows.pop(digest, None)
-            self._passes.pop(digest, None)
+        """The pictures' part of a plan. What that drops its work may still read, so the next call drops it."""
+        for digest in self._dropped:
+            for held in (self._rows, self._passes, self._merged):
+                held.pop(digest, None)
+        self._dropped = tuple(dropped)
         for own in slices:
             if own.rank == self.group.slicing.rank:
                 self._advance(own)
@@ -101,7 +105,18 @@ class Tower:
         elif run.kind == "mix":
             self.model.mix(self._passes[digest], run.layer, rows)
         else:
-            self._rows[digest] = self.model.finish(self._passes.pop(digest))
+            self._finish(digest, run, math.prod(own.grid))
+
+    def _finish(self, digest: bytes, run: Run, patches: int) -> None:
+        """The rows of the tokens that lie in these patches."""
+        if run.first == 0:
+            self._merged[digest] = self.model.merge(self._passes.pop(digest)), []
+        merged, rows = self._merged[digest]
+        first, end = (n * len(merged) // patches for n in (run.first, run.end))
+        rows.append(self.model.head(merged[first:end]))
+        if run.end == patches:
+            self._rows[digest] = torch.cat(rows)
+            del self._merged[digest]
 
     def _pixels(self, patches: memoryview) -> Tensor:
         """[N, 3, P, P], normalised, on the device."""
