@@ -6,12 +6,14 @@ python -m runs.kv_transfer [--layers 9 --context 60000 --disk DIR]. Each line is
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,34 @@ def copies(pages: Tensor, count: int) -> None:
         memory.close()
 
 
+def plain_disk(directory: Path, total: int) -> None:
+    """GB/s of one large file: written and synchronised, read from the disk, and read again from the page cache."""
+    piece, path = bytes(8 << 20), directory / "plain"
+    directory.mkdir(exist_ok=True)
+    begin = time.perf_counter()
+    with path.open("wb", buffering=0) as f:
+        for _ in range(total // len(piece)):
+            f.write(piece)
+        os.fsync(f.fileno())
+    say(bench="disk", what="write", gb_s=total / (time.perf_counter() - begin) / 1e9)
+    for what in ("read", "read from the page cache"):
+        with path.open("rb", buffering=0) as f, ThreadPoolExecutor(8) as pool:
+            if what == "read":
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begin = time.perf_counter()
+            list(pool.map(lambda at, f=f: os.pread(f.fileno(), len(piece), at), range(0, total, len(piece))))
+            say(bench="disk", what=what, gb_s=total / (time.perf_counter() - begin) / 1e9)
+    path.unlink()
+
+
+def forget(directory: Path) -> None:
+    """Drops the directory's files from the page cache."""
+    for path in directory.rglob("*.kv"):
+        with path.open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def transfer(pages: Tensor, count: int, directory: Path) -> None:
     """GB/s of whole stores, restores, writes and reads, checksums included."""
     disk = Directory(directory, b"0" * 16, row_bytes([pages]))
@@ -114,8 +144,10 @@ def transfer(pages: Tensor, count: int, directory: Path) -> None:
                     assert getattr(done, "error", None) is None, done
                     number -= isinstance(done, kind)
 
-        def timed(name: str, work: Callable[[], None], kind: type, number: int) -> None:
+        def timed(name: str, work: Callable[[], None], kind: type, number: int, *, cold: bool = False) -> None:
             for _ in range(2):
+                if cold:
+                    forget(directory)
                 begin = time.perf_counter()
                 work()
                 until(kind, number)
@@ -126,8 +158,15 @@ def transfer(pages: Tensor, count: int, directory: Path) -> None:
         host = [Piece(name, row, block) for name, block, row in stores]
         timed("store", lambda: moved.store(stores), Stored, count)
         timed("restore", lambda: moved.restore(0, host), Restored, 1)
-        timed("write", lambda: [moved.write(n, r) for r, n in enumerate(names)] and None, Written, count)  # type: ignore[func-returns-value]
-        timed("read", lambda: moved.restore(0, [Piece(p.name, None, p.block) for p in host]), Restored, 1)
+
+        def write() -> None:
+            for row, name in enumerate(names):
+                moved.write(name, row)
+
+        timed("write", write, Written, count)
+        files = [Piece(p.name, None, p.block) for p in host]
+        timed("read", lambda: moved.restore(0, files), Restored, 1, cold=True)
+        timed("read from the page cache", lambda: moved.restore(0, files), Restored, 1)
     finally:
         moved.close()
 
@@ -176,7 +215,7 @@ def slowdown(engine: Engine, batch: int, context: int, vocab: int, steps: int) -
         engine.submit(Submit(5000 + rid, tuple(rng.randrange(vocab) for _ in range(context)), params))
     for _ in range(40):
         engine.step()
-    tree = engine.scheduler._tree
+    tree = engine.scheduler.blocks.tree
     spare = [tree.allocate() for _ in range(tree.num_free // 2)]
     pages = engine.runner.pages.data
     memory = HostMemory(2 * len(spare), row_bytes([pages]), block_bytes([pages]), pages.device, at_once=2 * len(spare))
@@ -239,6 +278,7 @@ def main() -> None:
         for width, dtype in ((576, torch.bfloat16), (640, torch.uint8)):
             pages = torch.zeros(args.layers, blocks, block, width, dtype=dtype, device=device)
             copies(pages, count)
+        plain_disk(where, max(count * row_bytes([pages]), 64 << 20))
         transfer(pages, count, where / "fp8")
         del pages
         config: dict[str, Any] = {"max_num_seqs": 8, "kv_host_gb": 6.0 if cuda else 0.2, "seed": 1}
@@ -247,18 +287,21 @@ def main() -> None:
             "kv_blocks": int(2.4 * count),
             "block_size": block,
         }
-        if cuda:
-            bench = Bench("kimi-k2.5", args.layers)
-            engine, vocab = bench.engine(args.layers, **config), 160_000
-        else:
-            path = resolve_model("kimi-nano")
-            engine, vocab = Engine(path, build(EngineConfig, {"draft": "off", **config})), 1000
-        try:
-            sessions(engine, context, 4, vocab)
-            for batch in (1, 8):
-                slowdown(engine, batch, context // 16, vocab, 300 if cuda else 10)
-        finally:
-            engine.close()
+        bench = Bench("kimi-k2.5", args.layers) if cuda else None
+        for tier in ("host", "disk"):
+            if tier == "disk":
+                config |= {"kv_host_gb": 0.5 if cuda else 0.02, "kv_disk": str(where / "tier")}
+            if bench is not None:
+                engine, vocab = bench.engine(args.layers, **config), 160_000
+            else:
+                path = resolve_model("kimi-nano")
+                engine, vocab = Engine(path, build(EngineConfig, {"draft": "off", **config})), 1000
+            try:
+                sessions(engine, context, 4, vocab)
+                for batch in (1, 8) if tier == "host" else ():
+                    slowdown(engine, batch, context // 16, vocab, 300 if cuda else 10)
+            finally:
+                engine.close()
 
 
 if __name__ == "__main__":

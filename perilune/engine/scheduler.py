@@ -40,10 +40,9 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
-from perilune.engine.kv_tiers.offload import Offload
+from perilune.engine.request_blocks import RequestBlocks
 from perilune.engine.vision.encoder import Encoder
-from perilune.kv.blocks import BlockPool
-from perilune.kv.prefix import PrefixTree, extend_digests, root_of
+from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
 
 _MAX_TOKEN_ID = 2**31 - 1
@@ -87,19 +86,14 @@ class Scheduler:
         encoder: Encoder | None = None,
     ) -> None:
         assert min(num_blocks, block_size, max_num_seqs, max_step_tokens) >= 1 and max_model_len >= 2
-        self._pool = BlockPool(num_blocks)
-        self._tree = PrefixTree(self._pool)
-        self._block_size = block_size
+        # Two steps of prompts, and a block for each request that decodes.
+        spare = 2 * -(-max_step_tokens // block_size) + max_num_seqs
+        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache=prefix_cache, tiers=tiers, spare_blocks=spare)
+        self.offload = self.blocks.offload
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
-        self._prefix_cache = prefix_cache
         self.encoder = encoder
-        self.offload: Offload | None = None
-        if tiers is not None:
-            # Two steps of prompts, and a block for each request that decodes.
-            spare = 2 * -(-max_step_tokens // block_size) + max_num_seqs
-            self.offload = Offload(tiers, self._tree, block_size=block_size, blocks=num_blocks, spare_blocks=spare)
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
@@ -126,7 +120,7 @@ class Scheduler:
         """
         assert message.rid not in self._live, f"request {message.rid} is live already"
         prompt, params = message.prompt, message.params
-        room = self._pool.total * self._block_size
+        room = self.blocks.capacity_tokens
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if not (min(prompt) >= 0 and max(prompt) <= _MAX_TOKEN_ID):
@@ -182,19 +176,7 @@ class Scheduler:
     def adopt(self, tokens: Sequence[int]) -> list[int]:
         """Registers a block for each full block of `tokens` and returns them; the caller writes the KV. A prompt that
         begins with `tokens` then finds them cached. Fewer blocks are returned when no block is free."""
-        digests: list[bytes] = []
-        extend_digests(digests, tokens, self._block_size, len(tokens) // self._block_size)
-        held = self._tree.match(digests)
-        self._tree.acquire(held)
-        for digest in digests[len(held) :]:
-            if not self._tree.available:
-                break
-            block = self._tree.allocate()
-            kept = self._tree.insert(held[-1] if held else None, digest, block)
-            assert kept == block, "a digest beyond the longest match is known"
-            held.append(block)
-        self._tree.release(held)
-        return held
+        return self.blocks.adopt(tokens)
 
     def cancel(self, rid: int) -> None:
         """Ends a request without a Delta; unknown ids are ignored."""
@@ -204,11 +186,9 @@ class Scheduler:
 
     def take_transfers(self) -> None:
         """Takes in what was copied to and from the tiers; called before a step is planned."""
-        if self.offload is not None:
-            for request in self.offload.poll(self._steps, sum(map(self._lookahead, self._running))):
-                request.restoring = False
-                if not request.finished:
-                    insort(self._waiting, request, key=_rank)
+        for request in self.blocks.take_restored(self._steps, self._running):
+            if not request.finished:
+                insort(self._waiting, request, key=_rank)
 
     def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
@@ -225,8 +205,8 @@ class Scheduler:
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
             count = self._advance(request, max(budget - (len(self._running) - turn - 1), 1))
             # The victim is the last of the list: never a request that this step has planned already.
-            while count and not self._at_hand(missing := self._missing(request, request.planned + count)):
-                if self._waits(missing, turn):
+            while count and not self.blocks.at_hand(missing := self.blocks.missing(request, request.planned + count)):
+                if self.blocks.waits(missing, alone=turn == len(self._running) - 1 == 0):
                     count = 0
                     break
                 victim = self._running.pop()
@@ -244,25 +224,25 @@ class Scheduler:
         # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
         # token in the row of the victim's old slot.
         if self._waiting and not preempted:
-            reserve = sum(self._lookahead(r) for r in self._running)
+            reserve = sum(self.blocks.lookahead(r) for r in self._running)
             while self._waiting and self._slots and budget:
                 request = self._waiting[0]
-                hits = self._tree.match(self._readable(request))
-                if not self._fits(request, hits, reserve):
+                hits = self.blocks.match(request)
+                if not self.blocks.fits(request, hits, reserve):
                     break
-                if (stored := self._find_stored(request, hits)) and self.offload is not None:
-                    if not self.offload.begin(request, hits, stored, self._planned_steps):
+                if stored := self.blocks.find_stored(request, hits):
+                    if not self.blocks.restore(request, hits, stored, self._planned_steps):
                         break
-                    self._waiting.pop(0).restoring = True
+                    self._waiting.pop(0)
                     continue
-                if self.offload is not None and not self._has_room(request, hits, budget):
+                if not self.blocks.has_room(request, hits, budget):
                     break
                 self._admit(request, hits)
                 insort(self._running, self._waiting.pop(0), key=_rank)
                 if count := self._advance(request, budget):
                     flights.append(self._launch(request, count))
                     budget -= count
-                reserve += self._lookahead(request)
+                reserve += self.blocks.lookahead(request)
         return self._planned(flights, chain)
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
@@ -281,11 +261,11 @@ class Scheduler:
                 continue
             # The last token of a request is never computed, so a guess of it could not be verified.
             count = min(len(guesses), MAX_DRAFTS, budget, work.left - 1)
-            while count > 0 and not self._at_hand(self._missing(request, work.end + count)):
+            while count > 0 and not self.blocks.at_hand(self.blocks.missing(request, work.end + count)):
                 count -= 1
             if count <= 0:
                 continue
-            self._extend(request, work.end + count)
+            self.blocks.extend(request, work.end + count)
             request.drafted += count
             budget -= count
             # In place: the step was not launched yet, and dataclasses.replace takes 4 us for each request.
@@ -320,13 +300,13 @@ class Scheduler:
             return None
         for fewer in (0, MAX_DRAFTS):  # where blocks are short: without drafts
             ends = [r.planned + r.drafted + 1 + max(count - fewer, 0) for r, count in going]
-            if self._at_hand(sum(self._missing(request, end) for end, (request, _) in zip(ends, going))):
+            if self.blocks.at_hand(sum(self.blocks.missing(request, end) for end, (request, _) in zip(ends, going))):
                 break
         else:
             return None
         flights = []
         for (request, count), end in zip(going, ends):
-            self._extend(request, end)
+            self.blocks.extend(request, end)
             flights.append(self._launch(request, 1, max(count - fewer, 0) if request.rid in flying else None))
         return self._planned(flights)
 
@@ -345,9 +325,9 @@ class Scheduler:
         stats = EngineStats(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
-            blocks_total=self._pool.total,
-            blocks_cached=self._tree.num_cached,
-            blocks_owned=self._pool.num_referenced,
+            blocks_total=self.blocks.total,
+            blocks_cached=self.blocks.tree.num_cached,
+            blocks_owned=self.blocks.num_owned,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -358,11 +338,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that every block, slot and request is accounted for exactly once. Slow: for tests."""
-        elsewhere: list[list[int]] = []
-        if self.offload is not None:
-            self.offload.check()
-            elsewhere = self.offload.tables
-        self._tree.check([*(r.blocks for r in self._running), *elsewhere])
+        self.blocks.check(self._running)
         if self.encoder is not None:
             self.encoder.check()
         for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
@@ -378,11 +354,9 @@ class Scheduler:
         assert sorted(slots + self._slots) == list(range(self._max_num_seqs)), "lost slots"
         for request in self._running:
             request.check()
-            assert len(request.blocks) == self._blocks_for(request.planned + request.drafted), request
         for request in self._waiting:
             request.check()
             assert request.slot is None and request.planned == 0, request
-        assert self._prefix_cache or self._tree.num_cached == 0
 
     # ---- planning
 
@@ -403,92 +377,19 @@ class Scheduler:
         self.encoder.look(request)
         return self.encoder.align(request, min(request.todo, budget))
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
-
-    def _missing(self, request: Request, tokens: int) -> int:
-        """Blocks that the request lacks for its first `tokens` positions; 0 or less: none."""
-        return -(-tokens // self._block_size) - len(request.blocks)
-
-    def _extend(self, request: Request, tokens: int) -> None:
-        """Gives the request blocks for its first `tokens` positions. The caller has checked that they are available."""
-        missing = -(-tokens // self._block_size) - len(request.blocks)
-        if missing > 0:  # once in block_size tokens
-            for _ in range(missing):
-                request.add_block(self._tree.allocate())
-
-    def _lookahead(self, request: Request) -> int:
-        """Blocks a running request will want soon: for the rest of its known tokens and one block more."""
-        soon = min(request.horizon + self._block_size, request.limit - 1)
-        return max(self._missing(request, soon), 0)
-
-    def _at_hand(self, blocks: int) -> bool:
-        """Whether so many blocks can be taken now. With tiers only free ones are: what is cached is copied first."""
-        if self.offload is None or blocks <= 0:
-            return blocks <= self._tree.available
-        return self.offload.has_room(blocks) and blocks <= self._tree.available
-
-    def _waits(self, blocks: int, turn: int) -> bool:
-        """Whether the running request of this turn waits for blocks that are being copied, instead of preempting one
-        (itself, where there is no other)."""
-        if self.offload is None:
-            return False
-        if self.offload.leaving and blocks <= self._tree.available + self.offload.leaving:
-            return True
-        return self.offload.restoring > 0 and turn == len(self._running) - 1 == 0
-
-    def _fits(self, request: Request, hits: list[int], reserve: int) -> bool:
-        """Whether, besides the reserve, there are blocks for all known tokens of a waiting request.
-
-        Its first chunk alone would need fewer; but a prompt for which blocks run out would be preempted.
-        """
-        missing = self._blocks_for(request.known) - len(hits)
-        return self._tree.available - self._tree.idle_among(hits) - missing >= reserve
-
-    def _has_room(self, request: Request, hits: list[int], budget: int) -> bool:
-        """Whether the blocks are free that the first step of a waiting request takes. Its hits are not evicted."""
-        assert self.offload is not None
-        end = min(len(hits) * self._block_size + budget, request.known)
-        self._tree.acquire(hits)
-        ready = self.offload.has_room(self._blocks_for(end) - len(hits))
-        self._tree.release(hits)
-        return ready
-
-    def _find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
-        """Digests of the blocks after its hits that the request should get from a tier."""
-        if self.offload is None:
-            return []
-        return self.offload.find(request, self._readable(request)[len(hits) :])
-
     def _admit(self, request: Request, hits: list[int]) -> None:
         """Starts a waiting request that fits."""
-        if request.life == 0 and hits:
-            request.turn = self._tree.turn(hits[-1]) + 1
-        self._tree.acquire(hits)
-        request.start(heapq.heappop(self._slots), hits, self._block_size)
+        self.blocks.start(request, heapq.heappop(self._slots), hits)
         if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
             request.cached_tokens = request.computed
             request.queue_seconds = time.monotonic() - request.submitted
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += request.computed
-            if self.offload is not None:
-                self.offload.count(request)
-
-    def _readable(self, request: Request) -> list[bytes]:
-        """Digests of the blocks a request may take from the cache.
-
-        At least the last token is computed, for its logits; with prompt log-probabilities all tokens are.
-        """
-        if not self._prefix_cache or request.params.prompt_logprobs is not None:
-            return []
-        blocks = (request.known - 1) // self._block_size
-        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root, request.pictures)
-        return request.digests[:blocks]
 
     def _launch(self, request: Request, count: int, chained: int | None = None) -> _Flight:
         """The request's next `count` positions as work of the step. `chained` not None: one position after the tokens
         of the step in flight, with this many drafts."""
-        self._extend(request, request.planned + count)
+        self.blocks.extend(request, request.planned + count)
         slot, start, horizon = request.slot, request.planned, len(request.tokens) + request.pending
         assert slot is not None
         tokens = request.next_tokens(count) if chained is None else (PENDING,) * (1 + chained)
@@ -514,7 +415,7 @@ class Scheduler:
         """Frees the slot and the blocks, even while a step in flight uses them: see the module's docstring."""
         slot, blocks = request.stop()
         heapq.heappush(self._slots, slot)
-        self._tree.release(blocks)
+        self.blocks.tree.release(blocks)
 
     def _end(self, request: Request) -> None:
         request.finished = True
@@ -557,21 +458,13 @@ class Scheduler:
                 if again:
                     self._void(request)
                 request.land(work.count - work.drafts, work.drafts, accepted, again)
-                needed = -(-(request.planned + request.drafted) // self._block_size)
-                if len(request.blocks) > needed:
-                    self._tree.release(request.trim(needed))
-                if request.computed // self._block_size > request.registered:
-                    self._register(request)
+                self.blocks.settle(request)
             if request.params.prompt_logprobs is not None:
                 scores = self._new_scores(request, work, output)
         if finish_reason is not None:
             self._end(request)
-        if error is not None and request.digests:
-            # Non-finite values may come from any block of the request's context: no request may find these blocks, nor
-            # those computed after them, again.
-            self._tree.forget(request.digests[0])
-            if self.offload is not None:
-                self.offload.forget(request.digests[0])
+        if error is not None:
+            self.blocks.forget(request)
         if not brought and not scores and finish_reason is None:
             return None
         assert output is not None
@@ -589,22 +482,6 @@ class Scheduler:
                 if flight.request is request:
                     flight.void = True
                     request.withdraw(flight.work.drafts)
-
-    def _register(self, request: Request) -> None:
-        """Offers the blocks that this commit completed to the prefix tree."""
-        full = request.computed // self._block_size
-        if not self._prefix_cache or full == request.registered:
-            return
-        extend_digests(request.digests, request.tokens, self._block_size, full, request.root, request.pictures)
-        for index in range(request.registered, full):
-            parent = request.blocks[index - 1] if index else None
-            own = request.blocks[index]
-            block = self._tree.insert(parent, request.digests[index], own, request.turn)
-            if block is None:
-                return
-            if block != own:
-                request.swap_block(index, block)
-            request.registered = index + 1
 
     @staticmethod
     def _new_scores(request: Request, work: Work, output: Output | None) -> tuple[TokenLogprob, ...]:

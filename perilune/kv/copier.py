@@ -8,7 +8,6 @@ numpy: torch would start a second team of OpenMP threads, which halves the speed
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from perilune.core.errors import EngineError
 from perilune.kv.host_memory import Bytes
+from perilune.ops.rows import host_rows
 
 Pair = tuple[int, Bytes]  # (block, row)
 
@@ -32,8 +32,12 @@ class Copier(Protocol):
         """Queues copies of rows to blocks."""
         ...
 
-    def wait(self) -> None:
-        """Until all that was queued is complete."""
+    def mark(self) -> object:
+        """What `wait` takes: all that was queued until now."""
+        ...
+
+    def wait(self, mark: object = None) -> None:
+        """Until what was queued before the mark is complete; without one, all that was queued."""
         ...
 
 
@@ -75,38 +79,11 @@ class CpuCopier:
                 np.copyto(pages[:, block], row[at : at + layers * size].reshape(layers, size))
                 at += layers * size
 
-    def wait(self) -> None:
+    def mark(self) -> object:
+        return None
+
+    def wait(self, mark: object = None) -> None:
         pass
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of the driver's interface."""
-
-    _fields_ = [
-        (f"{side}{name}", kind)
-        for side in ("src", "dst")
-        for name, kind in (
-            ("XInBytes", ctypes.c_size_t),
-            ("Y", ctypes.c_size_t),
-            ("MemoryType", ctypes.c_uint),
-            ("Host", ctypes.c_void_p),
-            ("Device", ctypes.c_uint64),
-            ("Array", ctypes.c_void_p),
-            ("Pitch", ctypes.c_size_t),
-        )
-    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
-
-
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says where it is
-_MAX_PITCH_BYTES = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    address: int
-    layers: int
-    block_bytes: int  # of one layer
-    pitch_bytes: int
 
 
 class CudaCopier:
@@ -118,12 +95,11 @@ class CudaCopier:
         self._pages = []
         for view in page_views(caches):
             layers, _, size = view.shape
-            self._pages.append(_Pages(view.data_ptr(), layers, size, view.stride(0)))
+            self._pages.append(host_rows.Places(view.data_ptr(), layers, size, view.stride(0)))
         self._driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
-            self._done = torch.cuda.Event(blocking=True)
-            self._done.record(self._stream)  # from here on the device's context belongs to this thread
+            torch.cuda.Event().record(self._stream)  # from here on the device's context belongs to this thread
             self._context = ctypes.c_void_p()
             self._check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)))
 
@@ -133,30 +109,21 @@ class CudaCopier:
     def into(self, pairs: Sequence[Pair]) -> None:
         self._queue(pairs, out=False)
 
-    def wait(self) -> None:
+    def mark(self) -> object:
         self._check(self._driver.cuCtxSetCurrent(self._context))
-        self._done.record(self._stream)
-        self._done.synchronize()
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: object = None) -> None:
+        event = mark or self.mark()
+        assert isinstance(event, torch.cuda.Event)
+        event.synchronize()
 
     def _queue(self, pairs: Sequence[Pair], *, out: bool) -> None:
         self._check(self._driver.cuCtxSetCurrent(self._context))  # a thread begins without one
-        stream = ctypes.c_void_p(self._stream.cuda_stream)
-        copy = _Copy2D(srcMemoryType=_UNIFIED, dstMemoryType=_UNIFIED)
-        for block, row in pairs:
-            host = row.ctypes.data
-            for pages in self._pages:
-                # Beyond the largest pitch a copy is as high as one layer.
-                height = pages.layers if pages.pitch_bytes <= _MAX_PITCH_BYTES else 1
-                for layer in range(0, pages.layers, height):
-                    there = pages.address + layer * pages.pitch_bytes + block * pages.block_bytes
-                    here, pitch = host + layer * pages.block_bytes, min(pages.pitch_bytes, _MAX_PITCH_BYTES)
-                    copy.srcDevice, copy.dstDevice = (there, here) if out else (here, there)
-                    copy.srcPitch, copy.dstPitch = (
-                        (pitch, pages.block_bytes) if out else (pages.block_bytes, pitch)
-                    )  # fmt: skip
-                    copy.WidthInBytes, copy.Height = pages.block_bytes, height
-                    self._check(self._driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
-                host += pages.layers * pages.block_bytes
+        stream = self._stream.cuda_stream
+        self._check(host_rows.copy(self._driver.cuMemcpy2DAsync_v2, stream, pairs, self._pages, out=out))
 
     @staticmethod
     def _check(status: int) -> None:

@@ -2,8 +2,8 @@
 
 Each direction has a thread of its own, and on a GPU a stream of its own, so that storing, restoring and steps overlap.
 A row's checksum is computed when it has arrived and compared whenever it is read, by several threads, because one does
-about 10 GB/s and PCIe 5 brings 50. Of blocks that come from files, one half of the staging rows is read while the
-other half is copied to the pages.
+about 10 GB/s and PCIe 5 brings 45. Blocks are stored in windows, of which one is copied while the last one is waited
+for. Of blocks that come from files, half as many as there are staging rows are read ahead of the copies to the pages.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from perilune.kv.copier import Copier, block_bytes, copier
 from perilune.kv.disk import DamagedFile, Directory
 from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
+from perilune.ops.rows import host_rows
 
-STAGED_ROWS = 32  # for blocks on their way from files, in two halves
+STAGED_ROWS = 32  # for blocks on their way from files: half of them read ahead, half being copied
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device; blocks to be stored give their pages back later.
 CHECKING_THREADS = 8  # at most; half of the processors
-_LANE = ALIGNED_BYTES // 8
 
 _T = TypeVar("_T")
 
@@ -38,15 +38,6 @@ _COPY_FAILED = (EngineError, RuntimeError, OSError, ValueError)
 def row_bytes(caches: Sequence[Tensor]) -> int:
     """Bytes of host memory for one block of all caches."""
     return -(-block_bytes(caches) // ALIGNED_BYTES) * ALIGNED_BYTES
-
-
-def checksum(row: Bytes, digest: bytes) -> int:
-    """Of a row [n * 4096] uint8 that holds the block of this digest. Sums modulo 2**64: any changed word, and any
-    4,096 bytes that are missing, twice or at another place, change it."""
-    lanes = row.view(np.uint64).reshape(-1, _LANE).sum(axis=1, dtype=np.uint64)
-    factors = np.arange(1, 2 * len(lanes), 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    named = int.from_bytes(digest[:8], "little") + 3 * int.from_bytes(digest[8:], "little")
-    return int((lanes * factors).sum(dtype=np.uint64)) ^ named % 2**64
 
 
 class Transfer:
@@ -79,8 +70,7 @@ class Transfer:
         return max(self._memory.ready - self._staged, 0)  # the first rows are for staging
 
     def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        for first in range(0, len(stores), WINDOW_BLOCKS):
-            self._out.submit(self._store, stores[first : first + WINDOW_BLOCKS])
+        self._out.submit(self._store, stores)
 
     def restore(self, ticket: int, pieces: Sequence[Piece]) -> None:
         self._in.submit(self._restore, ticket, pieces)
@@ -119,24 +109,30 @@ class Transfer:
     # ---- pages to host memory
 
     def _store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        error: str | None = None
+        windows = [stores[first : first + WINDOW_BLOCKS] for first in range(0, len(stores), WINDOW_BLOCKS)]
+        queued: deque[tuple[Sequence[tuple[Name, int, int]], object]] = deque()
         try:
-            self._outward.out([(block, self._row(row)) for _, block, row in stores])
-            self._outward.wait()
+            while windows or queued:
+                if windows:
+                    self._outward.out([(block, self._row(row)) for _, block, row in windows[0]])
+                    queued.append((windows.pop(0), self._outward.mark()))
+                if len(queued) == 2 or not windows:
+                    window, mark = queued[0]
+                    self._outward.wait(mark)
+                    queued.popleft()
+                    self._say([Copied(block) for _, block, _ in window])
+                    for part in self._shares(window):
+                        self._check.submit(self._seal, part)
         except _COPY_FAILED as e:
-            error = _line(e)
             self._settle(self._outward)
-        self._say([Copied(block) for _, block, _ in stores])
-        if error is not None:
-            self._say([Stored(row, error) for _, _, row in stores])
-            return
-        for part in self._shares(stores):
-            self._check.submit(self._seal, part)
+            lost = [one for window in (*(w for w, _ in queued), *windows) for one in window]
+            self._say([Copied(block) for _, block, _ in lost])
+            self._say([Stored(row, _line(e)) for _, _, row in lost])
 
     def _seal(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        for name, _, row in stores:
-            self._sums[row] = checksum(self._row(row), name.digest)
-        self._say([Stored(row) for _, _, row in stores])
+        rows = [row for _, _, row in stores]
+        self._sums[rows] = host_rows.checksums([self._row(row) for row in rows], [n.digest for n, _, _ in stores])
+        self._say([Stored(row) for row in rows])
 
     @staticmethod
     def _settle(queue: Copier) -> None:
@@ -166,28 +162,36 @@ class Transfer:
 
     def _damaged(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
         """Which of these rows do not have the checksum that they were stored with."""
+        rows = [p.row for p in pieces if p.row is not None]
+        sums = host_rows.checksums([self._row(row) for row in rows], [p.name.digest for p in pieces])
         return {
-            p.name.digest: "a block in host memory has another checksum than when it was stored"
-            for p in pieces
-            if p.row is not None and checksum(self._row(p.row), p.name.digest) != self._sums[p.row]
+            piece.name.digest: "a block in host memory has another checksum than when it was stored"
+            for piece, same in zip(pieces, sums == self._sums[rows])
+            if not same
         }
 
     def _restore_files(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
-        half = self._staged // 2 or 1
-        groups = [pieces[first : first + half] for first in range(0, len(pieces), half)]
-        reading: list[_Read] = []
-        for at in range(len(groups) + 1):
-            landing, reading = reading, []
-            if at < len(groups):
-                reading = [self._begin(p, self._memory.row(at % 2 * half + i)) for i, p in enumerate(groups[at])]
-            found = [(read, read.problem.result()) for read in landing]
-            bad = {read.piece.name.digest: problem for read, problem in found if problem is not None}
-            if bad:
-                for read in reading:
-                    read.problem.result()  # its row is used again
+        ahead, staged = self._staged // 2, self._staged
+        reading: deque[_Read] = deque()
+        marks: list[object] = []  # of the copy of each piece
+        for at in range(len(pieces) + ahead):
+            if at < len(pieces):
+                if at >= staged:
+                    self._inward.wait(marks[at - staged])  # the row's last block has left it
+                reading.append(self._begin(pieces[at], self._memory.row(at % staged)))
+            if at < ahead or not reading:
+                continue
+            read = reading.popleft()
+            if (problem := read.problem.result()) is not None:
+                bad = {read.piece.name.digest: problem}
+                for other in reading:  # its row is used again
+                    if (problem := other.problem.result()) is not None:
+                        bad[other.piece.name.digest] = problem
+                self._settle(self._inward)
                 return bad
-            self._inward.into([(read.piece.block, read.row) for read in landing])
-            self._inward.wait()
+            self._inward.into([(read.piece.block, read.row)])
+            marks.append(self._inward.mark())
+        self._inward.wait()
         return {}
 
     def _begin(self, piece: Piece, row: Bytes) -> "_Read":
@@ -200,7 +204,8 @@ class Transfer:
             stored = self._directory.read(name, row.data)
         except (DamagedFile, OSError) as e:
             return _line(e)
-        return None if checksum(row, name.digest) == stored else f"{name.digest.hex()}.kv is damaged"
+        (found,) = host_rows.checksums([row], [name.digest])
+        return None if found == stored else f"{name.digest.hex()}.kv is damaged"
 
     # ---- host memory to files
 

@@ -40,6 +40,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int phase) {
       : "memory");
 }
 
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
+  uint32_t yes;
+  asm volatile(
+      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+      : "=r"(yes)
+      : "r"(shared_address(barrier)), "r"(phase)
+      : "memory");
+  return yes;
+}
+
 // Waits until what lies in shared memory may be overwritten by bulk copies of this thread. Ordinary loads and ldmatrix
 // are another proxy than these: without the fence, whenever a ring is full, slots are overwritten under those who still
 // read them, barrier or not. What wgmma reads needs none.
@@ -204,6 +214,7 @@ __device__ void wgmma(float (&d)[N / 2], const uint32_t* a, uint64_t b);
 #define PERILUNE_ODD(N, UNITS, i0, i1, i2, i3, a0, a1, a2, a3, b0)                                      \
   PERILUNE_WGMMA(N, PERILUNE_D##UNITS ",%" #i0 ",%" #i1 ",%" #i2 ",%" #i3,                              \
                  (PERILUNE_C##UNITS, PERILUNE_4(i0)), a0, a1, a2, a3, b0)
+PERILUNE_WGMMA(8, "%0,%1,%2,%3", (PERILUNE_4(0)), 4, 5, 6, 7, 8)
 PERILUNE_EVEN(16, 1, 8, 9, 10, 11, 12)
 PERILUNE_ODD(24, 1, 8, 9, 10, 11, 12, 13, 14, 15, 16)
 PERILUNE_EVEN(32, 2, 16, 17, 18, 19, 20)

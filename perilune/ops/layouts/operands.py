@@ -45,6 +45,13 @@ class Matrix:
         return sum(t.nbytes for t in (self.weight, self.scale, self.row_scale) if t is not None)
 
 
+def pointers(w: Matrix) -> list[int | None]:
+    """Where weight, scale and row_scale of contiguous matrices are, as kernels take them."""
+    held = (w.weight, w.scale, w.row_scale)
+    assert all(t is None or t.is_contiguous() for t in held), f"{w.kind=}: not contiguous"
+    return [None if t is None else t.data_ptr() for t in held]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
     """One layer's KV cache, and where a step writes.

@@ -5,15 +5,13 @@ experts_int4_compact.py; shared: the shared expert, as x or in FP8 (linear_fp8.p
 y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
 implementation's choice, else 1.
 
-"cuda" (bf16 on Hopper, at most 256 tokens) streams the weights of the experts that were hit, in two launches: h =
-silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair, the routing weight
-applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised weights, x and h are
-exact, sums are fp32. moe_int4_t1.cu is for one token, moe_int4_mma_tma.cu for 2 to 128 and for compact scales,
-moe_int4_mma_cpasync.cu for more. A token's rows do not depend on the batch within 2 to 128 and within 129 to 256 tokens
-(2 to 256 with compact scales), the shared expert's within 2 to 16, where it is part of the same launches, and not
-above, where it has launches of its own. Between these ranges, sums run in another order. moe_int4_mma_tma.cu reads an
-expert once for every 4 of its tokens, moe_int4_mma_cpasync.cu for every 8 (gate_up 7, for K2's sizes), which is why it
-is faster for more tokens. An id that is no expert is skipped and its row left unwritten.
+"cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the experts that were hit,
+in two launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair,
+the routing weight applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised
+weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token, moe_int4_mma_tma.cu for more: it reads an
+expert once for every 4 of its tokens. A token's rows do not depend on the batch from 2 tokens on; the shared expert's
+do not within 2 to 16, where it is part of the same launches, and not above, where it has launches of its own. An id
+that is no expert is skipped and its row left unwritten.
 
 Overlap with the router: from 2 tokens on x must be older than ids, because gate_up may read x while the kernel that
 writes ids still runs (router.py's does not let it start before x is ready). One token's gate_up starts before that
@@ -21,7 +19,8 @@ kernel has ended if `chosen` carries an publication that is still valid (`chosen
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
-"cuda_prefill" (moe_int4_grouped.py) is for more tokens: grouped products on wgmma, P = 1.
+"cuda_tall" (moe_int4_tall.py) is for 128 to 512 tokens and "cuda_prefill" (moe_int4_grouped.py) for more: grouped
+products on wgmma, P = 1, with the same bits for the routed experts.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
@@ -43,17 +42,17 @@ from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_grouped
+from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_grouped, moe_int4_tall
 from perilune.ops.moe.chosen import Chosen, mailbox
 from perilune.ops.moe.experts import Case as Routed
 from perilune.ops.moe.experts import chosen
 from perilune.ops.pointwise.swiglu import swiglu
 
-T1, MMA_TMA, MMA_CPASYNC = "moe_int4_t1.cu", "moe_int4_mma_tma.cu", "moe_int4_mma_cpasync.cu"
-MAX_TOKENS = 256  # of the CUDA kernels; above, dequantising an expert once for all its tokens wins
+T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
+MAX_TOKENS = 128  # of these two; above, dequantising an expert once for all its tokens wins
+MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of one token
-MAX_MMA_TMA = 128  # tokens of MMA_TMA; with compact scales it takes all
 MAX_SHARED = 16  # tokens whose shared expert rides in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
 
@@ -89,6 +88,9 @@ CASES = [
     Case(300, K2.top_k, 48, K2.hidden, K2.width, S=K2.width, shared_fp8=True, compact=True, big=True),
     Case(600, 2, 9, 1024, 384, to_one=True, big=True),
     Case(400, 1, 3, 128, 128, to_one=True, compact=True, big=True),
+    *(Case(t, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True) for t in (130, 1024)),
+    Case(600, 1, 3, 768, 256, to_one=True, big=True),
+    Case(333, 3, 7, 1024, 512, S=64, compact=True, big=True),
 ]
 TOL = {"y": dequantized()}
 
@@ -152,18 +154,14 @@ def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
 def _gate_up(source: str) -> Any:
     if source == T1:
         return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
-    if source == MMA_TMA:
-        return build.function(MMA_TMA, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
-    return build.function(MMA_CPASYNC, "moe_int4_mma_cpasync_gate_up", "p" * 5 + "l" * 6 + "p")
+    return build.function(MMA_TMA, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
 
 
 @functools.cache
 def _down(source: str) -> Any:
     if source == T1:
         return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
-    if source == MMA_TMA:
-        return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
-    return build.function(MMA_CPASYNC, "moe_int4_mma_cpasync_down", "p" * 6 + "l" * 7 + "p")
+    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
 
 
 @functools.cache
@@ -173,19 +171,19 @@ def _processors(device: torch.device) -> int:
 
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up.scale.shape
+    most = MAX_TOKENS if a.gate_up.row_scale is None else MAX_COMPACT
     first = build.on_hopper(
         MMA_TMA,
         device,
         (a.x.dtype == BFLOAT16 and a.gate_up.scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
         (
-            1 <= T <= MAX_TOKENS and T * a.chosen.ids.shape[1] <= MAX_PAIRS,
-            f"1 to {MAX_TOKENS} tokens, {MAX_PAIRS} choices",
+            1 <= T <= most and T * a.chosen.ids.shape[1] <= MAX_PAIRS,
+            f"1 to {most} tokens, {MAX_PAIRS} choices",
         ),
         (_streams(D, 1792, 7168) and _streams(both // 2, 2048, 4096), f"widths that are multiples of {4 * PIECE}"),
         (E <= 1024, "at most 1024 experts"),
     )
-    others = [build.on_hopper(source, device) for source in (T1, MMA_CPASYNC)] if first is True else [first]
-    return next((why for why in others if why is not True), True)
+    return build.on_hopper(T1, device) if first is True else first
 
 
 def _streams(width: int, short: int, most: int) -> bool:
@@ -193,12 +191,23 @@ def _streams(width: int, short: int, most: int) -> bool:
     return width % PIECE == 0 and width <= most and (width % (4 * PIECE) == 0 or width <= short)
 
 
+@op.impl(
+    "cuda_tall",
+    when=lambda a, device: build.on_hopper(
+        moe_int4_tall.SOURCE,
+        device,
+        *moe_int4_tall.needs(a.x, a.gate_up),
+    ),
+)
+def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    return moe_int4_tall.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+
+
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
-    many = T > MAX_MMA_TMA and gate_up.row_scale is None
-    source = T1 if T == 1 and k <= MAX_CHOICES else MMA_CPASYNC if many else MMA_TMA
+    source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
     published = mailbox(memory).take(chosen.publication, x) if source == T1 else None
     x, ids, weights = x.contiguous(), chosen.ids.contiguous(), chosen.weights.contiguous()
     fused = shared if shared is not None and T <= MAX_SHARED and shared.down.weight.shape[1] <= I else None
@@ -208,16 +217,14 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
 
     def places(w: Matrix, of_shared: Matrix | None) -> list[int | None]:
-        """Of the routed experts; kernels for up to 128 tokens also take compact scales and the shared expert."""
-        tensors: list[Tensor | None] = [w.weight, w.scale]
-        if not many:
-            tensors += [w.row_scale, *((None, None) if of_shared is None else (of_shared.weight, of_shared.scale))]
+        tensors = [w.weight, w.scale, w.row_scale]
+        tensors += (None, None) if of_shared is None else (of_shared.weight, of_shared.scale)
         return [None if t is None else t.data_ptr() for t in tensors]
 
-    sizes = (k, E, D, I, S) if source == T1 else (T, k, E, D, I) if many else (T, k, E, D, I, S)
-    hidden = (h.data_ptr(),) if many else (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
+    sizes = (k, E, D, I, S) if source == T1 else (T, k, E, D, I, S)
+    hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
     # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
-    taken: tuple[int, ...] = () if many else (memory.zeros("moe_int4.taken", 2).data_ptr(),)
+    taken: tuple[int, ...] = (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
     if source == T1:
         taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)

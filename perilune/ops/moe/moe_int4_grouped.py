@@ -20,7 +20,7 @@ from torch import Tensor
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
 from perilune.ops.harness.tensors import aligned
-from perilune.ops.layouts.operands import Matrix
+from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
@@ -63,12 +63,6 @@ def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _pointers(w: Matrix) -> list[int | None]:
-    held = (w.weight, w.scale, w.row_scale)
-    assert all(t is None or t.is_contiguous() for t in held), f"{w.kind=}: not contiguous"
-    return [None if t is None else t.data_ptr() for t in held]
-
-
 def prefill(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
@@ -92,7 +86,7 @@ def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Ten
     tiles = pairs // WIDEST + E
     groups = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8)  # a tile reads up to its width past its rows
     device = x.device
-    plan = torch.empty(32 + 3 * WIDTHS * tiles, dtype=torch.int32, device=device)
+    plan = torch.empty(3 * WIDTHS * (1 + tiles), dtype=torch.int32, device=device)
     position = torch.empty(pairs, dtype=torch.int32, device=device)
     slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
     h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
@@ -101,8 +95,8 @@ def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Ten
         x.stride(0),
         chosen.ids.data_ptr(),
         chosen.weights.data_ptr(),
-        *_pointers(gate_up),
-        *_pointers(down),
+        *pointers(gate_up),
+        *pointers(down),
         None if shared is None else shared.data_ptr(),
         y.data_ptr(),
         plan.data_ptr(),

@@ -172,7 +172,7 @@ def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
     rig.finish()
     assert rig.answers[10].error and rig.answers[10].cached == 16
     assert not any(rig.tiers.match([digest]) for digest in digests)
-    assert rig.scheduler._tree.match(digests) == []
+    assert rig.scheduler.blocks.tree.match(digests) == []
 
 
 def test_a_restore_that_fails_is_computed() -> None:

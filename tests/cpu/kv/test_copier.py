@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from perilune.core.errors import EngineError
-from perilune.kv import copier
 from perilune.kv.copier import CpuCopier, CudaCopier, block_bytes, page_views
 from perilune.kv.transfer import row_bytes
+from perilune.ops.harness import build
+from perilune.ops.rows import host_rows
 
 
 class FakeDriver:
@@ -19,15 +20,17 @@ class FakeDriver:
 
     def __init__(self, status: int = 0) -> None:
         self.status, self.copies = status, 0
+        self.refused = False  # CUDA refuses a pitch below the width; an exception would not leave a callback
+        self.cuMemcpy2DAsync_v2 = host_rows.Driver(self._copy)
 
     def cuCtxSetCurrent(self, context):
         return 0
 
-    def cuMemcpy2DAsync_v2(self, copy, stream):
-        c = copy._obj
+    def _copy(self, copy, stream):
+        c = copy.contents
         assert ctypes.sizeof(c) == 128 and c.srcMemoryType == c.dstMemoryType == 4
-        assert c.srcPitch <= copier._MAX_PITCH_BYTES and c.dstPitch <= copier._MAX_PITCH_BYTES
-        assert min(c.srcPitch, c.dstPitch) >= c.WidthInBytes, "CUDA refuses a pitch below the width"
+        largest = host_rows.MAX_PITCH_BYTES
+        self.refused |= max(c.srcPitch, c.dstPitch) > largest or min(c.srcPitch, c.dstPitch) < c.WidthInBytes
         for line in range(c.Height):
             ctypes.memmove(c.dstDevice + line * c.dstPitch, c.srcDevice + line * c.srcPitch, c.WidthInBytes)
         self.copies += 1
@@ -40,16 +43,25 @@ def gpu(caches, status=0):
     made._driver = FakeDriver(status)
     made._context, made._stream = ctypes.c_void_p(), SimpleNamespace(cuda_stream=0)
     made._pages = [
-        copier._Pages(view.data_ptr(), view.shape[0], view.shape[2], view.stride(0)) for view in page_views(caches)
+        host_rows.Places(view.data_ptr(), view.shape[0], view.shape[2], view.stride(0)) for view in page_views(caches)
     ]
     return made
 
 
+@pytest.fixture(params=["compiled", "in Python"])
+def loop(request, monkeypatch) -> None:
+    if request.param == "in Python":
+        monkeypatch.setattr(build, "library", lambda source: "no compiler")
+    elif isinstance(reason := build.library(host_rows.STEM), str):
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("loop")
 @pytest.mark.parametrize("largest_pitch", [2**31 - 1, 20_000])
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 576), (torch.uint8, 640)])
 def test_both_kinds_of_copier_move_the_same_bytes(dtype, width, largest_pitch, monkeypatch) -> None:
     """Also where the pages are longer than the largest pitch, so that each layer is a copy of its own."""
-    monkeypatch.setattr(copier, "_MAX_PITCH_BYTES", largest_pitch)
+    monkeypatch.setattr(host_rows, "MAX_PITCH_BYTES", largest_pitch)
     pages = torch.randint(0, 255, (3, 20, 4, width * dtype.itemsize), dtype=torch.uint8).view(dtype)
     drafts = torch.randint(0, 255, (30, 4, 96), dtype=torch.uint8)
     caches = [pages, drafts]
@@ -60,6 +72,7 @@ def test_both_kinds_of_copier_move_the_same_bytes(dtype, width, largest_pitch, m
     for queue, held in zip((CpuCopier(caches), there), rows):
         queue.out(list(zip(blocks, held)))
     assert np.array_equal(*rows) and rows[0][:, : block_bytes(caches)].any()
+    assert not there._driver.refused
     assert there._driver.copies == (12 if largest_pitch > 20_000 else 6 * 3 + 6)
     targets = [[cache.clone() for cache in caches] for _ in range(2)]
     for queue in (CpuCopier(targets[0]), gpu(targets[1])):
@@ -68,7 +81,20 @@ def test_both_kinds_of_copier_move_the_same_bytes(dtype, width, largest_pitch, m
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.usefixtures("loop")
 def test_a_copy_that_the_driver_refuses_is_an_error() -> None:
     caches = [torch.zeros(2, 4, 4, 8)]
     with pytest.raises(EngineError, match="error 719"):
         gpu(caches, 719).out([(0, np.zeros(row_bytes(caches), np.uint8))])
+
+
+def test_checksums_are_those_of_the_loop_in_python(monkeypatch) -> None:
+    if isinstance(reason := build.library(host_rows.STEM), str):
+        pytest.skip(reason)
+    rng = np.random.default_rng()
+    rows = list(rng.integers(0, 256, (5, 3 * 4096), np.uint8))
+    digests = [rng.bytes(16) for _ in rows]
+    compiled = host_rows.checksums(rows, digests)
+    monkeypatch.setattr(build, "library", lambda source: "no compiler")
+    assert np.array_equal(compiled, host_rows.checksums(rows, digests))
+    assert len(set(compiled.tolist())) == 5 and not len(host_rows.checksums([], []))

@@ -19,9 +19,14 @@ from perilune.core.errors import ConfigError
 from perilune.kv import transfer
 from perilune.kv.disk import HEADER_BYTES, LOCK, Directory, clear
 from perilune.kv.tiers import Copied, Name, Piece, Restored, Stored, Written
-from perilune.kv.transfer import Transfer, checksum, row_bytes
+from perilune.kv.transfer import Transfer, row_bytes
+from perilune.ops.rows import host_rows
 
 MODEL, OTHER = b"m" * 16, b"o" * 16
+
+
+def checksum(row: np.ndarray, digest: bytes) -> int:
+    return int(host_rows.checksums([row], [digest])[0])
 
 
 def name(number: int) -> Name:
@@ -221,12 +226,12 @@ def test_a_writer_killed_in_the_middle_leaves_only_whole_files(tmp_path: Path) -
     script = (
         "import sys, itertools, numpy as np; from pathlib import Path\n"
         "from perilune.kv.disk import Directory; from perilune.kv.tiers import Name\n"
-        "from perilune.kv.transfer import checksum\n"
+        "from perilune.ops.rows.host_rows import checksums\n"
         "d = Directory(Path(sys.argv[1]), b'm' * 16, 8 << 20)\n"
         "for n in itertools.count():\n"
         "    row = np.full(8 << 20, n % 251, np.uint8); name = Name(n.to_bytes(16, 'big'), bytes(16))\n"
         "    if n == 3: print('go', flush=True)\n"
-        "    d.write(name, row.data, checksum(row, name.digest))\n"
+        "    d.write(name, row.data, int(checksums([row], [name.digest])[0]))\n"
     )
     root = tmp_path / "kv"
     child = subprocess.Popen([sys.executable, "-c", script, str(root)], stdout=subprocess.PIPE)

@@ -8,11 +8,9 @@ import torch
 
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import Make
-from perilune.ops.moe import moe_int4
+from perilune.ops.moe import moe_int4, moe_int4_tall
 
-T1, MMA_TMA, MMA_CPASYNC = (
-    (f"moe_int4_{method}_gate_up", f"moe_int4_{method}_down") for method in ("t1", "mma_tma", "mma_cpasync")
-)
+T1, MMA_TMA = ((f"moe_int4_{method}_gate_up", f"moe_int4_{method}_down") for method in ("t1", "mma_tma"))
 APART = ("apart",)  # the shared expert's own launches
 
 
@@ -49,7 +47,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         (16, True, True, MMA_TMA),
         (17, False, False, MMA_TMA + APART),
         (128, False, True, MMA_TMA + APART),
-        (129, False, False, MMA_CPASYNC + APART),
         (129, True, False, MMA_TMA + APART),
         (256, True, True, MMA_TMA + APART),
     ],
@@ -59,3 +56,29 @@ def test_kernels_by_tokens(tokens: int, compact: bool, fp8: bool, expected: tupl
     args = moe_int4.inputs(case, Make(torch.bfloat16, torch.device("cpu"), 1))
     moe_int4.cuda(**{**args, "partial": True})
     assert tuple(called) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width", "compact", "wanted"),
+    [
+        (127, 512, 256, False, False),
+        (128, 512, 256, False, True),
+        (512, 512, 256, False, True),
+        (513, 512, 256, False, False),
+        (200, 384, 256, False, False),
+        (200, 512, 384, False, False),
+        (200, 512, 512, True, False),
+    ],
+)
+def test_what_tall_tiles_take(tokens: int, hidden: int, width: int, compact: bool, wanted: bool) -> None:
+    case = moe_int4.Case(tokens, 1, 2, hidden, width, compact=compact)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, torch.device("cpu"), 1))
+    assert all(met for met, _ in moe_int4_tall.needs(args["x"], args["gate_up"])) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "widths"), [(128, {8}), (256, {8, 16}), (400, {16}), (512, {16, 24}), (10_000, set())]
+)
+def test_widths_of_tall_tiles(tokens: int, widths: set[int]) -> None:
+    """Those of the fastest runs measured at 128, 256 and 512 tokens."""
+    assert {8 + 8 * n for n in range(12) if moe_int4_tall.classes(tokens, 8, 384) >> n & 1} == widths

@@ -66,8 +66,8 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
             "T=1 fp8 compact": _experts(1, S=64, shared_fp8=True, compact=True),
             "T=2": _experts(2, S=128), "T=8 fp8": _experts(8, S=128, shared_fp8=True),
             "T=16 compact": _experts(16, S=128, compact=True), "T=17 S": _experts(17, S=128),
-            "T=17 fp8": _experts(17, S=128, shared_fp8=True), "T=129": _experts(129),
-            "T=129 S": _experts(129, S=128), "T=129 compact": _experts(129, compact=True),
+            "T=17 fp8": _experts(17, S=128, shared_fp8=True),
+            "T=129 compact": _experts(129, compact=True),
             "T=8 wide S": _experts(8, S=1024),
         }.items()
     },
@@ -75,6 +75,7 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
         f"moe_int4 prefill {n}": lambda r, c=c: _run(r, moe_int4, c, "cuda_prefill")
         for n, c in {"T=300": _experts(300), "compact": _experts(300, compact=True)}.items()
     },
+    "moe_int4 tall T=129": lambda r: _run(r, moe_int4, _experts(129), "cuda_tall"),
     "accept_drafts": lambda r: _run(r, accept_drafts, accept_drafts.Case(3, 4, 2), dtype=FLOAT32),
     "advance_inputs": lambda r: _run(r, advance_inputs, advance_inputs.Case(3, 4), dtype=FLOAT32),
     "draft_tables": lambda r: _run(r, draft_tables, draft_tables.Case(3, 5, 4, 3, 2, 8)),

@@ -62,6 +62,17 @@ def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: boo
         assert torch.equal(_run(args, list(range(tokens))), first)
 
 
+@pytest.mark.parametrize(("tokens", "experts"), [(128, 384), (300, 48), (512, 384), (512, 3)])
+def test_tall_tiles_give_the_bits_of_the_others_each_time(tokens: int, experts: int) -> None:
+    """Rings of weights and of activations that do not wait for each other, and work from a counter: a wait too few
+    shows as other bits, one too many as a hang. 3 experts: more pairs of one than a tile takes."""
+    case = moe_int4.Case(tokens, min(8, experts), experts, K2.hidden, K2.width // 4)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 6))
+    wanted = moe_int4.op.impls["cuda_prefill"].run(*args.values())
+    for _ in range(20):
+        assert torch.equal(moe_int4.op.impls["cuda_tall"].run(*args.values()), wanted)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_choice_that_is_published(fp8: bool) -> None:
     """In a graph, where the experts start before x is there: the same bits as those of a call that waits."""

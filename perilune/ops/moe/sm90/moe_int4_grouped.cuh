@@ -17,8 +17,8 @@
 // The rows of a gate_up tile are 32 of the gate and their 32 of up per warpgroup, a gate row and its up row in one
 // thread, chosen so that the CTA makes one slab of h in that order.
 #pragma once
+#include "moe/sm90/int4_wgmma.cuh"
 #include "moe/sm90/token_permute.cuh"
-#include "cuda/wgmma.cuh"
 
 using namespace hopper;
 
@@ -30,6 +30,35 @@ constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 128;
 constexpr int SHARED = 227 * 1024;
 constexpr int CLUSTERED = 64;  // from this width on, two CTAs share every copy of activations
+
+constexpr int CLASSES = 31;  // of tiles, by width
+__host__ __device__ constexpr int width_of(int c) { return 16 + 8 * c; }
+using Planned = Planner<2, CLASSES>;
+
+__global__ void __launch_bounds__(1024) plan_kernel(const int* ids, int pairs, int E, uint32_t classes,
+                                                    Planned::Plan* plan, Tile* tiles, int capacity, int* position) {
+  wait_for_predecessor();
+  let_successor_start();
+  Planned::plan(ids, pairs, 1, E, classes, plan, tiles, capacity, position, nullptr);
+}
+
+// One token per CTA. The row is put in order in shared memory, so that eight lanes write a whole line.
+__global__ void __launch_bounds__(256) gather_kernel(const bf16* x, int64_t stride, const int* position, int k, int D,
+                                                     int64_t groups, uint8_t* out) {
+  extern __shared__ uint4 ordered[];  // [D / 8] chunks
+  const int token = blockIdx.x;
+  wait_for_predecessor();
+  let_successor_start();
+  for (int unit = threadIdx.x; unit < D / 32; unit += blockDim.x) permute(x + token * stride, unit, ordered);
+  __syncthreads();
+  for (int j = 0; j < k; j++) {
+    const int row = position[token * k + j];
+    if (row < 0) continue;
+    uint8_t* to = out + static_cast<int64_t>(row / 8) * 1024 + (row % 8) * 128;
+    for (int chunk = threadIdx.x; chunk < D / 8; chunk += blockDim.x)
+      *reinterpret_cast<uint4*>(to + chunk / 8 * groups * 1024 + ((chunk ^ row) % 8) * 16) = ordered[chunk];
+  }
+}
 
 struct Args {
   const uint32_t* packed;  // [E, rows, K / 8]
@@ -58,52 +87,6 @@ struct Sizes {
   static constexpr int STAGES = FIT < 12 ? FIT : 12;
   static constexpr int BYTES = STAGES * STAGE + OUT + RING + 2 * 8 * STAGES + 1024;  // 1024: to align
 };
-
-// A nibble q alone in the lowest byte of a bf16 makes it q 2^-133, or q 2^-129 if it is the byte's upper one: the
-// format is linear as far as that. So one fma gives (q - 8) scale / SMALL, exact and then rounded once. SMALL is a
-// power of two that keeps the factors within the format; the sums of products are multiplied with it at the end.
-constexpr float SMALL = 0x1p48f;
-
-struct Scale {
-  uint32_t lower, upper, offset;  // what nibbles in the lower and upper halves of bytes are multiplied with; -8 scale
-  __device__ __forceinline__ explicit Scale(uint32_t pair) {
-    asm("mul.rn.bf16x2 %0, %3, %4; mul.rn.bf16x2 %1, %3, %5; mul.rn.bf16x2 %2, %3, %6;"
-        : "=r"(lower), "=r"(upper), "=r"(offset)
-        : "r"(pair), "r"(0x6a006a00), "r"(0x68006800), "r"(0xa900a900));  // 2^85, 2^81, -2^-45
-  }
-};
-
-template <int mask>
-__device__ __forceinline__ uint32_t dequantize(uint32_t word, uint32_t factor, uint32_t offset) {
-  uint32_t v;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(word & mask), "r"(factor), "r"(offset));
-  return v;
-}
-
-// A of 4 steps of 16 k from two words of the thread's two rows.
-__device__ __forceinline__ void unpack(uint32_t (&a)[16], const uint32_t* low, const uint32_t* high, const Scale& ls,
-                                       const Scale& hs) {
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    const uint32_t l = low[s / 2] >> 8 * (s % 2), h = high[s / 2] >> 8 * (s % 2);
-    a[4 * s] = dequantize<0x000f000f>(l, ls.lower, ls.offset);
-    a[4 * s + 1] = dequantize<0x000f000f>(h, hs.lower, hs.offset);
-    a[4 * s + 2] = dequantize<0x00f000f0>(l, ls.upper, ls.offset);
-    a[4 * s + 3] = dequantize<0x00f000f0>(h, hs.upper, hs.offset);
-  }
-}
-
-__device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(shared_address(row)), "r"(a),
-               "r"(b)
-               : "memory");
-}
 
 template <int bytes>
 __device__ __forceinline__ void copy_few(void* shared, const void* global) {
@@ -349,7 +332,7 @@ int product(const Args& a, int processors, void* stream) {
 
 // A launch for each of `classes`, the widest first: what is left at the end is short.
 template <bool GATE_UP, bool COMPACT, int CLASS = CLASSES - 1>
-int products(Args a, uint32_t classes, const Plan* plan, const Tile* tiles, int capacity, int processors,
+int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* tiles, int capacity, int processors,
              void* stream) {
   constexpr int N = width_of(CLASS), CLUSTER = N >= CLUSTERED ? 2 : 1;
   if (classes >> CLASS & 1) {
@@ -365,7 +348,7 @@ int products(Args a, uint32_t classes, const Plan* plan, const Tile* tiles, int 
 }
 
 // x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D]. classes: plan_kernel's.
-// Workspace: plan int32 [32 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
+// Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
 // of down), h bf16 [8 groups, I]. capacity >= T k / 256 + E tiles; 8 groups >= T k + 7 min(E, T k) + 256 rows.
 struct Block {
   const void* x;
@@ -378,8 +361,8 @@ struct Block {
 
 template <bool COMPACT>
 int run(const Block& b) {
-  Plan* plan = static_cast<Plan*>(b.plan);
-  Tile* tiles = reinterpret_cast<Tile*>(static_cast<int*>(b.plan) + 32);
+  Planned::Plan* plan = static_cast<Planned::Plan*>(b.plan);
+  Tile* tiles = reinterpret_cast<Tile*>(plan + 1);
   int* position = static_cast<int*>(b.position);
   const int pairs = static_cast<int>(b.T * b.k), capacity = static_cast<int>(b.capacity);
   const int D = static_cast<int>(b.D), I = static_cast<int>(b.I), sms = static_cast<int>(b.processors);
@@ -401,7 +384,7 @@ int run(const Block& b) {
        b.groups, I, D, D / 128, 0};
   failed = products<false, COMPACT>(a, classes, plan, tiles, capacity, sms, b.stream);
   if (failed) return failed;
-  return launch(combine_kernel, dim3(b.T, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
+  return launch(combine_kernel<false>, dim3(b.T, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
                 static_cast<const bf16*>(b.slabs), static_cast<const int*>(position),
                 static_cast<const float*>(b.weights), static_cast<const bf16*>(b.shared), static_cast<int>(b.k), D,
                 static_cast<float*>(b.y));

@@ -1,0 +1,203 @@
+"""Which KV blocks requests have, find and wait for: pool, prefix tree and KV tiers, as the scheduler asks for them."""
+
+from collections.abc import Sequence
+
+from perilune.core.request import Request
+from perilune.engine.kv_tiers.offload import Offload
+from perilune.kv.blocks import BlockPool
+from perilune.kv.prefix import PrefixTree, extend_digests
+from perilune.kv.tiers import Tiers
+
+
+class RequestBlocks:
+    """num_blocks blocks of block_size tokens each, shared by all requests of a scheduler.
+
+    prefix_cache  whether blocks of equal prefixes are kept and shared
+    tiers         where cached blocks go that the pool has no room for; None: nowhere
+    spare_blocks  free blocks to have ready where there are tiers, which steps take without waiting for a copy
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_cache: bool, tiers: Tiers | None, spare_blocks: int
+    ) -> None:
+        self._pool = BlockPool(num_blocks)
+        self.tree = PrefixTree(self._pool)
+        self._block_size = block_size
+        self._prefix_cache = prefix_cache
+        self.offload: Offload | None = None
+        if tiers is not None:
+            self.offload = Offload(
+                tiers, self.tree, block_size=block_size, blocks=num_blocks, spare_blocks=spare_blocks
+            )
+
+    @property
+    def total(self) -> int:
+        return self._pool.total
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks with a reference."""
+        return self._pool.num_referenced
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self._pool.total * self._block_size
+
+    # ---- of a running request
+
+    def missing(self, request: Request, tokens: int) -> int:
+        """Blocks that the request lacks for its first `tokens` positions; 0 or less: none."""
+        return -(-tokens // self._block_size) - len(request.blocks)
+
+    def extend(self, request: Request, tokens: int) -> None:
+        """Gives the request blocks for its first `tokens` positions. The caller has checked that they are available."""
+        missing = -(-tokens // self._block_size) - len(request.blocks)
+        if missing > 0:  # once in block_size tokens
+            for _ in range(missing):
+                request.add_block(self.tree.allocate())
+
+    def lookahead(self, request: Request) -> int:
+        """Blocks a running request will want soon: for the rest of its known tokens and one block more."""
+        soon = min(request.horizon + self._block_size, request.limit - 1)
+        return max(self.missing(request, soon), 0)
+
+    def at_hand(self, blocks: int) -> bool:
+        """Whether so many blocks can be taken now. With tiers only free ones are: what is cached is copied first."""
+        if self.offload is None or blocks <= 0:
+            return blocks <= self.tree.available
+        return self.offload.has_room(blocks) and blocks <= self.tree.available
+
+    def waits(self, blocks: int, *, alone: bool) -> bool:
+        """Whether a running request waits for blocks that are being copied, instead of preempting one: itself, where it
+        runs `alone`."""
+        if self.offload is None:
+            return False
+        if self.offload.leaving and blocks <= self.tree.available + self.offload.leaving:
+            return True
+        return self.offload.restoring > 0 and alone
+
+    def settle(self, request: Request) -> None:
+        """After a commit: gives back blocks of rejected drafts and offers those completed to the prefix tree."""
+        needed = -(-(request.planned + request.drafted) // self._block_size)
+        if len(request.blocks) > needed:
+            self.tree.release(request.trim(needed))
+        if self._prefix_cache and request.computed // self._block_size > request.registered:
+            self._register(request)
+
+    # ---- of a waiting request
+
+    def match(self, request: Request) -> list[int]:
+        """The blocks the request finds in the pages; no reference is taken."""
+        return self.tree.match(self._readable(request))
+
+    def fits(self, request: Request, hits: list[int], reserve: int) -> bool:
+        """Whether, besides the reserve, there are blocks for all known tokens of a waiting request.
+
+        Its first chunk alone would need fewer; but a prompt for which blocks run out would be preempted.
+        """
+        missing = -(-request.known // self._block_size) - len(hits)
+        return self.tree.available - self.tree.idle_among(hits) - missing >= reserve
+
+    def find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
+        """Digests of the blocks after its hits that the request should get from a tier."""
+        if self.offload is None:
+            return []
+        return self.offload.find(request, self._readable(request)[len(hits) :])
+
+    def restore(self, request: Request, hits: list[int], stored: list[bytes], planned_steps: int) -> bool:
+        """Begins to bring the blocks of `stored`, which follow `hits`, back from a tier; `planned_steps` so far. False:
+        blocks are being made free, ask again."""
+        assert self.offload is not None
+        request.restoring = self.offload.begin(request, hits, stored, planned_steps)
+        return request.restoring
+
+    def take_restored(self, committed_steps: int, running: Sequence[Request]) -> list[Request]:
+        """Takes in what was copied to and from the tiers: the requests that wait for it no more."""
+        if self.offload is None:
+            return []
+        back = self.offload.poll(committed_steps, sum(map(self.lookahead, running)))
+        for request in back:
+            request.restoring = False
+        return back
+
+    def has_room(self, request: Request, hits: list[int], budget: int) -> bool:
+        """Whether the blocks are free that the first step of a waiting request takes, up to `budget` tokens. Its hits
+        are not evicted."""
+        if self.offload is None:
+            return True  # `fits` said so: what is cached is evicted as it is taken
+        end = min(len(hits) * self._block_size + budget, request.known)
+        self.tree.acquire(hits)
+        ready = self.offload.has_room(-(-end // self._block_size) - len(hits))
+        self.tree.release(hits)
+        return ready
+
+    def start(self, request: Request, slot: int, hits: list[int]) -> None:
+        """A waiting request begins to run in `slot`, with the KV of its hits."""
+        first = request.life == 0
+        if first and hits:
+            request.turn = self.tree.turn(hits[-1]) + 1
+        self.tree.acquire(hits)
+        request.start(slot, hits, self._block_size)
+        if first and self.offload is not None:
+            self.offload.count(request)
+
+    # ---- cached
+
+    def adopt(self, tokens: Sequence[int]) -> list[int]:
+        """As Scheduler.adopt."""
+        digests: list[bytes] = []
+        extend_digests(digests, tokens, self._block_size, len(tokens) // self._block_size)
+        held = self.tree.match(digests)
+        self.tree.acquire(held)
+        for digest in digests[len(held) :]:
+            if not self.tree.available:
+                break
+            block = self.tree.allocate()
+            kept = self.tree.insert(held[-1] if held else None, digest, block)
+            assert kept == block, "a digest beyond the longest match is known"
+            held.append(block)
+        self.tree.release(held)
+        return held
+
+    def forget(self, request: Request) -> None:
+        """Non-finite values may come from any block of the request's context: no request may find these blocks, nor
+        those computed after them, again."""
+        if request.digests:
+            self.tree.forget(request.digests[0])
+            if self.offload is not None:
+                self.offload.forget(request.digests[0])
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Asserts that every block is accounted for exactly once. Slow: for tests."""
+        elsewhere: list[list[int]] = []
+        if self.offload is not None:
+            self.offload.check()
+            elsewhere = self.offload.tables
+        self.tree.check([*(r.blocks for r in running), *elsewhere])
+        for request in running:
+            assert self.missing(request, request.planned + request.drafted) == 0, request
+        assert self._prefix_cache or self.tree.num_cached == 0
+
+    def _readable(self, request: Request) -> list[bytes]:
+        """Digests of the blocks a request may take from the cache.
+
+        At least the last token is computed, for its logits; with prompt log-probabilities all tokens are.
+        """
+        if not self._prefix_cache or request.params.prompt_logprobs is not None:
+            return []
+        blocks = (request.known - 1) // self._block_size
+        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root, request.pictures)
+        return request.digests[:blocks]
+
+    def _register(self, request: Request) -> None:
+        full = request.computed // self._block_size
+        extend_digests(request.digests, request.tokens, self._block_size, full, request.root, request.pictures)
+        for index in range(request.registered, full):
+            parent = request.blocks[index - 1] if index else None
+            own = request.blocks[index]
+            block = self.tree.insert(parent, request.digests[index], own, request.turn)
+            if block is None:
+                return
+            if block != own:
+                request.swap_block(index, block)
+            request.registered = index + 1
