@@ -271,6 +271,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self.runner.report(self.scheduler.stats())
+        if self._encoder is not None:
+            stats = dataclasses.replace(stats, pictures=self._encoder.encoded, picture_seconds=self._encoder.seconds)
         return stats if self.speculator is None else self.speculator.report(stats)
 
     def close(self) -> None:

@@ -39,8 +39,11 @@ def sees(model_dir: Path, config: EngineConfig, choices: Choices) -> bool:
 
 
 def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group: Group) -> Tower:
-    """Loads the tower, whole on every rank. CheckpointError and ConfigError as load_moonvit."""
-    moonvit, weights = load_moonvit(model_dir, dtype=dtype, device=device)
+    """Loads the tower, whole on every rank. CheckpointError if that cannot be, ConfigError if the device is full."""
+    try:
+        moonvit, weights = load_moonvit(model_dir, dtype=dtype, device=device)
+    except CheckpointError as e:
+        raise CheckpointError(f"{e}; vision=off serves text without it") from e
     limits, vocabulary = Limits.from_directory(model_dir), KimiConfig.from_directory(model_dir).vocab_size
     if moonvit.placeholder >= vocabulary:
         raise CheckpointError(f"{model_dir}: the placeholder of pictures, {moonvit.placeholder}, is outside of the "

@@ -188,6 +188,10 @@ def test_a_tower_that_cannot_be_read_is_one_line(checkpoint: Seeing, tmp_path: P
     with pytest.raises(CheckpointError, match=r"patches of 16 pixels in preprocessor_config.json, and of 14 in config"):
         LLM(path, **CONFIG)
     config = json.loads((path / "config.json").read_text())
+    vision = config["vision_config"] | {"vt_num_hidden_layers": 4}
+    (path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    with pytest.raises(CheckpointError, match=r"the vision tower lacks .*; vision=off serves text without it"):
+        LLM(path, **CONFIG)
     (path / "config.json").write_text(json.dumps(config | {"media_placeholder_token_id": 512}))
     with pytest.raises(CheckpointError, match="placeholder of pictures, 512, is outside of the vocabulary of 512"):
         LLM(path, **CONFIG)
