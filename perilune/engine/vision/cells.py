@@ -38,7 +38,7 @@ class Run:
 class Cells:
     """Those of a picture of `patches` patches."""
 
-    GROUP_PATCHES = 1024  # More: longer gaps between steps. Fewer: matrices too small to fill a GPU.
+    GROUP_PATCHES = 64  # More: longer gaps between steps of a slow device. Fewer: more cells to count.
 
     def __init__(self, sizes: Sizes, patches: int) -> None:
         self._sizes, self._patches, self._group = sizes, patches, self.GROUP_PATCHES
@@ -69,7 +69,9 @@ class Cells:
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
         """The stop of as many cells as fit the budget: at least one."""
-        low, high = start + 1, self.total
+        low, high = start + 1, min(start + 2, self.total)
+        while high < self.total and self.seconds(start, high, flop_seconds) <= budget_seconds:
+            low, high = high, min(2 * high - start, self.total)
         while low < high:
             middle = (low + high + 1) // 2
             if self.seconds(start, middle, flop_seconds) <= budget_seconds:

@@ -29,7 +29,7 @@ def test_a_row_counts_real_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops == by_hand
     assert second["tflops"] == pytest.approx(by_hand / second["ms"] / 1e9, abs=0.06)
     assert second["fraction"] == pytest.approx(by_hand / second["ms"] / 1e9 / 729, abs=1e-4)
-    assert {"ceiling_tflops", "cells_ms", "attention_ms", "commit", "gpu"} <= set(second)
+    assert {"ceiling_tflops", "slices_ms", "attention_ms", "commit", "gpu"} <= set(second)
     assert json.dumps(first)
 
 
