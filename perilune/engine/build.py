@@ -308,7 +308,7 @@ def _allocate(
         drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
     tower, reserved = None, 0.0
     if tower_dir is not None:
-        tower, reserved = open_tower(tower_dir, dtype, device, group), bytes_beside(tower_dir, config, dtype.itemsize)
+        tower, reserved = open_tower(tower_dir, dtype, device, group), bytes_beside(tower_dir, config, device, dtype)
     config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group, reserved)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:

@@ -87,7 +87,7 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     sizes = model_of(model)
     vision = 0.0
     if sees(model_dir, config, nothing):
-        vision = weight_bytes(model_dir, dtype.itemsize) + bytes_beside(model_dir, config, dtype.itemsize)
+        vision = weight_bytes(model_dir, dtype.itemsize) + bytes_beside(model_dir, config, device, dtype)
 
     def asking(scales: str, rest: str, tokens: int) -> memory.Demand:
         plain, compact, narrow, _ = memory.footprints(sizes, stored, dtype.itemsize)
@@ -111,6 +111,8 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
 
     scales, rest = config.expert_scales, config.rest_dtype
     others = {}
+    if vision:
+        others["vision=off"] = dataclasses.replace(asking(scales, rest, least), vision=0.0)
     if int4 and scales == "checkpoint":
         others["expert_scales=compact"] = asking("compact", rest, least)
     if rest != "fp8":

@@ -22,6 +22,7 @@ from perilune.model.moonvit_config import MoonVitConfig
 
 # A picture is padded up to whole tokens on both sides, so that it may have a few patches more than the limit.
 PADDED_RATIO = 1.1
+CACHE_GB = {"cuda": 1.0, "cpu": 0.25}  # 17 and 2 pictures of the largest kind of Kimi K2.5
 
 
 def sees(model_dir: Path, config: EngineConfig, choices: Choices) -> bool:
@@ -56,26 +57,31 @@ def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group:
 
 def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encoder:
     """The policy of rank 0. ConfigError if the cache cannot hold one picture of the largest kind."""
-    sizes, weight, room = sizes_of(tower.model), tower.model.weights.linear1, config.vision_cache_gb * GB
+    sizes, weight = sizes_of(tower.model), tower.model.weights.linear1
+    room = _cache_bytes(config, weight.device)
     row = len(weight) * weight.element_size()
     tokens = PADDED_RATIO * tower.limits.in_patch_limit / 4
     if tokens * row > room:
         raise ConfigError(
-            f"vision_cache_gb={config.vision_cache_gb:g} is too small for one picture of up to {tokens:.0f} tokens: "
+            f"vision_cache_gb={room / GB:g} is too small for one picture of up to {tokens:.0f} tokens: "
             f"set at least {math.ceil(tokens * row / 1e6) / 1e3:g}, or vision=off"
         )
-    choices.note("vision", "on", f"{config.vision_cache_gb:g} GB for the embeddings of pictures")
+    choices.note("vision", "on", f"{room / GB:g} GB for the embeddings of pictures")
     pad = tower.model.config.placeholder
     return Encoder(sizes, pad=pad, row_bytes=row, cache_bytes=int(room), ranks=tower.group.ranks)
 
 
-def bytes_beside(model_dir: Path, config: EngineConfig, width: int) -> float:
+def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> float:
     """What pictures take on each device besides the tower's weights: rows that are kept, and the encoding of one of the
-    largest. `width`: bytes of a value."""
+    largest."""
     c, limits = MoonVitConfig.from_directory(model_dir), Limits.from_directory(model_dir)
     values = 7 * c.hidden_size + 2 * c.intermediate_size
-    scratch = PADDED_RATIO * limits.in_patch_limit * (values * width + 3 * c.hidden_size * 4)
-    return config.vision_cache_gb * GB + scratch
+    scratch = PADDED_RATIO * limits.in_patch_limit * (values * dtype.itemsize + 3 * c.hidden_size * 4)
+    return _cache_bytes(config, device) + scratch
+
+
+def _cache_bytes(config: EngineConfig, device: torch.device) -> float:
+    return (config.vision_cache_gb or CACHE_GB[device.type]) * GB
 
 
 def weight_bytes(model_dir: Path, width: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from perilune import LLM, SamplingParams
 from perilune.core.config import EngineConfig
@@ -27,10 +28,11 @@ from perilune.engine.process import Channel
 from perilune.engine.vision import encoder as encoder_module
 from perilune.engine.vision.cells import Cells
 from perilune.engine.vision.encoder import Encoder
-from perilune.engine.vision.open import open_tower
+from perilune.engine.vision.open import open_tower, weight_bytes
 from perilune.engine.vision.tower import sizes_of
 from perilune.media.decoder import Decoder, Picture
 from perilune.media.limits import Limits
+from perilune.model import names
 from tests import oracle, seeing
 from tests.cpu.media.pictures import file, scene
 from tests.seeing import PAD, Seeing, picture
@@ -180,6 +182,14 @@ def test_a_model_that_sees_nothing_says_so(checkpoint: Seeing, tiny: Path) -> No
             llm.generate([1, PAD, 2], GREEDY, pictures=PICTURES[:1])
     with pytest.raises(ConfigError, match="vision_cache_gb=1e-05 is too small for one picture of up to 20 tokens"):
         LLM(checkpoint.path, **CONFIG | {"vision_cache_gb": 1e-5})
+
+
+def test_memory_is_planned_for_the_tower_and_its_rows(checkpoint: Seeing, llm: LLM) -> None:
+    tower = [t for name, t in load_file(checkpoint.path / "model.safetensors").items() if name.startswith(names.VISION)]
+    assert weight_bytes(checkpoint.path, 4) == sum(t.nbytes for t in tower) > 0
+    assert "vision 0.00" in next(reason for key, _, reason in llm.info.choices if key == "memory")
+    with pytest.raises(ConfigError, match=r"the model does not fit: .* vision 90000.00.* would fit: vision=off"):
+        LLM(checkpoint.path, **CONFIG | {"vision_cache_gb": 90_000})
 
 
 def test_a_tower_that_cannot_be_read_is_one_line(checkpoint: Seeing, tmp_path: Path) -> None:
