@@ -8,7 +8,8 @@ FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv \
   && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home perilune && install -d -o perilune /opt/perilune /opt/source
-USER perilune
+# By number: Kubernetes (runAsNonRoot) takes no name for a user that is not root.
+USER 10001
 # Models are kept here, on a volume perhaps, which takes its owner from the image.
 RUN mkdir -p /home/perilune/.cache/huggingface
 ENV PATH=/opt/perilune/bin:$PATH

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runs.docs import chart, references, rooms, screenshot, tables
+from runs.docs import chart, http_api, references, rooms, screenshot, tables
 from runs.docs.tables import ROOT
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -17,6 +17,13 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {"layers": tables.layers, "cycles": tables.cycles, "nano-speed": tables.nano_speed},
     "docs/architecture.md": {"files": tables.files, "imports": rooms.text},
     "docs/configuration.md": {"engine": tables.engine_keys, "server": tables.server_keys},
+    "docs/http-api.md": {
+        "index": http_api.index,
+        "errors": http_api.errors,
+        "headers": http_api.headers,
+        "endpoints": http_api.endpoints,
+        "objects": http_api.objects,
+    },
 }
 PICTURES: dict[str, Callable[[], str]] = {"docs/images/speed.svg": chart.speed, "docs/images/rooms.svg": rooms.picture}
 FIRST_COMMAND_ABOVE, MOST_ROWS = 20, 6

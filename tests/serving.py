@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:{0}<|tool_call_argument_begin|>"
     '{{"city": "Oslo"}}<|tool_call_end|><|tool_calls_section_end|>'
 )
-INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4)
+INFO = EngineInfo("fake", 512, 512, (), 64, 16, 4, pids=(os.getpid(),))
 STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 0, 8, 6), ("suffix", 1, 5, 2)), 3, 4000)
 
 
@@ -200,7 +201,8 @@ class Client:
         return await self.request("POST", path, [data], **more)
 
     async def get(self, path: str) -> Reply:
-        return await self.request("GET", path, [b""])
+        path, _, query = path.partition("?")
+        return await self.request("GET", path, [b""], query=query)
 
     async def request(
         self,
@@ -210,6 +212,7 @@ class Client:
         *,
         leave: asyncio.Event | None = None,
         got: Callable[[bytes], None] = lambda piece: None,
+        query: str = "",
     ) -> Reply:
         reply = Reply(0, {}, [])
         parts = iter([{"type": "http.request", "body": b, "more_body": i + 1 < len(body)} for i, b in enumerate(body)])
@@ -236,7 +239,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),

@@ -84,8 +84,8 @@ class Local:
         count = 0
         async with contextlib.aclosing(self.client.generate(prompt, params)) as deltas:
             async for delta in deltas:
-                if delta.finish_reason in ("error", "cancelled"):
-                    raise EngineError(f"the generation failed: {delta.error or 'the engine is shutting down'}")
+                if delta.finish_reason == "error":
+                    raise EngineError(f"the generation failed: {delta.error}")
                 count += len(delta.tokens)
                 yield Part(stream.feed(delta.tokens), len(prompt), count)
         yield Part(stream.finish(), len(prompt), count)

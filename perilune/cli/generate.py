@@ -118,8 +118,8 @@ async def answer(
         speed = Speed(prompt=len(prompt), started=time.perf_counter())
         async with contextlib.aclosing(client.generate(prompt, params)) as deltas:
             async for delta in deltas:
-                if delta.finish_reason in ("error", "cancelled"):
-                    raise EngineError(f"the generation failed: {delta.error or 'the engine is shutting down'}")
+                if delta.finish_reason == "error":
+                    raise EngineError(f"the generation failed: {delta.error}")
                 if delta.tokens:
                     speed.count(len(delta.tokens))
                 printer.show(stream.feed(delta.tokens))

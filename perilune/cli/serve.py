@@ -36,6 +36,7 @@ from perilune.text.family import member_named
 
 if TYPE_CHECKING:
     from perilune.server.audit import AuditLog
+    from perilune.server.batches.batch import Batches
     from perilune.server.listener import Listener
     from perilune.server.service import Service
     from perilune.server.tracing import Traces
@@ -57,6 +58,7 @@ log = logging.getLogger("perilune.server")
     "host",
     "port",
     "served_model_name",
+    "default_max_tokens",
     "max_waiting",
     "chat_template",
     "vendor_strict",
@@ -79,14 +81,16 @@ log = logging.getLogger("perilune.server")
     "audit_text",
     "audit_redact",
     "audit_mb",
+    "files_dir",
+    "files_gb",
 )
 @click.option(
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
 @options.engine_options(
-    *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "memory_fraction", "kv_host_gb", "kv_disk",
-    "kv_disk_gb", "kv_ttl_hours",
+    *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "decode_stretch", "memory_fraction",
+    "kv_host_gb", "kv_disk", "kv_disk_gb", "kv_ttl_hours",
 )  # fmt: skip
 @click.option(
     "--config",
@@ -146,6 +150,10 @@ def check_access(server: ServerConfig) -> None:
 
         audit.compiled(server.audit_redact)
         audit.prepare(Path(server.audit_log))
+    if server.files_dir is not None:
+        from perilune.server.batches.files import FileStore
+
+        FileStore(Path(server.files_dir), 0).close()
     if server.otlp_traces_endpoint is not None:
         from perilune.server.tracing import Traces
 
@@ -207,7 +215,11 @@ async def run(
         watched, certificate = reloadable(service)
         observing = observers(service)
         service.observers += [one.record for one in observing]
-        listener = Listener(build_app(service), proxies=proxies)
+        app = build_app(service)
+        listener = Listener(app, proxies=proxies)
+        batches: Batches | None = app.state.batches
+        if batches is not None:
+            batches.resume()
         end = Ending(service, listener, server.drain_seconds)
         for number in SIGNALS:
             loop.add_signal_handler(number, end.signalled, number)
@@ -225,6 +237,8 @@ async def run(
         service.stop()
         await listener.close(GRACE_SECONDS)
         watching.cancel()
+        if batches is not None:
+            await batches.close()
         for one in observing:
             await asyncio.to_thread(one.close)
     finally:

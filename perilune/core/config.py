@@ -4,6 +4,7 @@ Keys have one spelling everywhere: `LLM(model, max_num_seqs=8)`, `--max-num-seqs
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 import typing
@@ -56,6 +57,11 @@ class EngineConfig:
     max_step_tokens: int | None = _doc(
         "tokens computed in a step, at most; longer prompts are split. Default: 512 on CPU, 8192 on GPUs",
         None,
+    )
+    decode_stretch: float = _doc(
+        "how many times the median interval 99 of 100 tokens may take while prompts of other requests are computed; "
+        "prompts then come in smaller parts. 0: no bound, the shortest time to a first token",
+        2.0,
     )
     memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
@@ -134,6 +140,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if not (self.decode_stretch == 0 or 1.0 < self.decode_stretch < math.inf):
+            raise ConfigError(f"decode_stretch must be above 1, or 0 for no bound, not {self.decode_stretch}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):
@@ -196,6 +204,10 @@ class ServerConfig:
     )
     client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
     client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
+    default_max_tokens: int | None = _doc(
+        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
+        None,
+    )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
         "refuse sampling other than the vendor recommends for the model (temperature, top_p, penalties, n), as its "
@@ -221,6 +233,12 @@ class ServerConfig:
     audit_log: str | None = _doc("directory for a log of who asked when, for what and how much", None)
     audit_text: bool = _doc("the audit log has prompts and answers too, with secrets in them redacted", False)
     audit_redact: tuple[str, ...] = _doc("regular expressions of text that the audit log replaces, besides secrets", ())
+    files_dir: str | None = _doc(
+        "directory for /v1/files and /v1/batches, kept over restarts, one server's alone. It is users' text. Default: "
+        "both are not served",
+        None,
+    )
+    files_gb: float = _doc("gigabytes of these files", 10.0)
     audit_mb: int = _doc("megabytes of the audit log; the oldest files are deleted", 1024)
 
     def __post_init__(self) -> None:
@@ -228,6 +246,8 @@ class ServerConfig:
             raise ConfigError("tls_cert and tls_key belong together: set both")
         if self.audit_mb < 1:
             raise ConfigError(f"audit_mb must be at least 1, not {self.audit_mb}")
+        if not 0.0 < self.files_gb < float("inf"):
+            raise ConfigError(f"files_gb must be above 0, not {self.files_gb}")
         if (self.audit_text or self.audit_redact) and self.audit_log is None:
             raise ConfigError("audit_text and audit_redact need audit_log, the directory")
         object.__setattr__(self, "audit_redact", tuple(self.audit_redact))
@@ -236,6 +256,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         for name in (
+            "default_max_tokens",
             "max_waiting",
             "max_body_mb",
             "body_memory_mb",

@@ -20,6 +20,7 @@ class Constraint:
     least            tokens that the shortest answer takes, its end token included; 0 where any length will do
     leap             bytes, at most, that one more token can add to the shortest completion of an argument or answer
     param            the request field to blame when `least` does not fit
+    group            requests of one group share compiled grammars; others cannot notice by time which there are
 
     The grammars are llguidance's, in text form. Where tools and `answer` are both there, the model chooses.
     """
@@ -35,6 +36,7 @@ class Constraint:
     least: int = 0
     leap: int = 0
     param: str | None = None
+    group: str = ""
 
     def check_room(self, room: int) -> None:
         """Raises RequestError unless the shortest answer fits `room` tokens (max_tokens, or what the context holds)."""

@@ -5,6 +5,7 @@ name in them may have a million characters, or be made of terminal control codes
 """
 
 import reprlib
+import signal
 
 SHOWN = 80  # characters of a quoted value
 
@@ -49,6 +50,27 @@ class RequestError(PeriluneError):
         self.param = param
         self.code = code
         self.status = status
+
+
+def signal_note(code: int | None) -> str:
+    """What to say of a process that ended with this exit status, behind the signal: "" where nothing is known."""
+    if code == -signal.SIGBUS:
+        return ", because a file of the model became shorter while it was read: restore the file"
+    return ""
+
+
+def prompt_too_long(least: int, context: int, param: str, *, exact: bool = True) -> RequestError:
+    """A prompt of `least` tokens, or of no fewer unless `exact`, and a context of `context` tokens.
+
+    Agents shorten their conversation when they recognise this error. By the code in OpenAI's shape; Claude Code by
+    "prompt is too long: N tokens > M", litellm by "this model's maximum context length is".
+    """
+    return RequestError(
+        f"prompt is too long: {'' if exact else 'at least '}{least} tokens > {context - 1} maximum: this model's "
+        f"maximum context length is {context} tokens, one of them for the answer: shorten the prompt",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def shown(value: object, limit: int = SHOWN) -> str:

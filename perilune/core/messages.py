@@ -164,11 +164,11 @@ class Delta:
 
 
 def joined(deltas: "Sequence[Delta]") -> "list[Delta]":
-    """Deltas of one request in a row as few: one, and a last one by itself that brings an error or the engine's end."""
+    """Deltas of one request in a row as few: one, and a last one by itself that ends the request with an error."""
     first, *rest = deltas
     found = [first]
     for delta in rest:
-        if delta.finish_reason in ("error", "cancelled"):
+        if delta.finish_reason in ("error", "deadline"):
             found.append(delta)
             continue
         first.verified = (first.verified or first.drafted > 0) + (delta.drafted > 0)
@@ -199,6 +199,7 @@ class EngineInfo:
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
     media_pad: int | None = None  # the placeholder token of pictures; None: the model, as it is loaded, sees none
+    pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
 
     @property
     def media(self) -> bool:

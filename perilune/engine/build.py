@@ -1,6 +1,7 @@
 """Builds the parts of an engine from a model directory and a configuration: weights, memory, scheduler, runner."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from perilune.engine.resolve import (
 )
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
+from perilune.engine.step_times.pacing import Pacer
 from perilune.engine.vision.open import bytes_beside, open_encoder, open_tower, sees
 from perilune.engine.vision.tower import Tower
 from perilune.formats import synthetic
@@ -93,6 +95,7 @@ class Parts:
             tp=self.runner.group.ranks,
             ep=config.ep,
             media_pad=None if self.scheduler.encoder is None else self.scheduler.encoder.pad,
+            pids=(os.getpid(), *(() if self.ranks is None else self.ranks.pids)),
         )
 
 
@@ -245,8 +248,9 @@ def _build(task: _Task, progress: bool, source: Source, loaded: Callable[[], Non
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
         tiers=tiers,
-        encoder=encoder,
+        pacer=Pacer(config.decode_stretch, config.max_step_tokens),
     )
+    scheduler.encoder = encoder
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
     runner.tower = tower

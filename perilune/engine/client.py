@@ -17,7 +17,7 @@ import msgspec
 
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
-from perilune.core.errors import EngineError, RequestError
+from perilune.core.errors import EngineError, RequestError, prompt_too_long, signal_note
 from perilune.core.messages import (
     FIRST_COME,
     Cancel,
@@ -56,12 +56,7 @@ def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if len(prompt) >= info.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, but the context holds {info.max_model_len} tokens including at "
-            "least one of the answer: shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise prompt_too_long(len(prompt), info.max_model_len, "prompt")
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", param="prompt")
 
@@ -115,7 +110,7 @@ class _Process:
     ) -> None:
         self.process, self.reader, self.writer = process, reader, writer
         self.info: EngineInfo
-        self.stepped = False
+        self.stepped = self._killed = False
 
     @classmethod
     async def start(cls, launch: "Launch") -> "_Process":
@@ -135,8 +130,8 @@ class _Process:
             writer.write(wire.HEADER.pack(len(body)) + body)
             (first,) = await _read(reader)
         except (asyncio.IncompleteReadError, ConnectionError) as e:
-            await self.kill()
-            raise EngineError(f"the engine process ended with {self.ending} before it was ready") from e
+            await self.kill(CRASH_SECONDS)
+            raise EngineError(f"before it was ready, the engine process ended with {self.ending}") from e
         except asyncio.CancelledError:
             await self.kill()
             raise
@@ -150,19 +145,20 @@ class _Process:
     @property
     def ending(self) -> str:
         code = self.process.returncode
-        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return f"signal {-code}{signal_note(code)}" if code is not None and code < 0 else f"exit code {code}"
 
     def send(self, message: Any) -> None:
         self.writer.write(wire.encode([message]))
 
     async def kill(self, wait_seconds: float = 0.0) -> None:
         """Ends the process, by force if it has not ended after `wait_seconds`, and whatever it has started."""
-        if self.writer.is_closing():  # it was ended before: its number may be another process's by now
+        if self._killed:  # its number may be another process's by now
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), wait_seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader: ranks, compilers
+        self._killed = True
         self.writer.close()
         await self.process.wait()
 
@@ -301,10 +297,10 @@ class EngineClient:
             await self._process.kill(CRASH_SECONDS)
             why = why or f"the engine process ended unexpectedly ({self._process.ending})"
             if not self._supervised:
-                self._lose(f"{why}: see its output above, then restart the server", every=True)
+                self._lose(f"{why}: see its output above, then start it again", every=True)
                 return
             log.error("%s; it is started again", why)
-            self._lose(f"{why} while it answered: send the request again", every=False)
+            self._lose(f"{why}. It starts again by itself: send the request again", every=False)
             self._fruitless = 0 if self._process.stepped else self._fruitless + 1
             await self._start_again()
 

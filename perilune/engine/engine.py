@@ -21,9 +21,9 @@ from perilune.core.messages import Delta, EngineStats, Pixels, Submit, Want
 from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
-from perilune.engine.cost_table import capture_first, measure_costs
 from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
+from perilune.engine.step_times.cost_table import capture_first, measure_costs, measure_prompts
 from perilune.kv.prefix import root_of
 from perilune.loading.load import load
 from perilune.ops.harness import build as build_ops
@@ -66,6 +66,8 @@ class Engine:
         with self._explained():
             self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
             capture_first(self.runner, self.config)
+            if self.scheduler.pacer is not None:
+                measure_prompts(self.runner, self.config, self.scheduler.pacer.times.record)
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
         elif self.speculator is None and self.config.draft != "off":
@@ -189,10 +191,13 @@ class Engine:
         deltas = self.scheduler.commit(result)
         if self._encoder is not None:
             self._observe_slices(plan, None if before is None else self._committed_at - before)
-        if self.scheduler.offload is not None and plan.work and not plan.slices:
-            self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if not plan.work:
             return deltas
+        if before is not None and self.scheduler.pacer is not None and not plan.slices:
+            decoded = sum(w.count - w.drafts == 1 for w in plan.work)
+            self.scheduler.pacer.record(plan.tokens, decoded, self._committed_at - before)
+        if self.scheduler.offload is not None and not plan.slices:
+            self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if (drafting := self._drafting) is not None:
             drafting.observe(deltas, result.outputs)
             if before is not None and not plan.slices:

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError, EngineError
+from perilune.core.errors import ConfigError, EngineError, signal_note
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
 from perilune.dist.slicing import Slicing
@@ -141,7 +141,8 @@ class _Rank:
 class Ranks:
     """All but rank 0. Orders come from one thread at a time.
 
-    on_failure  called once, from a thread of this class, with the reason, before `check` knows it
+    on_failure  called once, from a thread of this class, with the reason, before `check` knows it. It does not ask to
+                start the engine again, as `check` does: a server does that by itself
     """
 
     def __init__(self, model: Path, config: EngineConfig, places: list[Place], *, kills_leader: bool) -> None:
@@ -168,6 +169,10 @@ class Ranks:
             raise
         self._watcher = threading.Thread(target=self._watch, name="perilune-ranks", daemon=True)
         self._watcher.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(rank.process.pid for rank in self._ranks)
 
     # ---- orders
 
@@ -327,12 +332,12 @@ class Ranks:
         with self._lock:
             if self.failure is not None or self._closing:
                 return
-            why = f"the engine stopped: {why}; its other ranks were ended too: start it again"
+            why = f"the engine stopped: {why}; its other ranks were ended too"
             for rank in self._ranks:
                 rank.process.kill()
             if self.on_failure is not None:
                 self.on_failure(why)
-            self.failure = why
+            self.failure = f"{why}: start it again"
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         self._over.set()
@@ -383,7 +388,7 @@ def _ending(process: "subprocess.Popen[bytes]") -> str:
         code = process.wait(BEAT_SECONDS)
     except subprocess.TimeoutExpired:
         return "closed its connection"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"ended by {signal.Signals(-code).name}{signal_note(code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def report(kind: str, **values: Any) -> bytes:

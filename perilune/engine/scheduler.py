@@ -39,8 +39,9 @@ from operator import attrgetter
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
-from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.request_blocks import RequestBlocks
+from perilune.engine.step_times.pacing import Pacer
 from perilune.engine.vision.encoder import Encoder
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
@@ -70,7 +71,7 @@ class Scheduler:
     max_model_len    prompt and output tokens of a request
     prefix_cache     whether blocks of equal prefixes are kept and shared
     tiers            where cached blocks go that the pool has no room for; None: nowhere
-    encoder          of pictures; None: prompts have none
+    pacer            prompt tokens of a step beside requests that decode; None: as many as there is room for
     """
 
     def __init__(
@@ -83,17 +84,18 @@ class Scheduler:
         max_model_len: int,
         prefix_cache: bool = True,
         tiers: Tiers | None = None,
-        encoder: Encoder | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         assert min(num_blocks, block_size, max_num_seqs, max_step_tokens) >= 1 and max_model_len >= 2
         # Two steps of prompts, and a block for each request that decodes.
         spare = 2 * -(-max_step_tokens // block_size) + max_num_seqs
         self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache=prefix_cache, tiers=tiers, spare_blocks=spare)
         self.offload = self.blocks.offload
+        self.pacer = pacer
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
-        self.encoder = encoder
+        self.encoder: Encoder | None = None  # of pictures; without one prompts have none
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
@@ -197,13 +199,19 @@ class Scheduler:
         """
         assert len(self._flying) <= 1, "commit a step before planning a third"
         budget = self._max_step_tokens
+        if self.encoder is not None:
+            self.encoder.look(self._running)
+        prompts = self._prompt_tokens_of_step()  # of `budget`, for what is more than one token of a request
         flights: list[_Flight] = []
         preempted = False
         turn = 0
         while turn < len(self._running) and budget:
             request = self._running[turn]
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
-            count = self._advance(request, max(budget - (len(self._running) - turn - 1), 1))
+            count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
+            if count > 1:
+                count = self._aligned(request, min(count, prompts))
+                prompts -= count
             # The victim is the last of the list: never a request that this step has planned already.
             while count and not self.blocks.at_hand(missing := self.blocks.missing(request, request.planned + count)):
                 if self.blocks.waits(missing, alone=turn == len(self._running) - 1 == 0):
@@ -225,7 +233,7 @@ class Scheduler:
         # token in the row of the victim's old slot.
         if self._waiting and not preempted:
             reserve = sum(self.blocks.lookahead(r) for r in self._running)
-            while self._waiting and self._slots and budget:
+            while self._waiting and self._slots and (room := min(budget, prompts)):
                 request = self._waiting[0]
                 hits = self.blocks.match(request)
                 if not self.blocks.fits(request, hits, reserve):
@@ -235,15 +243,26 @@ class Scheduler:
                         break
                     self._waiting.pop(0)
                     continue
-                if not self.blocks.has_room(request, hits, budget):
+                if not self.blocks.has_room(request, hits, room):
                     break
                 self._admit(request, hits)
+                if self.encoder is not None:
+                    self.encoder.look((request,))
                 insort(self._running, self._waiting.pop(0), key=_rank)
-                if count := self._advance(request, budget):
+                if count := self._aligned(request, min(request.todo, room)):
                     flights.append(self._launch(request, count))
-                    budget -= count
+                    budget, prompts = budget - count, prompts - count
                 reserve += self.blocks.lookahead(request)
         return self._planned(flights, chain)
+
+    def _prompt_tokens_of_step(self) -> int:
+        if self.pacer is None:
+            return self._max_step_tokens
+        begun = [r for r in self._running if r.todo > 1]
+        first = begun[0] if begun else self._waiting[0] if self._waiting and self._slots else None
+        if first is None:
+            return self._max_step_tokens
+        return self.pacer.prompt_tokens(len(self._running) - len(begun), time.monotonic() - first.submitted)
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan made last, not launched yet, with guesses of what its works sample, by rid.
@@ -362,7 +381,11 @@ class Scheduler:
 
     def _planned(self, flights: list[_Flight], chain: int = 0) -> StepPlan | None:
         """The step with this work and, besides, what is encoded of pictures; None if there is neither."""
-        slices, dropped = ((), ()) if self.encoder is None else self.encoder.plan(self._running)
+        slices: tuple[Slice, ...] = ()
+        dropped: tuple[bytes, ...] = ()
+        if self.encoder is not None and self.encoder.busy:
+            prompts = any(f.work.count - f.work.drafts > 1 for f in flights)
+            slices, dropped = self.encoder.plan(self._running, prompts)
         if not flights and not slices and not dropped:
             return None
         step = self._planned_steps
@@ -370,12 +393,9 @@ class Scheduler:
         self._flying.append((step, flights))
         return StepPlan(step, tuple(f.work for f in flights), chain, slices=slices, dropped=dropped)
 
-    def _advance(self, request: Request, budget: int) -> int:
-        """By how many positions a running request can go on, `budget` at most."""
-        if not request.pictures or self.encoder is None:
-            return min(request.todo, budget)
-        self.encoder.look(request)
-        return self.encoder.align(request, min(request.todo, budget))
+    def _aligned(self, request: Request, count: int) -> int:
+        """`count` positions of a running request, or fewer where those would cut a picture."""
+        return self.encoder.align(request, count) if request.pictures and self.encoder is not None else count
 
     def _admit(self, request: Request, hits: list[int]) -> None:
         """Starts a waiting request that fits."""

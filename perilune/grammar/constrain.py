@@ -1,6 +1,7 @@
 """What a request asks of its answer's form, as a `Constraint` the engine enforces."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from perilune.core.errors import RequestError
 from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
-from perilune.grammar.matcher import GrammarError, Vocabulary, json_grammar, lark_grammar, regex_grammar, vocabulary
+from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_grammar, regex_grammar, vocabulary
 from perilune.grammar.references import SchemaError, items, resolved
 from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
@@ -18,6 +19,7 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
 MAX_CHOICES = 1024
+_FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
 _OVERLAP = (
@@ -32,6 +34,7 @@ class Named:
     name: str
 
 
+Compile = Callable[[str], Matcher]
 ToolChoice = Literal["auto", "none", "required"] | Named
 
 
@@ -60,6 +63,7 @@ def constrain(
     answer: AnswerFormat | None = None,
     thinking_budget: int | None = None,
     begun: str = "",
+    group: str = "",
 ) -> Constraint | None:
     """The constraint of a chat answer; None when nothing has to be enforced.
 
@@ -68,6 +72,7 @@ def constrain(
     response has begun. Takes about a millisecond for each schema not seen before, and some seconds on the first call
     with a large vocabulary (`warm_up` does that ahead): call it on a thread.
 
+    `group`: compiled grammars are shared with requests of the same.
     `begun` is content of the answer that the prompt already holds: the form applies to all of it. JSON may have any
     white space there; what follows is compact.
     """
@@ -92,19 +97,26 @@ def constrain(
     if not declared and answer is None:  # text with markers masked: no grammar is needed
         return Constraint(thinking=thinking, thinking_budget=thinking_budget)
     known = vocabulary(tokenizer)
+    compile = functools.partial(known.compile, group=group)
     leaps = [0]
     grammars = []
     for position, tool in enumerate(tools):
         if tool.name in declared:
+            if tool.form is not None:
+                answer_form = AnswerFormat(_FORMS[tool.form.syntax], tool.form.definition, f"tools[{position}].format")
+                grammar, leap = _answer(known, answer_form)
+                grammars.append((tool.name, grammar))
+                leaps.append(leap)
+                continue
             where = f"tools[{position}].function.parameters"
             schema, leap = _of_object(tool, where)
-            grammars.append((tool.name, _compiled(known, json_grammar, schema, where, f"tool {tool.name!r}")))
+            grammars.append((tool.name, _compiled(compile, json_grammar, schema, where, f"tool {tool.name!r}")))
             leaps.append(leap)
     structured = None
     if answer is not None and not forced:
-        structured, leap = _answer(known, answer)
+        structured, leap = _answer(compile, answer)
         leaps.append(leap)
-        begun = _begun(known, structured, answer, begun)
+        begun = _begun(compile, structured, answer, begun)
     made = Constraint(
         thinking=thinking,
         thinking_budget=thinking_budget,
@@ -116,6 +128,7 @@ def constrain(
         begun=begun if structured is not None else "",
         leap=max(leaps),
         param="tools" if forced else answer.param if answer is not None else None,
+        group=group,
     )
     # What the prompt ends in is not known here: one token more if the model has to open its thought itself.
     return dataclasses.replace(made, least=len(Enforcer(known, made, opened=True).shortest()))
@@ -126,12 +139,12 @@ def warm_up(tokenizer: Tokenizer) -> None:
     vocabulary(tokenizer)
 
 
-def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
+def _answer(compile: Compile, answer: AnswerFormat) -> tuple[str, int]:
     """The grammar of an answer, and its `leap`."""
     value, where = answer.value, answer.param
     match answer.kind:
         case "json_object":
-            return _compiled(known, json_grammar, {"type": "object"}, where, "a JSON object"), _JSON_LEAP
+            return _compiled(compile, json_grammar, {"type": "object"}, where, "a JSON object"), _JSON_LEAP
         case "json_schema":
             if not isinstance(value, Mapping | bool):
                 raise RequestError(f"the schema must be a JSON schema object, not {show(value)}", param=where)
@@ -139,7 +152,7 @@ def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
                 check_depth(value, where)
                 _check_schema(value, where)
             value, leap = _ready(value, where, "the schema")
-            return _compiled(known, json_grammar, value, where, "the schema"), leap
+            return _compiled(compile, json_grammar, value, where, "the schema"), leap
         case "regex":
             if not isinstance(value, str) or not value:
                 raise RequestError(f"the expression must be a non-empty string, not {show(value)}", param=where)
@@ -150,25 +163,25 @@ def _answer(known: Vocabulary, answer: AnswerFormat) -> tuple[str, int]:
                     param=where,
                     code="unsupported_schema",
                 )
-            return _compiled(known, regex_grammar, value, where, "the expression"), _FREE_LEAP + len(value)
+            return _compiled(compile, regex_grammar, value, where, "the expression"), _FREE_LEAP + len(value)
         case "choice":
             fine = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_CHOICES
             if not fine or not all(isinstance(v, str) and v for v in value):
                 raise RequestError(f"choices must be 1 to {MAX_CHOICES} non-empty strings", param=where)
             text = "|".join("".join(f"\\x{{{ord(c):x}}}" for c in choice) for choice in value)
-            return _compiled(known, regex_grammar, text, where, "the choices"), max(len(v) for v in value) * 4
+            return _compiled(compile, regex_grammar, text, where, "the choices"), max(len(v) for v in value) * 4
         case "grammar":
             if not isinstance(value, str) or not value.strip():
                 raise RequestError(f"the grammar must be a non-empty string, not {show(value)}", param=where)
-            return _compiled(known, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
+            return _compiled(compile, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
 
 
-def _begun(known: Vocabulary, grammar: str, answer: AnswerFormat, text: str) -> str:
+def _begun(compile: Compile, grammar: str, answer: AnswerFormat, text: str) -> str:
     """What the grammar has to match of an answer's beginning; RequestError if it does not."""
     if answer.kind in ("json_object", "json_schema"):
         text = compact(text)
     try:
-        rest = known.compile(grammar).begin(text) if text else ""
+        rest = compile(grammar).begin(text) if text else ""
     except GrammarError as e:
         raise RequestError(
             f"the last message cannot be continued as {answer.param} asks: {e}", param=answer.param
@@ -182,11 +195,11 @@ def _begun(known: Vocabulary, grammar: str, answer: AnswerFormat, text: str) -> 
     return text
 
 
-def _compiled(known: Vocabulary, write: Callable[[Any], str], value: Any, where: str, what: str) -> str:
+def _compiled(compile: Compile, write: Callable[[Any], str], value: Any, where: str, what: str) -> str:
     """The grammar's text, once it has compiled."""
     try:
         grammar = write(value)
-        known.compile(grammar)
+        compile(grammar)
     except GrammarError as e:
         why = _OVERLAP if "coerce_one_of" in str(e) else str(e)
         raise RequestError(f"{what} cannot be enforced: {why}", param=where, code="unsupported_schema") from e

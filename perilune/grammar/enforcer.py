@@ -63,8 +63,9 @@ class Enforcer:
             self._call_begin = tokenizer.special("<|tool_call_begin|>")
             self._argument_begin = tokenizer.special("<|tool_call_argument_begin|>")
             self._call_end = tokenizer.special("<|tool_call_end|>")
-            self._tools = {name: vocabulary.compile(grammar) for name, grammar in constraint.tools}
-        self._answer = None if constraint.answer is None else vocabulary.compile(constraint.answer)
+            self._tools = {name: vocabulary.compile(grammar, constraint.group) for name, grammar in constraint.tools}
+        answer, group = constraint.answer, constraint.group
+        self._answer = None if answer is None else vocabulary.compile(answer, group)
         assert constraint.text or self._tools or self._answer, "a constraint under which nothing can be said"
         self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
         self._thought = 0  # tokens of the thought

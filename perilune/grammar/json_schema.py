@@ -35,6 +35,7 @@ _COUNTS: Mapping[str, float] = {
     "maxContains": 1 << 32,
 }
 _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of ranges of numbers, from 0
+_GREATEST = 2**63 - 1  # whole number of a schema that names no greatest
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _STARTS = 4  # places in an array for the item that `contains` needs; _heads says what there is for several
 _MOST_CONTAINED = 64  # items
@@ -47,7 +48,8 @@ def enforceable(schema: Any) -> Any:
 
     Nearly: strings of some formats are narrowed to what is read everywhere (no year 0, no leap seconds), and numbers
     by a millionth of a small range. Upper bounds that an answer hardly reaches are left out: of characters above
-    MAX_BYTES, of numbers above 10^18. Raises SchemaError for a lower bound that no number reaches.
+    MAX_BYTES, of numbers above 10^18; whole numbers without bounds get some of 18 digits (down) and 64 bits (up).
+    Raises SchemaError for a lower bound that no number reaches.
     """
     return _Rewriter(schema).rewrite(schema)
 
@@ -75,6 +77,7 @@ class _Rewriter:
             self._not,
             self._contains,
             self._string,
+            self._integer,
             self._range,
             self._number,
             self._names,
@@ -227,6 +230,19 @@ class _Rewriter:
             wanted["allOf"] = [{"pattern": "^[^@]{1,64}@"}]
         return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
 
+    def _integer(self, node: dict[str, Any]) -> dict[str, Any]:
+        """A whole number gets the ends that its schema leaves open: a model may write digits for ever, and few readers
+        take more than 64 bits."""
+        if not _is_whole(node) or "const" in node or "enum" in node:
+            return node
+        low = next((node[word] for word in ("minimum", "exclusiveMinimum") if word in node), None)
+        high = next((node[word] for word in ("maximum", "exclusiveMaximum") if word in node), None)
+        if low is None and (high is None or (is_number(high) and high > -_FARTHEST)):
+            node = node | {"minimum": 1 - _FARTHEST}  # llguidance counts no further down
+        if high is None and (low is None or (is_number(low) and low < _GREATEST)):
+            node = node | {"maximum": _GREATEST}
+        return node
+
     def _range(self, node: dict[str, Any]) -> dict[str, Any]:
         """Ends of a range so far out that no number written is beyond them are left out; some near 0 become 0.
 
@@ -239,7 +255,7 @@ class _Rewriter:
             if sign * end >= 1 << 63:
                 raise SchemaError(f"{word} {end} cannot be enforced: ends of ranges go up to 2^63 - 1")
             rest = {k: v for k, v in node.items() if k != word}
-            if sign * end <= -_FARTHEST and not (sign < 0 and node.get("type") == "integer"):
+            if sign * end <= -_FARTHEST and not (sign < 0 and _is_whole(node)):
                 node = rest
             elif 0 < abs(end) < _NEAREST:
                 name = "Minimum" if sign > 0 else "Maximum"
@@ -431,6 +447,12 @@ def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
 
 def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
     return a is not None and b is not None and not a & b
+
+
+def _is_whole(node: Mapping[str, Any]) -> bool:
+    """Whether all numbers of a schema are whole by its type."""
+    kinds = items(node["type"]) if isinstance(node.get("type"), list) else [node.get("type")]
+    return "integer" in kinds and "number" not in kinds
 
 
 def _and(node: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,27 +91,29 @@ class Vocabulary:
             n_vocab=_END_BYTE + 1,
             slices=[],
         )
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # by group and grammar
         self._lock = threading.Lock()
 
-    def compile(self, grammar: str) -> "Matcher":
-        """A matcher at the grammar's beginning, for the caller alone. Raises GrammarError."""
+    def compile(self, grammar: str, group: str = "") -> "Matcher":
+        """A matcher at the grammar's beginning, for the caller alone. What is compiled is kept for others of its group.
+        Raises GrammarError."""
+        key = group, grammar
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._compiled.get(key)
             if found is not None:
-                self._compiled.move_to_end(grammar)
+                self._compiled.move_to_end(key)
                 return found.copy()
-        made = Matcher(self, grammar)
+        made = Matcher(self, grammar, group)
         with self._lock:
-            self._compiled[grammar] = made
+            self._compiled[key] = made
             while len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
             return made.copy()
 
-    def forget(self, grammar: str) -> None:
+    def forget(self, grammar: str, group: str) -> None:
         """Lets a grammar be compiled anew: its matchers share states, of which there may be no more."""
         with self._lock:
-            self._compiled.pop(grammar, None)
+            self._compiled.pop((group, grammar), None)
 
     def encode(self, text: bytes, optional: frozenset[int] = frozenset()) -> list[int]:
         """The fewest tokens of a text, which may begin or end inside a character.
@@ -196,10 +198,10 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 class Matcher:
     """A text on its way through a grammar. One thread at a time."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: str, group: str) -> None:
         """Raises GrammarError for a grammar that cannot be compiled, or that no text was found to satisfy."""
         self._vocabulary = vocabulary
-        self._grammar = grammar
+        self._grammar, self._group = grammar, group
         self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
         self._single = LLMatcher(vocabulary.over_bytes, grammar, log_level=0, limits=_BYTE_LIMITS)
         _check(self._tokens)
@@ -232,7 +234,7 @@ class Matcher:
         assert mask.dtype == np.uint32 and mask.shape == (self._vocabulary.words,) and mask.flags.c_contiguous
         self._tokens.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._tokens.is_error():
-            self._vocabulary.forget(self._grammar)
+            self._vocabulary.forget(self._grammar, self._group)
             _check(self._tokens)
         mask &= self._vocabulary.plain
 

@@ -11,6 +11,7 @@ from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.core.sampling import SamplingParams
 from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
+from perilune.server.call import current
 from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
@@ -60,6 +61,7 @@ async def enforced(
         answer=answer,
         thinking_budget=budget,
         begun=begun.content,
+        group="\n".join(current().account.cache_keys),
     )
     # A grammar takes 1 ms and more to compile, which would stall all streams of the event loop.
     constraint = await asyncio.to_thread(make) if calls.tools or answer is not None else make()

@@ -15,14 +15,26 @@ from starlette.routing import Route
 from perilune.core.errors import PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
+from perilune.server.batches.api import (
+    batch_by_id,
+    batches,
+    cancel_batch,
+    file_by_id,
+    file_content,
+    files,
+    open_batches,
+)
+from perilune.server.batches.protocol import ENDPOINTS
 from perilune.server.call import current
+from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
 from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
 from perilune.server.page.page import page
-from perilune.server.responses.api import create_response, response_by_id
+from perilune.server.responses.api import cancel_response, create_response, input_items, response_by_id
+from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import ModelText, Service
 from perilune.server.sse import CLIENT_GONE
@@ -36,13 +48,21 @@ def build_app(service: Service) -> Starlette:
     config = service.config
     max_body = config.max_body_mb << 20
     budget = BodyBudget(config.body_memory_mb << 20, max_body)
-    clients = Limit(concurrent=config.client_concurrency, requests=config.client_requests_per_minute)
+    clients = Limit(concurrent=config.client_concurrency, requests_per_minute=config.client_requests_per_minute)
     routes = [
         Route("/", page, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
+        Route("/v1/files", files, methods=["GET", "POST"]),
+        Route("/v1/files/{id}", file_by_id, methods=["GET", "DELETE"]),
+        Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+        Route("/v1/batches", batches, methods=["GET", "POST"]),
+        Route("/v1/batches/{id}", batch_by_id, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
@@ -55,6 +75,7 @@ def build_app(service: Service) -> Starlette:
         Route("/health/ready", health, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/metrics", metrics_page, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
     ]
     app = Starlette(
         routes=routes,
@@ -76,6 +97,9 @@ def build_app(service: Service) -> Starlette:
     )
     app.state.service = service
     app.state.responses = ResponseStore()
+    app.state.jobs = Jobs(service)
+    batched = {r.path: r.endpoint for r in routes if r.path in ENDPOINTS}
+    app.state.batches = open_batches(service, batched, app)
     return app
 
 
@@ -111,6 +135,8 @@ async def models(request: Request) -> Response:
     service: Service = request.app.state.service
     allowed = current().account.grant.models
     data = [_describe(service)] if allowed is None or service.model in allowed else []
+    if messages.VERSION in request.headers:
+        return json_response(messages.model_page([messages.model(m) for m in data], request.query_params))
     return json_response({"object": "list", "data": data})
 
 
@@ -118,7 +144,8 @@ async def model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(request.path_params["model"])
     current().account.check_model(service.model)
-    return json_response(_describe(service))
+    described = _describe(service)
+    return json_response(messages.model(described) if messages.VERSION in request.headers else described)
 
 
 async def health(request: Request) -> Response:

@@ -12,7 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from perilune.core.errors import RequestError
+from perilune.core.errors import RequestError, prompt_too_long
 from perilune.server import fields
 from perilune.server.errors import from_validation, not_json
 from perilune.server.fields import Fields
@@ -46,12 +46,7 @@ class Context:
     def check(self, size: int, param: str) -> None:
         """RequestError for a prompt of at least `size` bytes that cannot fit, however it is tokenized."""
         if size > self.text_bytes:
-            raise RequestError(
-                f"the prompt has at least {size} bytes of text, and the context of {self.tokens} tokens holds at most "
-                f"{self.text_bytes}: shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise prompt_too_long(-(-size // self.token_bytes), self.tokens, param, exact=False)
 
 
 class Body(BaseModel):

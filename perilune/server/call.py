@@ -67,6 +67,12 @@ class Call:
             run.prompt = prompt
         self.runs.append(run)
 
+    def apart(self, route: str) -> "Call":
+        """The call of work that this one begins and does not wait for: the same client, key and id."""
+        made = Call(self.account, self.id, self.client, self.method, route, keeps_text=self.keeps_text)
+        made.trace = self.trace
+        return made
+
     def total(self, name: str) -> int:
         """The sum of a count over all runs."""
         return sum(getattr(run, name) for run in self.runs)

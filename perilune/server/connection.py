@@ -30,6 +30,9 @@ READ_AHEAD_BYTES = 256 << 10  # of a body that its handler has not asked for yet
 LINGER_SECONDS = 5.0  # for which the rest of a refused body is read and thrown away, so that its sender sees the answer
 _END = b"\r\n\r\n"
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]")  # bare LF or CR, folded line
+_QUOTED = re.compile(r"bytearray\(b(?=['\"])(.*)\)", re.DOTALL)  # how h11 quotes a line
+_ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)  # of a target as proxies are sent it
+_TLS_RECORD = b"\x16"  # first byte of a client that speaks TLS
 _WITHOUT_BODY_STATUSES = (204, 304)
 
 Message = MutableMapping[str, Any]
@@ -101,9 +104,10 @@ class Connection(asyncio.Protocol):
             return
         if self._served and not self._head and data.strip(b"\r\n"):
             self._since = time.monotonic()
+        seen = len(self._head)
         self._head += data
         if exchange is None:
-            self._begin()
+            self._begin(seen)
         elif len(self._head) > HEAD_BYTES:
             self.pause_reading()
 
@@ -125,11 +129,23 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self.transport.resume_reading()
 
-    def _begin(self) -> None:
-        """Starts the next request if its head has come."""
+    def _begin(self, seen: int = 0) -> None:
+        """Starts the next request if its head has come. The first `seen` bytes were looked at before."""
         while self._head.startswith(b"\r\n"):  # allowed between requests
             del self._head[:2]
+            seen = 0
+        if self._head and self._head != b"\r" and not self._head[:1].isalpha():
+            why = (
+                "this port speaks HTTP, not HTTPS" if self._head.startswith(_TLS_RECORD) else "it begins with no method"
+            )
+            self._refuse(_malformed(why))
+            return
         end = self._head.find(_END)
+        # What is wrong already is not waited for: of a client that ends lines with LF alone, the end would never come.
+        last = end if end >= 0 else len(self._head) - self._head.endswith(b"\r")
+        if _AMBIGUOUS.search(self._head, max(seen - 2, 0), last):
+            self._refuse(_malformed("lines end with CR LF and are not folded"))
+            return
         if end < 0 and len(self._head) <= HEAD_BYTES:
             return
         head = bytes(self._head[: max(end, 0)])
@@ -138,9 +154,6 @@ class Connection(asyncio.Protocol):
                 f"more than {HEADER_LINES} lines" if 0 <= end <= HEAD_BYTES else f"longer than {HEAD_BYTES >> 10} KiB"
             )
             self._refuse(RequestError(f"the request's headers are {what}", code="headers_too_large", status=431))
-            return
-        if _AMBIGUOUS.search(head):
-            self._refuse(_malformed("lines end with CR LF and are not folded"))
             return
         parser = h11.Connection(h11.SERVER, HEAD_BYTES)
         parser.receive_data(bytes(self._head))
@@ -152,6 +165,8 @@ class Connection(asyncio.Protocol):
             names = [name for name, _ in request.headers]
             if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("a length beside chunks, or chunks in HTTP/1.0")
+            if not request.http_version.startswith(b"1."):
+                raise h11.RemoteProtocolError("this server speaks HTTP/1.1", error_status_hint=505)
         except h11.RemoteProtocolError as e:
             self._refuse(_malformed(str(e), e.error_status_hint))
             return
@@ -270,7 +285,8 @@ class Exchange:
         self._news = asyncio.Event()
         self._begun = self._last_byte = time.monotonic()
         self._received = 0
-        path, _, query = request.target.partition(b"?")
+        target = _ORIGIN.sub(b"", request.target, 1)
+        path, _, query = target.partition(b"?")
         listener = connection.listener
         forwarded = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
         self.scope: dict[str, Any] = {
@@ -282,8 +298,8 @@ class Exchange:
             "scheme": listener.scheme,
             "method": request.method.decode(),
             "root_path": "",
-            "path": unquote(path.decode("ascii")),
-            "raw_path": path,
+            "path": unquote(path.decode("ascii")) or "/",
+            "raw_path": path or b"/",
             "query_string": query,
             "headers": headers,
         }
@@ -418,4 +434,5 @@ class Exchange:
 
 
 def _malformed(why: str, status: int = 400) -> RequestError:
+    why = _QUOTED.sub(r"\1", why)
     return RequestError(f"not a valid HTTP request: {why[:200]}", code="invalid_http", status=status)

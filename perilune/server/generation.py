@@ -8,25 +8,19 @@ from typing import Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
-from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order
+from perilune.core.messages import FIRST_COME, Delta, EngineInfo, Order
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
 from perilune.server.call import Run, current
 from perilune.server.errors import GenerationError
 from perilune.server.keys import Account
-from perilune.server.metrics import Metrics
+from perilune.server.metrics import Counted, Metrics
 from perilune.server.openai.protocol import Predictions
 
 
-class Engine(Protocol):
+class Engine(Counted, Protocol):
     """What the server needs of engine.client.EngineClient."""
 
-    @property
-    def info(self) -> EngineInfo: ...
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def alive(self) -> bool: ...
     def generate(
         self,
         prompt: Sequence[int],
@@ -155,8 +149,6 @@ class Generation:
                             code="deadline_exceeded",
                             status=504,
                         )
-                    if delta.finish_reason == "cancelled":
-                        raise EngineError("the engine is shutting down")
                     for piece in delta.singly() if self.params.stop else (delta,):
                         self.completion_tokens += len(piece.tokens)
                         account.add_output(len(piece.tokens))

@@ -6,13 +6,12 @@ by their SHA-256: they are random and long (`perilune key`), so that a slow hash
 
 import hashlib
 import hmac
-import math
 import os
 import re
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -20,21 +19,13 @@ from typing import Any
 
 from perilune.core.errors import ConfigError, RequestError, quoted
 from perilune.core.files import open_regular
+from perilune.server.limits import Clock, Limit, Meter
 
 MAX_KEYS = 1000  # comparing a key with all of them takes 0.1 ms
 MAX_FILE_BYTES = 1 << 20
-MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_COUNTS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent")
-
-
-class LimitReached(RequestError):
-    """A key's limit, 429; `retry_seconds` from now the same request may pass."""
-
-    def __init__(self, message: str, retry_seconds: float) -> None:
-        seconds = max(math.ceil(retry_seconds), 1)
-        super().__init__(message, code="rate_limit_exceeded", status=429, retry_seconds=seconds)
+_COUNTS = tuple(f.name for f in fields(Limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +50,9 @@ class Grant:
     cache_group: str | None = None
     operator: bool = False
 
-
-class Bucket:
-    """A rate limit: `amount` may be spent at once and refills evenly over `seconds`. Below zero it is a debt: tokens of
-    an answer are known only when they have been made."""
-
-    def __init__(self, amount: int, seconds: float, clock: Callable[[], float]) -> None:
-        self.amount = amount
-        self.seconds = seconds
-        self._clock = clock
-        self._level, self._at = float(amount), clock()
-
     @property
-    def level(self) -> float:
-        now = self._clock()
-        self._level = min(self._level + (now - self._at) * self.amount / self.seconds, self.amount)
-        self._at = now
-        return self._level
-
-    def spend(self, count: int) -> None:
-        self._level = self.level - count
-
-    def wait_seconds(self) -> float:
-        """Until 1 may be spent; 0.0: now."""
-        return max(1 - self.level, 0.0) * self.seconds / self.amount
+    def limit(self) -> Limit:
+        return Limit(**{name: getattr(self, name) for name in _COUNTS})
 
 
 @dataclass(slots=True)
@@ -100,30 +70,20 @@ class Usage:
 class Account:
     """One key at work: its limits, its answers in flight and its usage. Belongs to the event loop."""
 
-    def __init__(self, grant: Grant, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, grant: Grant, clock: Clock = time.monotonic) -> None:
         self.usage = Usage()
-        self.in_flight = 0
-        self._clock = clock
-        self._buckets: dict[str, Bucket] = {}
         self.grant = grant
-        self.renew(grant)
+        self._meter = Meter("this API key", "answers", grant.limit, clock)
 
     def renew(self, grant: Grant) -> None:
         """Takes over what the key file says now; a limit that has not changed keeps its level."""
         self.grant = grant
-        rates = {
-            "requests_per_minute": (grant.requests_per_minute, MINUTE_SECONDS),
-            "tokens_per_minute": (grant.tokens_per_minute, MINUTE_SECONDS),
-            "tokens_per_day": (grant.tokens_per_day, DAY_SECONDS),
-        }
-        buckets = {}
-        for name, (amount, seconds) in rates.items():
-            if amount is not None:
-                kept = self._buckets.get(name)
-                same = kept is not None and kept.amount == amount
-                buckets[name] = kept if kept is not None and same else Bucket(amount, seconds, self._clock)
-        self._buckets = buckets
-        self._token_buckets = [b for name, b in buckets.items() if name.startswith("tokens")]
+        self._meter.renew(grant.limit)
+
+    @property
+    def in_flight(self) -> int:
+        """Answers that have not ended."""
+        return self._meter.in_flight
 
     @property
     def name(self) -> str:
@@ -140,11 +100,7 @@ class Account:
 
     def admit(self) -> None:
         """Counts a request; LimitReached if the key has no room for it now."""
-        for name, bucket in self._buckets.items():
-            if wait := bucket.wait_seconds():
-                raise LimitReached(f"this API key may use {bucket.amount} {name.replace('_', ' ')}: wait", wait)
-        if requests := self._buckets.get("requests_per_minute"):
-            requests.spend(1)
+        self._meter.admit()
         self.usage.requests += 1
 
     def check_model(self, model: str) -> None:
@@ -155,38 +111,20 @@ class Account:
 
     def take(self, count: int) -> None:
         """Room for `count` answers in flight; LimitReached if there is none. `take(-count)` gives it back."""
-        limit = self.grant.concurrent
-        if count > 0 and limit is not None and self.in_flight + count > limit:
-            raise LimitReached(f"this API key may have {limit} answers in flight: wait for the others", 1)
-        self.in_flight += count
+        self._meter.take(count)
 
     def begin(self, prompt_tokens: int) -> None:
         """An answer begins; 0 tokens if its prompt was counted with another answer."""
         self.usage.input_tokens += prompt_tokens
-        self._spend(prompt_tokens)
+        self._meter.spend(prompt_tokens)
 
     def add_output(self, count: int) -> None:
         self.usage.output_tokens += count
-        self._spend(count)
-
-    def _spend(self, count: int) -> None:
-        for bucket in self._token_buckets:
-            bucket.spend(count)
+        self._meter.spend(count)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* of the limits per minute."""
-        found = []
-        for kind in ("requests", "tokens"):
-            if (bucket := self._buckets.get(f"{kind}_per_minute")) is not None:
-                level = max(int(bucket.level), 0)
-                full_seconds = (bucket.amount - bucket.level) * bucket.seconds / bucket.amount
-                for word, value in (
-                    ("limit", str(bucket.amount)),
-                    ("remaining", str(level)),
-                    ("reset", f"{math.ceil(full_seconds)}s"),
-                ):
-                    found.append((f"x-ratelimit-{word}-{kind}".encode(), value.encode()))
-        return found
+        return self._meter.headers()
 
 
 class Keyring:

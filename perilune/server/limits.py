@@ -1,95 +1,169 @@
-"""Limits per client, which client a connection speaks for, and the memory that all bodies may take.
+"""Limits of one client, which client a connection speaks for, and the memory that all bodies may take.
 
-A client is a name: an address (middleware.py) or the name of a key. One Limiter counts any number of names, in bounded
-memory.
+A client is an API key (keys.py) or an address (middleware.py). What each may have in flight and use is one Meter.
 """
 
 import ipaddress
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from perilune.core.errors import ConfigError, RequestError
 
-MAX_NAMES = 100_000  # with counts at a time; names beyond that push out names without requests in flight
-WINDOW_SECONDS = 60.0
+MAX_NAMES = 100_000  # with meters at a time; names beyond that push out names without requests in flight
+MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 SMALL_BYTES = 64 << 10  # bodies up to this size share SMALL_SHARE of the budget, which large ones never take
 SMALL_SHARE = 1 / 8
 UNIX = "unix"  # the peer of a Unix socket, in a list of trusted proxies
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
+class LimitReached(RequestError):
+    """A client's limit, 429; `wait_seconds` from now the same request may pass."""
+
+    def __init__(self, message: str, wait_seconds: float) -> None:
+        seconds = max(math.ceil(wait_seconds), 1)
+        message = f"{message}: try again in {seconds} s"
+        super().__init__(message, code="rate_limit_exceeded", status=429, retry_seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """None: no bound. `concurrent` requests in flight; `requests` and `tokens` per minute, refilled steadily."""
+    """None: no bound. `concurrent`: in flight at a time."""
 
     concurrent: int | None = None
-    requests: int | None = None
-    tokens: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+    @property
+    def rates(self) -> dict[str, tuple[int, int]]:
+        """(amount, seconds) of those that are bounded, by name."""
+        rates = {
+            "requests_per_minute": (self.requests_per_minute, MINUTE_SECONDS),
+            "tokens_per_minute": (self.tokens_per_minute, MINUTE_SECONDS),
+            "tokens_per_day": (self.tokens_per_day, DAY_SECONDS),
+        }
+        return {name: (amount, seconds) for name, (amount, seconds) in rates.items() if amount is not None}
 
     @property
     def bounds(self) -> bool:
-        return (self.concurrent, self.requests, self.tokens) != (None, None, None)
+        return self != Limit()
 
 
-@dataclass(slots=True)
-class _Count:
-    in_flight: int = 0
-    used: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unit: (used of the window, when)
+class Bucket:
+    """A rate limit: `amount` may be spent at once and refills evenly over `seconds`. Below zero it is a debt: tokens of
+    an answer are known only when they have been made."""
+
+    __slots__ = ("_at", "_clock", "_level", "amount", "seconds")
+
+    def __init__(self, amount: int, seconds: float, clock: Clock) -> None:
+        self.amount = amount
+        self.seconds = seconds
+        self._clock = clock
+        self._level, self._at = float(amount), clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(self._level + (now - self._at) * self.amount / self.seconds, self.amount)
+        self._at = now
+        return self._level
+
+    def spend(self, count: int) -> None:
+        self._level = self.level - count
+
+    def wait_seconds(self) -> float:
+        """Until 1 may be spent; 0.0: now."""
+        return max(1 - self.level, 0.0) * self.seconds / self.amount
+
+
+class Meter:
+    """What one client has in flight and has used. Belongs to one event loop. `who` and `what` are for refusals: "this
+    API key" may have so many "answers" in flight."""
+
+    __slots__ = ("_clock", "_concurrent", "_rates", "_tokens", "_what", "_who", "in_flight")
+
+    def __init__(self, who: str, what: str, limit: Limit, clock: Clock = time.monotonic) -> None:
+        self.in_flight = 0
+        self._who, self._what, self._clock = who, what, clock
+        self._rates: dict[str, Bucket] = {}
+        self.renew(limit)
+
+    def renew(self, limit: Limit) -> None:
+        """Other limits from now on; one that has not changed keeps its level."""
+        before, self._rates = self._rates, {}
+        for name, (amount, seconds) in limit.rates.items():
+            kept = before.get(name)
+            same = kept is not None and kept.amount == amount
+            self._rates[name] = kept if kept is not None and same else Bucket(amount, seconds, self._clock)
+        self._concurrent = limit.concurrent
+        self._tokens = tuple(bucket for name, bucket in self._rates.items() if name.startswith("tokens"))
+
+    def admit(self) -> None:
+        """Counts a request; LimitReached if a rate has no room for it now."""
+        for name, bucket in self._rates.items():
+            if wait := bucket.wait_seconds():
+                raise LimitReached(f"{self._who} may use {bucket.amount} {name.replace('_', ' ')}", wait)
+        if requests := self._rates.get("requests_per_minute"):
+            requests.spend(1)
+
+    def take(self, count: int) -> None:
+        """Room for `count` more in flight; LimitReached if there is none. `take(-count)` gives it back."""
+        limit = self._concurrent
+        if count > 0 and limit is not None and self.in_flight + count > limit:
+            raise LimitReached(f"{self._who} may have {limit} {self._what} in flight, and has {self.in_flight}", 1)
+        self.in_flight += count
+
+    def spend(self, tokens: int) -> None:
+        """Counts tokens. What is beyond a limit delays later requests."""
+        for bucket in self._tokens:
+            bucket.spend(tokens)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """OpenAI's x-ratelimit-* of the limits per minute."""
+        found = []
+        for kind in ("requests", "tokens"):
+            if (bucket := self._rates.get(f"{kind}_per_minute")) is not None:
+                level = max(int(bucket.level), 0)
+                full_seconds = (bucket.amount - bucket.level) * bucket.seconds / bucket.amount
+                for word, value in (
+                    ("limit", str(bucket.amount)),
+                    ("remaining", str(level)),
+                    ("reset", f"{math.ceil(full_seconds)}s"),
+                ):
+                    found.append((f"x-ratelimit-{word}-{kind}".encode(), value.encode()))
+        return found
 
 
 class Limiter:
-    """Belongs to one event loop. `clock` gives seconds."""
+    """One limit for each of any number of addresses, in bounded memory."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._counts: dict[str, _Count] = {}
+    def __init__(self, limit: Limit, clock: Clock = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._meters: dict[str, Meter] = {}
 
-    def take(self, name: str, limit: Limit) -> Callable[[], None]:
-        """Counts a request of `name` and returns what ends it, to be called once; RequestError 429 beyond a limit."""
-        count = self._count(name)
-        if limit.concurrent is not None and count.in_flight >= limit.concurrent:
-            raise _refusal(f"{count.in_flight} of your requests are in flight, at most {limit.concurrent} may be", 1)
-        for unit, rate, cost in (("requests", limit.requests, 1.0), ("tokens", limit.tokens, 0.0)):
-            if rate is None:
-                continue
-            used = self._used(count, unit, rate)
-            if used + max(cost, 1.0) > rate:
-                seconds = math.ceil((used + max(cost, 1.0) - rate) * WINDOW_SECONDS / rate)
-                raise _refusal(f"your limit of {rate} {unit} per minute is used up", seconds)
-        if limit.requests is not None:
-            self.spend(name, "requests", limit.requests, 1)
-        count.in_flight += 1
+    def take(self, name: str) -> Callable[[], None]:
+        """Counts a request of `name` and returns what ends it, to be called once; LimitReached beyond a limit."""
+        meter = self._meter(name)
+        meter.take(1)
+        try:
+            meter.admit()
+        except LimitReached:
+            meter.take(-1)
+            raise
+        return lambda: meter.take(-1)
 
-        def end() -> None:
-            count.in_flight -= 1
-
-        return end
-
-    def spend(self, name: str, unit: str, rate: int, cost: float) -> None:
-        """Counts `cost` of a unit with a limit of `rate` per minute. What is beyond the limit delays later requests."""
-        count = self._count(name)
-        count.used[unit] = (self._used(count, unit, rate) + cost, self._clock())
-
-    def _used(self, count: _Count, unit: str, rate: int) -> float:
-        used, since = count.used.get(unit, (0.0, 0.0))
-        return max(used - (self._clock() - since) * rate / WINDOW_SECONDS, 0.0)
-
-    def _count(self, name: str) -> _Count:
-        count = self._counts.pop(name, None) or _Count()
-        self._counts[name] = count  # last: the first names are those not seen for longest
-        if len(self._counts) > MAX_NAMES:
-            idle = next((n for n, c in self._counts.items() if not c.in_flight and n != name), None)
+    def _meter(self, name: str) -> Meter:
+        meter = self._meters.pop(name, None) or Meter("your address", "requests", self._limit, self._clock)
+        self._meters[name] = meter  # last: the first names are those not seen for longest
+        if len(self._meters) > MAX_NAMES:
+            idle = next((n for n, m in self._meters.items() if not m.in_flight and n != name), None)
             if idle is not None:
-                del self._counts[idle]
-        return count
-
-
-def _refusal(why: str, seconds: int) -> RequestError:
-    return RequestError(
-        f"{why}: try again in {seconds} s", code="rate_limit_exceeded", status=429, retry_seconds=seconds
-    )
+                del self._meters[idle]
+        return meter
 
 
 class BodyBudget:

@@ -5,7 +5,8 @@ table. deploy/grafana shows them.
 """
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -15,6 +16,7 @@ import perilune
 from perilune.core.messages import EngineInfo, EngineStats
 from perilune.server.call import Run
 from perilune.server.keys import Keyring
+from perilune.server.processes import ProcessesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 60)
@@ -22,6 +24,17 @@ BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.
 WHOLE = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 WAITED_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
 LENGTH_TOKENS = (1, 10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+
+class Counted(Protocol):
+    """What is read of engine.client.EngineClient."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def alive(self) -> bool: ...
 
 
 class Metrics:
@@ -60,12 +73,11 @@ class Metrics:
         self.answer_length = self._histogram("request_generation_tokens", "Tokens of an answer.", LENGTH_TOKENS)
         ProcessCollector(registry=self.registry)
 
-    def watch(
-        self, info: EngineInfo, stats: Callable[[], EngineStats], alive: Callable[[], bool], keys: Keyring, model: str
-    ) -> None:
-        """Adds what the engine counts, and the usage of keys."""
-        self.registry.register(EngineCollector(info, stats, alive, model))
+    def watch(self, engine: Counted, keys: Keyring, model: str) -> None:
+        """Adds what the engine counts and its processes use, and the usage of keys."""
+        self.registry.register(EngineCollector(engine, model))
         self.registry.register(KeyCollector(keys))
+        self.registry.register(ProcessesCollector(lambda: engine.info.pids if engine.alive else ()))
 
     def observe(self, run: Run, prompt_tokens: int, *, closed: bool) -> None:
         """A generation has ended. `closed`: by the grammar, where max_tokens ran out."""
@@ -113,16 +125,12 @@ class KeyCollector(Collector):
 class EngineCollector(Collector):
     """The engine's own counters, current as of its latest EngineStats (at most half a second old)."""
 
-    def __init__(
-        self, info: EngineInfo, stats: Callable[[], EngineStats], alive: Callable[[], bool], model: str
-    ) -> None:
-        self.info = info
-        self.stats = stats
-        self.alive = alive
+    def __init__(self, engine: Counted, model: str) -> None:
+        self.engine = engine
         self.model = model
 
     def collect(self) -> Iterable[Metric]:
-        s, info = self.stats(), self.info
+        s, info = self.engine.stats, self.engine.info
         build = {"version": perilune.__version__, "python": platform.python_version()}
         yield InfoMetricFamily("perilune_build", "What is running.", value=build)
         served = {
@@ -133,7 +141,7 @@ class EngineCollector(Collector):
             "num_blocks": str(info.num_blocks),
         }
         yield InfoMetricFamily("perilune_model", "What is served.", value=served)
-        yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.alive()))
+        yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.engine.alive))
         yield GaugeMetricFamily("perilune_num_requests_running", "Requests the engine computes.", value=s.running)
         yield GaugeMetricFamily("perilune_num_requests_waiting", "Requests the engine queues.", value=s.waiting)
         used = s.blocks_owned / s.blocks_total if s.blocks_total else 0.0

@@ -17,7 +17,9 @@ from perilune.server.limits import BodyBudget, BodyShare, Limit, Limiter
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE
 
-OPEN = ("/", "/health", "/health/ready", "/health/live")
+HEALTH = ("/health", "/health/ready", "/health/live")
+OPEN = ("/", "/openapi.json", *HEALTH)
+PROBES = (*HEALTH, "/metrics")
 # What browsers must not do with an answer. The page at / has a content policy of its own.
 SECURITY = (
     (b"x-content-type-options", b"nosniff"),
@@ -90,7 +92,9 @@ class Observe:
             "output_tokens": call.total("output_tokens"),
         }
         line = "%s %s %d %.3f s id=%s key=%s"
-        access.info(line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
+        # A probe every second would fill the log; one that fails says when the server was not ready.
+        level = logging.DEBUG if call.route in PROBES and call.status == 200 else logging.INFO
+        access.log(level, line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
         for observer in self.service.observers:
             observer(call)
 
@@ -147,15 +151,14 @@ class ClientLimit:
 
     def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app
-        self.limit = limit
-        self.limiter = Limiter()
+        self.limiter = Limiter(limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
         try:
-            end = self.limiter.take((scope.get("client") or ("",))[0], self.limit)
+            end = self.limiter.take((scope.get("client") or ("",))[0])
         except RequestError as e:
             await errors.response(e)(scope, receive, send)
             return

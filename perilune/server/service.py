@@ -27,16 +27,19 @@ from perilune.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
+JSON = "application/json"
 OFFLOAD_BYTES = 16_384  # input from which work leaves the event loop: tokenizing that much takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's text side. `generation_config`: the checkpoint's own sampling defaults."""
+    """The model's text side. `generation_config`: the checkpoint's own sampling defaults. `default_max_tokens`: of
+    chat answers to requests without a limit; None: as many as there is room for."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     generation_config: Mapping[str, float] = field(default_factory=dict)
+    default_max_tokens: int | None = None
 
     def defaults(self, *, thinking: bool | None = None) -> dict[str, float]:
         """Sampling parameters of requests that send none (`sampling_defaults`)."""
@@ -78,12 +81,12 @@ class Service:
         generation_config: dict[str, float] | None = None,
     ) -> None:
         self.engine = engine
-        self.text = ModelText(tokenizer, template, generation_config or {})
+        self.text = ModelText(tokenizer, template, generation_config or {}, config.default_max_tokens)
         self.config = config
         self.model = config.served_model_name or engine.info.model
         self.keys = Keyring(config.api_key, config.api_key_file)
         self.metrics = Metrics()
-        self.metrics.watch(engine.info, lambda: engine.stats, lambda: engine.alive, self.keys, self.model)
+        self.metrics.watch(engine, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
         self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
         self.stopping = asyncio.Event()
@@ -104,6 +107,12 @@ class Service:
         self.drain()
         self.stopping.set()
 
+    def report(self, call: Call) -> None:
+        """What the observers see of a call that ends now: of work that outlives the request that began it."""
+        call.ended, call.status = time.perf_counter(), 200 if call.error is None else 500
+        for observer in self.observers:
+            observer(call)
+
     def check_ready(self) -> None:
         """EngineError unless generations are taken."""
         self.admission.check_open()
@@ -119,6 +128,13 @@ class Service:
 
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
+        declared = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        if declared != JSON and not declared.endswith("+json"):
+            raise RequestError(
+                f"the body is declared as {quoted(declared)}: send JSON with 'Content-Type: {JSON}'",
+                code="unsupported_media_type",
+                status=415,
+            )
         raw = bytearray()  # one copy: Request.body() keeps all pieces and their sum
         async for piece in request.stream():
             raw += piece

@@ -21,7 +21,10 @@ from perilune.text.beginning import Beginning
 from perilune.text.chat import PromptOptions, RenderedPrompt
 from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolStart
 from perilune.text.tokenizer import Tokenizer
-from perilune.text.tools import Declared, Tool, parse_tools
+from perilune.text.tools import Declared, Form, Tool, parse_tools
+
+Forms = Mapping[str, Form]
+NO_FORMS: Forms = {}
 
 
 class Turn:
@@ -119,12 +122,16 @@ class ReadRequest:
     params: SamplingParams
 
 
-def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bool) -> ReadRequest:
+def read(
+    body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bool, forms: Forms = NO_FORMS
+) -> ReadRequest:
     """Validates and renders a conversation. RequestError names the field that is wrong.
+
+    `forms`: by the name of a tool, of those with calls that hold text instead of JSON.
 
     Takes about 70 ms per MB of text: to be called on a thread if the body is large (Service.offload).
     """
-    declared = parse_tools(body.tools)
+    declared = tuple(dataclasses.replace(t, form=forms.get(t.name)) for t in parse_tools(body.tools))
     check_strict(declared)
     choice = tool_choice(body.tool_choice, declared)
     shown = () if choice == "none" else declared
@@ -136,7 +143,8 @@ def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bo
     if vendor_strict:
         check_vendor(body, defaults)
     context = text.context(info)
-    prompt = rendered(body, text, shown, context if body.truncate_prompt_tokens is None else None)
+    head = shown if body.head_tools is body.tools else body.head_tools
+    prompt = rendered(body, text, head, context if body.truncate_prompt_tokens is None else None)
     if body.add_generation_prompt is False and not prompt.beginning.given:
         raise RequestError(
             "add_generation_prompt: false leaves no answer to begin: leave it out, or end the messages with one of "
@@ -147,7 +155,7 @@ def read(body: ChatBody, text: ModelText, info: EngineInfo, *, vendor_strict: bo
     ids = body.truncated(prompt.ids, wanted, info.max_model_len)
     params = body.sampling(
         defaults,
-        max_tokens=fit(ids, wanted, info, "messages"),
+        max_tokens=fit(ids, text.default_max_tokens if wanted is None else wanted, info, "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -167,7 +175,7 @@ def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context 
     return text.template.read(text.tokenizer, body.messages, partial(context.check, param="messages"), **options)
 
 
-async def begin(service: Service, size: int, body: ChatBody) -> Turns:
+async def begin(service: Service, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
     """Reads, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
 
     `size` is the conversation's length in bytes, which decides where it is read. RequestError for everything that is
@@ -176,7 +184,8 @@ async def begin(service: Service, size: int, body: ChatBody) -> Turns:
     text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
         held.callback(service.admission.take(candidates(1 if body.n is None else body.n), "n"))
-        asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=service.config.vendor_strict))
+        strict = service.config.vendor_strict
+        asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=strict, forms=forms))
         constraint = await enforced(
             text.tokenizer,
             asked.params,

@@ -147,10 +147,11 @@ _COUNTER = re.compile(r"[0-9]{1,9}")
 class ChatStream:
     """Reasoning, content and tool calls of one answer.
 
-    thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers are
-    ordinary text. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the
-    conversation (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun:
-    the prompt holds the beginning of the content. style: as in TextStream; markers with a meaning here are never text.
+    thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers have no
+    meaning. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the conversation
+    (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun: the prompt
+    holds the beginning of the content. style: as in TextStream; markers with a meaning here are never text. Control
+    tokens give no text anywhere else, arguments included.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
@@ -180,7 +181,7 @@ class ChatStream:
         self._ends = _ends(tokenizer, end_ids, style.keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
         self._tools = {tool.name: tool for tool in parse_tools(tools)}
-        self._marks, self._plain = _read_marks(tokenizer, bool(self._tools))
+        self._marks = _read_marks(tokenizer, bool(self._tools))
         self._stops = StopMatcher(stop, keep=style.keep_stop)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
@@ -189,6 +190,7 @@ class ChatStream:
         self._counter: int | None = None  # what the header said
         self._call: int | None = None  # index of the call whose arguments arrive; None: its tool is not known yet
         self._arguments_begun = False
+        self._raw = False  # whether the arguments are text, passed on with all white space
         self._first = first_tool_index
         self._started = 0
         self._used: set[int] = set()
@@ -244,10 +246,8 @@ class ChatStream:
     def _take(self, id: int) -> None:
         mark = self._marks.get(id)
         if mark is None:
-            if self._show_special or id in self._plain or not self._tokenizer.is_special(id):
+            if self._show_special or not self._tokenizer.is_special(id):
                 self._text(self._detokenizer.push(id))
-        elif mark in (_Mark.THINK_BEGIN, _Mark.THINK_END) and self._state is _State.ARGUMENTS:
-            self._text(self._detokenizer.push(id))  # arguments are the model's text as it is
         else:
             self._text(self._detokenizer.flush())
             if not self.stopped:
@@ -355,6 +355,7 @@ class ChatStream:
             while counter in self._used:
                 counter += 1
         self._used.add(counter)
+        self._raw = name in self._tools and self._tools[name].form is not None
         self._call, self._started = self._started, self._started + 1
         self._events.append(ToolStart(self._call, f"functions.{name}:{counter}", name))
 
@@ -362,9 +363,12 @@ class ChatStream:
         self._held += text
         if self._call is None:
             return
-        if not self._arguments_begun:
-            self._held = self._held.lstrip()
-        body = self._held.rstrip()
+        if self._raw:
+            body = self._held
+        else:
+            if not self._arguments_begun:
+                self._held = self._held.lstrip()
+            body = self._held.rstrip()
         if body:
             self._events.append(ToolArguments(self._call, body))
             self._arguments_begun = True
@@ -374,7 +378,7 @@ class ChatStream:
         if self._call is None:
             self._start_inferred_call()
         if self._call is not None and not self._arguments_begun:
-            self._events.append(ToolArguments(self._call, "{}"))
+            self._events.append(ToolArguments(self._call, "" if self._raw else "{}"))
 
     def _start_inferred_call(self) -> None:
         text = self._held.strip()
@@ -403,8 +407,8 @@ class ChatStream:
         return joined
 
 
-def _read_marks(tokenizer: Tokenizer, tools: bool) -> tuple[dict[int, _Mark], frozenset[int]]:
-    """Ids with a meaning, and ids of control tokens that are ordinary text here."""
+def _read_marks(tokenizer: Tokenizer, tools: bool) -> dict[int, _Mark]:
+    """Ids with a meaning."""
     m = tokenizer.markers
     think = {m.think_begin: _Mark.THINK_BEGIN, m.think_end: _Mark.THINK_END}
     calls = {
@@ -415,8 +419,7 @@ def _read_marks(tokenizer: Tokenizer, tools: bool) -> tuple[dict[int, _Mark], fr
         m.call_end: _Mark.CALL_END,
     }
     meant = think | calls if tools else think
-    plain = frozenset() if tools else frozenset(id for id in calls if id is not None)
-    return {id: mark for id, mark in meant.items() if id is not None}, plain
+    return {id: mark for id, mark in meant.items() if id is not None}
 
 
 def _spelled_marker(text: str) -> int:

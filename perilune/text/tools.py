@@ -21,12 +21,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """The form of calls with text, not JSON, as arguments: a Lark grammar, or a regular expression for all of it."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
-    """A declared function. `parameters` is its JSON schema; `raw` the whole declaration as the client sent it."""
+    """A declared function. `parameters` is its JSON schema; `raw` the whole declaration as the client sent it. With a
+    `form` the arguments of a call are text of that form."""
 
     name: str
     parameters: Mapping[str, Any]
     raw: Mapping[str, Any]
+    form: Form | None = None
 
 
 DeclarationForm = Literal["tojson", "json", "typescript"]

@@ -42,6 +42,7 @@ def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error() -
             thread.join(15)
         assert time.monotonic() - begin < 10
         assert len(errors) == 3 and all(f"rank 1 of 2 (process {rank}) ended by SIGKILL" in e for e in errors)
+        assert all("send the request again" in e and "start it again" not in e for e in errors), "it does so by itself"
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (rank, engine))
         assert httpx.get(f"{server.url}/health").status_code == 503
     finally:

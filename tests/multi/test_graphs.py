@@ -11,8 +11,8 @@ from perilune import LLM, SamplingParams
 from perilune.core.errors import EngineError
 from perilune.dist.group import ALONE
 from perilune.engine import ranks
-from perilune.engine.cost_table import capture_first
 from perilune.engine.graphs.self_test import Probe, check
+from perilune.engine.step_times.cost_table import capture_first
 from tests.cpu.speculation.test_speculation import PROMPTS
 from tests.multi.conftest import CONFIG
 from tests.multi.graphed_rank import graphed

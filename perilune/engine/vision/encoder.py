@@ -38,6 +38,7 @@ class _Job:
 
     placed: Placed
     cells: Cells
+    patches: memoryview | None  # until the first slice
     cursor: int = 0
 
 
@@ -57,6 +58,7 @@ class Encoder:
         self._users: Counter[bytes] = Counter()  # live requests by digest
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # bytes by digest, the least recently used first
         self._jobs: dict[int, _Job] = {}  # by rank
+        self._late = False  # the last step had no slice because of prompts
         self._idle_ranks = list(range(ranks - 1, -1, -1))
         self._ranks = ranks
         self._asked: dict[bytes, tuple[int, int]] = {}  # (rid, item) by digest
@@ -108,13 +110,18 @@ class Encoder:
             if rid == request.rid:  # if another request has the picture too, that one is asked
                 del self._asked[digest]
 
-    def look(self, request: Request) -> None:
-        """Sets how far a running request with pictures can be computed now."""
-        request.barrier = NO_BARRIER
-        for p in request.pictures:
-            if p.stop > request.planned and p.digest not in self._cached:
-                request.barrier = max(p.start, request.planned)
-                return
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to plan."""
+        return bool(self._live or self._jobs)
+
+    def look(self, running: Sequence[Request]) -> None:
+        """Sets how far these can be computed now."""
+        for request in running if self._live else ():
+            if request.pictures:
+                missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
+                first = next(missing, None)
+                request.barrier = NO_BARRIER if first is None else max(first.start, request.planned)
 
     def align(self, request: Request, count: int) -> int:
         """Fewer than `count` positions where those would cut a picture that begins after the first of them."""
@@ -150,11 +157,9 @@ class Encoder:
 
     # ---- a step
 
-    def plan(self, running: Sequence[Request]) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
+    def plan(self, running: Sequence[Request], prompts: bool) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
         """What ranks encode before the step's work, and what they drop after it. `running` by rank, with that work
-        planned."""
-        if not self._live and not self._jobs:
-            return (), ()
+        planned; `prompts`: it has some of a prompt."""
         dropped = [job.placed.digest for job in self._jobs.values() if job.placed.digest not in self._users]
         for rank, job in list(self._jobs.items()):
             if job.placed.digest in dropped:
@@ -173,11 +178,15 @@ class Encoder:
                     if not self._make_room(self._bytes(placed), [p.digest for _, p in needed[:i]], needed, dropped):
                         break
                     cells = Cells(self._sizes, placed.grid[1] * placed.grid[2])
-                    self._jobs[self._idle_ranks.pop()] = _Job(placed, cells)
+                    self._jobs[self._idle_ranks.pop()] = _Job(placed, cells, self._pixels.pop(digest))
                     encoding.add(digest)
-        budget = IDLE_SECONDS
+        budget, late = IDLE_SECONDS, self._late
+        self._late = False
         if any(r.planned >= r.prompt_len for r in running):  # their next tokens are waited for
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
+            if prompts and not late:  # the step is a long one by itself; but not one such after the other
+                self._late = True
+                return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
 
     def record(self, flops: float, runs: int, seconds: float) -> None:
@@ -241,8 +250,8 @@ class Encoder:
         for rank, job in sorted(self._jobs.items()):
             p, start = job.placed, job.cursor
             job.cursor = job.cells.within(start, budget, self._flop_seconds)
-            patches = None if start else self._pixels.pop(p.digest)
-            found.append(Slice(rank, p.digest, p.grid, start, job.cursor, patches))
+            found.append(Slice(rank, p.digest, p.grid, start, job.cursor, job.patches))
+            job.patches = None
             if job.cursor == job.cells.total:
                 self._end(rank)
                 self._cached[p.digest] = self._bytes(p)

@@ -7,8 +7,10 @@ several processes may build at once, and each loads a whole file.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -21,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-e
 # The long form: with -arch=sm_90a some nvcc also run a plain sm_90 pass, which knows no wgmma and no setmaxnreg.
 CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared", "-lineinfo")
 HOPPER = (9, 0)
+BUILD_PREFIX = ".build-"  # of folders in the cache in which a compiler writes
 KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
 NO_COMPILER = "no compiler"
@@ -58,25 +61,24 @@ def compile_aside(done: Callable[[], None]) -> int:
     refuses it, so that slower implementations run meanwhile. `done` is called on a thread after each."""
     absent = sorted(stem for stem, path in _paths().items() if path.suffix == ".cpp" and _absent(path))
     _aside.update(absent)
-    begun = time.monotonic()
+    begun, ended = time.monotonic(), itertools.count(1)
 
     def build(stem: str) -> None:
+        found: ctypes.CDLL | str = "it failed"
         try:
-            _library(stem)
+            found = _library(stem)
         finally:
             _aside.discard(stem)
             done()
-        if not _aside:
-            print(
-                f"{len(absent)} kernels were compiled in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True
-            )
+            said = f": {found}" if isinstance(found, str) else f", after {time.monotonic() - begun:.1f} s"
+            # A line each, not one that is overwritten: the server's process writes to the same terminal.
+            number = next(ended)
+            _say(f"kernel {number} of {len(absent)}: {stem}{said}")
+        if number == len(absent):
+            _say(f"{len(absent)} kernels were compiled in {time.monotonic() - begun:.0f} s")
 
     if absent:
-        print(
-            f"compiling {len(absent)} kernels for this processor, once; slower ones serve meanwhile, without drafts",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"compiling {len(absent)} kernels for this processor, once; slower ones serve meanwhile, without drafts")
         waiting = deque(absent)
 
         def work() -> None:
@@ -87,6 +89,10 @@ def compile_aside(done: Callable[[], None]) -> int:
         for _ in range(min(os.cpu_count() or 1, len(absent))):
             threading.Thread(target=work, daemon=True).start()  # the process may end before they do
     return len(absent)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def compiling() -> bool:
@@ -226,7 +232,8 @@ def _nvcc() -> str | None:
 
 
 def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
+    sweep(target.parent)
+    with _scratch(target.parent) as scratch:
         made, linked = f"{scratch}/out.o", f"{scratch}/out.so"
         if openmp is None:
             commands = [[compiler, *CUDA_FLAGS, f"-I{SOURCES}", str(source), "-o", linked]]
@@ -240,6 +247,32 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
         for command in commands:
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         os.replace(linked, target)
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[str]:
+    """A folder for one build, locked for as long as this process works in it, however the process ends."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=BUILD_PREFIX) as scratch:
+        held = os.open(scratch, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
+                fcntl.flock(held, fcntl.LOCK_EX)
+            os.makedirs(scratch, exist_ok=True)  # another process may have swept it before it was locked
+            yield scratch
+        finally:
+            os.close(held)
+
+
+def sweep(directory: Path) -> None:
+    """Removes folders of builds that were killed."""
+    for folder in directory.glob(f"{BUILD_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _digest(source: Path, compiler: str, version: str, openmp: str) -> str:

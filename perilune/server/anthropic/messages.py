@@ -8,6 +8,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from perilune.server import errors
 from perilune.server.anthropic.protocol import FIELDS, CountBody, MessagesBody
 from perilune.server.conversation import spelled
 from perilune.server.errors import GenerationError
-from perilune.server.openai.protocol import json_response
+from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin, rendered
@@ -28,6 +29,7 @@ from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
 PING = {"type": "ping"}
+VERSION = "anthropic-version"  # the header that every client of this API sends
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -182,7 +184,7 @@ async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, MessagesBody)
     body.check_supported()
-    chat = await service.offload(size, lambda: body.chat(thinks_unasked=_thinks_unasked(service.text.template)))
+    chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
@@ -205,11 +207,15 @@ async def count_tokens(request: Request) -> Response:
     body.check_supported()
 
     def count() -> int:
-        chat = body.chat(thinks_unasked=_thinks_unasked(service.text.template))
+        chat = _chat(body, service.text.template)
         with spelled(FIELDS):
-            return len(rendered(chat, service.text, chat.declared_tools).ids)
+            return len(rendered(chat, service.text, chat.head_tools).ids)
 
     return json_response({"input_tokens": await service.offload(size, count)})
+
+
+def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:
+    return body.chat(thinks_unasked=_thinks_unasked(template), tool_form=template.member.tools)
 
 
 def _thinks_unasked(template: ChatTemplate) -> bool:
@@ -218,6 +224,26 @@ def _thinks_unasked(template: ChatTemplate) -> bool:
         return template.thinks(False)
     except RequestError:
         return True
+
+
+def model(described: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of the list of models in the form of this API."""
+    created = datetime.fromtimestamp(described["created"], UTC)
+    return {
+        "id": described["id"],
+        "type": "model",
+        "display_name": described["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": described["max_model_len"],
+        "max_tokens": described["max_model_len"],
+    }
+
+
+def model_page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """The list of models, which has one page: behind or ahead of any other id there is none."""
+    shown = [] if query.get("after_id") or query.get("before_id") else found
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
 
 
 def describe(error: Exception) -> dict[str, Any]:
@@ -232,13 +258,14 @@ def error_object(status: int, message: str) -> dict[str, Any]:
 
 
 class ErrorShape:
-    """Gives every error of the routes below /v1/messages Anthropic's shape, wherever in the application it arose."""
+    """Gives every error of the routes below /v1/messages, and of the models for clients of this API, Anthropic's shape,
+    wherever in the application it arose."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not f"{scope['path']}/".startswith("/v1/messages/"):
+        if scope["type"] != "http" or not _is_ours(scope):
             await self.app(scope, receive, send)
             return
         begun = False
@@ -266,6 +293,13 @@ class ErrorShape:
             if not begun:
                 await errors.response(error)(scope, receive, reshape)
             raise  # for the log
+
+
+def _is_ours(scope: Scope) -> bool:
+    path = f"{scope['path']}/"
+    if path.startswith("/v1/models/"):
+        return any(name == VERSION.encode() for name, _ in scope["headers"])
+    return path.startswith("/v1/messages/")
 
 
 def _is_error(start: Message) -> bool:

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
+from perilune.server.anthropic.tools import ToolSet
 from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, string, text_of, wrong
 from perilune.server.fields import COUNT, MESSAGES, OUTPUT_CONFIG, THINKING, of_chat
 from perilune.server.openai.protocol import ChatBody
-from perilune.text.tools import check_depth, show
+from perilune.text.tools import DeclarationForm, check_depth, show
 
 # Chat's names of fields -> this API's, for errors found further down.
 FIELDS = (
@@ -22,6 +23,9 @@ FIELDS = (
     ("].function.", "]."),
 )
 _TEXT = {"text": "text"}
+# Claude Code begins its system prompt with this line, which counts as a header and differs between conversations: they
+# could not share the cached prefix behind it.
+_BILLING = "x-anthropic-billing-header:"
 
 
 class Thinking(Body):
@@ -66,25 +70,29 @@ class CountBody(RequestBody):
             if thinking.type != "enabled" and thinking.budget_tokens is not None:
                 raise wrong("thinking.budget_tokens", f"does not go with thinking.type {thinking.type!r}")
 
-    def chat(self, *, thinks_unasked: bool) -> ChatBody:
+    def chat(self, *, thinks_unasked: bool, tool_form: DeclarationForm = "typescript") -> ChatBody:
         """The same request to the chat endpoint.
 
         A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked` says that
-        the model cannot do without. A last message of the assistant's is the beginning of the answer.
+        the model cannot do without. A last message of the assistant's is the beginning of the answer. `tool_form`
+        is that of tools that are declared in the middle of the conversation.
         """
         conversation = Conversation()
-        if self.system:
-            conversation.say("system", text_of(self.system, "system", _TEXT))
-        for i, message in enumerate(self.messages):
+        system = self.system
+        if isinstance(system, list):
+            system = [block for block in system if not _is_billing(block)]
+        if system and (text := text_of(system, "system", _TEXT)):
+            conversation.say("system", text)
+        tools = ToolSet.read(self.tools or (), tool_form)
+        for i, message in enumerate(tools.applied(self.messages)):
             _add(conversation, message, f"messages[{i}]")
         if conversation.messages[-1]["role"] == "assistant":
             self._check_beginning(conversation.messages[-1])
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
         choice = self.tool_choice
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": conversation.messages,
-            "tools": tools or None,
+            "tools": tools.tools or None,
             "tool_choice": None if choice is None else _choice(choice),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             **self._thinking(thinks_unasked),
@@ -95,7 +103,10 @@ class CountBody(RequestBody):
             raise wrong("output_format", "and output_config.format are the same field: send the latter")
         if (form := form or self.output_format) is not None:
             fields["response_format"] = _format(form)
-        return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+        body = ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+        if tools.tools is not tools.head:
+            body.declare_first(tools.head)
+        return body
 
     def sampling_fields(self) -> dict[str, Any]:
         return {}
@@ -168,6 +179,10 @@ class MessagesBody(CountBody):
         }
 
 
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, Mapping) and str(block.get("text")).startswith(_BILLING)
+
+
 def _add(conversation: Conversation, message: Mapping[str, Any], where: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -229,19 +244,6 @@ def _refuse(kind: Any, role: str, where: str) -> str:
         f"is of type {show(kind)}, but only text is served: blocks of the {role} may be {allowed}",
         code="unsupported_parameter",
     )
-
-
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise wrong(
-            f"{where}.type",
-            f"{show(tool['type'])} is not served: only tools with an input_schema, which the client runs, are",
-            code="unsupported_parameter",
-        )
-    if not isinstance(tool.get("input_schema"), Mapping):
-        raise wrong(f"{where}.input_schema", "must be a JSON schema object")
-    function = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
-    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def _choice(choice: ToolChoice) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PrivateAttr
 from starlette.responses import Response
 
 from perilune.core.errors import RequestError
@@ -256,6 +256,7 @@ class ChatBody(SamplingBody, ContinuedBody):
     include_reasoning: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    _head: list[dict[str, Any]] | None = PrivateAttr(default=None)
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -283,10 +284,14 @@ class ChatBody(SamplingBody, ContinuedBody):
         super().check_nested(lenient=lenient)
         fields.check_open(self.messages, self.tools or (), lenient=lenient)
 
+    def declare_first(self, tools: list[dict[str, Any]]) -> None:
+        """These tools are declared at the head of the prompt, instead of `tools`, which can be called."""
+        self._head = tools
+
     @property
-    def declared_tools(self) -> list[dict[str, Any]] | None:
-        """With tool_choice "none" the model is not shown any tool, so that it does not try."""
-        return None if self.tool_choice == "none" else self.tools or None
+    def head_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the prompt declares. With tool_choice "none" the model sees none, so that it does not try."""
+        return None if self.tool_choice == "none" else (self.tools if self._head is None else self._head) or None
 
     def think(self) -> bool | None:
         """Whether the model shall think; None: as it does by itself."""

@@ -1,4 +1,5 @@
-"""The OpenAI Responses API: POST /v1/responses, whole or streamed, and GET and DELETE /v1/responses/{id}.
+"""The OpenAI Responses API: POST /v1/responses, whole, streamed or in the background, and what is asked of a response
+by its id: GET, DELETE, cancel, input_items.
 
 A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
@@ -8,6 +9,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,19 +18,24 @@ from starlette.responses import Response
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
-from perilune.server.call import current
+from perilune.server.call import current, entered
 from perilune.server.conversation import Conversation, spelled
 from perilune.server.openai.protocol import ChatBody, json_response
+from perilune.server.responses import custom, items
+from perilune.server.responses.background import Job, Jobs
+from perilune.server.responses.custom import Unwrapped
 from perilune.server.responses.protocol import FIELDS, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
+from perilune.text.tools import Form
 
 _REASONING, _MESSAGE = "reasoning", "message"
 _PARTS = {_REASONING: "reasoning_text", _MESSAGE: "output_text"}
-_PREFIXES = {_REASONING: "rs", _MESSAGE: "msg", "function_call": "fc"}
+_CUSTOM = "custom_tool_call"
+_PREFIXES = {_REASONING: "rs", _MESSAGE: "msg", "function_call": "fc", _CUSTOM: "ctc"}
 
 
 class Output:
@@ -37,14 +44,20 @@ class Output:
     Events lack their sequence number. An item is complete when the next one begins or the answer ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom_tools: Mapping[str, bool] | None = None) -> None:
+        """`custom_tools`: by name, whether a call holds the input itself."""
         self.items: list[dict[str, Any]] = []
+        self._custom_tools = custom_tools or {}
+        self._unwrapped: Unwrapped | None = None  # of the open call of a custom tool with free text
         self._open = False  # whether the last item still grows
         self._text: list[str] = []  # its text or arguments
         self._calls: dict[int, dict[str, Any]] = {}
 
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
-        if isinstance(event, ToolStart):
+        if isinstance(event, ToolStart) and (raw := self._custom_tools.get(event.name)) is not None:
+            yield from self._begin(_CUSTOM, call_id=event.id, name=event.name, input="")
+            self._calls[event.index], self._unwrapped = self.items[-1], None if raw else Unwrapped()
+        elif isinstance(event, ToolStart):
             yield from self._begin("function_call", call_id=event.id, name=event.name, arguments="")
             self._calls[event.index] = self.items[-1]
         elif isinstance(event, Reasoning | Content):
@@ -52,6 +65,10 @@ class Output:
             if not self._open or self.items[-1]["type"] != kind:
                 yield from self._begin_text(kind)
             yield self._grow(f"response.{_PARTS[kind]}", event.text)
+        elif self.items[-1]["type"] == _CUSTOM:
+            text = event.text if self._unwrapped is None else self._unwrapped.feed(event.text)
+            if text:
+                yield self._grow("response.custom_tool_call_input", text)
         else:
             yield self._grow("response.function_call_arguments", event.text)
 
@@ -63,6 +80,15 @@ class Output:
         yield from self._end("incomplete" if cut else "completed")
         unfinished = [self._calls[i] for i in turn.stream.incomplete]
         self.items = [item for item in self.items if not any(item is u for u in unfinished)]
+
+    def cut(self) -> None:
+        """Ends the last item of an answer that was cancelled or failed."""
+        for _ in self._end("incomplete"):
+            pass
+
+    def complete(self) -> list[dict[str, Any]]:
+        """The items that have ended."""
+        return [item for item in self.items if item["status"] != "in_progress"]
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
         yield from self._end("completed")
@@ -91,6 +117,9 @@ class Output:
         if kind == "function_call":
             item["arguments"] = text
             yield {"type": "response.function_call_arguments.done", **where, "name": item["name"], "arguments": text}
+        elif kind == _CUSTOM:
+            item["input"] = text
+            yield {"type": "response.custom_tool_call_input.done", **where, "input": text}
         else:
             where["content_index"] = 0
             part = _part(kind, text)
@@ -110,6 +139,18 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return part | {"annotations": [], "logprobs": []} if kind == _MESSAGE else part
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a request says, read once. `sent`: the messages it adds to the conversation it continues, of which `last` is
+    the last. `items`: its input as the store keeps it. `forms`: grammars of custom tools by name."""
+
+    chat: ChatBody
+    sent: Sequence[msgspec.Raw]
+    last: Mapping[str, Any]
+    items: Sequence[msgspec.Raw]
+    forms: Mapping[str, Form]
+
+
 class Answer:
     """One response from its request to the store."""
 
@@ -120,17 +161,17 @@ class Answer:
         body: ResponsesBody,
         turn: Turn,
         *,
-        sent: Sequence[msgspec.Raw],
-        last: Mapping[str, Any],
+        read: Read,
     ) -> None:
-        """`sent`: the messages that the request adds to the conversation it continues, of which `last` is the last."""
         self.store = store
         self.owner = current().account.name
         self.body = body
         self.turn = turn
-        self.sent = sent
-        self.last = last
-        self.output = Output()
+        self.read = read
+        self.begun = False
+        named = {tool["name"] for tool in body.tools or () if tool.get("type") == "custom"}
+        self.custom_tools = {name: name in read.forms for name in named}
+        self.output = Output(self.custom_tools)
         self.head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -169,18 +210,37 @@ class Answer:
             usage=self._usage(),
         )
         if self.body.store is not False:
-            conversation = Conversation([self.last])
-            if self.last["role"] == "assistant":  # the beginning of this answer
+            conversation = Conversation([self.read.last])
+            if self.read.last["role"] == "assistant":  # the beginning of this answer
                 conversation.resume()
             for item in self.output.items:
                 if item["type"] == "function_call":
                     conversation.call(item["call_id"], item["name"], item["arguments"])
+                elif item["type"] == _CUSTOM:
+                    text = custom.arguments(item["input"], raw=self.custom_tools[item["name"]])
+                    conversation.call(item["call_id"], item["name"], text)
                 else:
                     say = conversation.think if item["type"] == _REASONING else conversation.answer
                     say(item["content"][0]["text"])
-            added: list[Mapping[str, Any] | msgspec.Raw] = [*self.sent[:-1], *conversation.messages]
-            self.store.put(self.owner, self.head["id"], response, added, self.body.previous_response_id)
+            self._keep(response, [*self.read.sent[:-1], *conversation.messages])
         return response
+
+    def state(self) -> dict[str, Any]:
+        """The response as far as it has come."""
+        status = "in_progress" if self.begun else "queued"
+        return self.response(status, output=self.output.complete())
+
+    def end(self, status: str, error: str | None = None) -> dict[str, Any]:
+        """Keeps the response as one that was cancelled or failed, with what it has."""
+        self.output.cut()
+        about = None if error is None else {"code": "server_error", "message": error}
+        response = self.response(status, error=about, usage=self._usage())
+        self._keep(response, None)
+        return response
+
+    def _keep(self, response: dict[str, Any], added: Sequence[Mapping[str, Any] | msgspec.Raw] | None) -> None:
+        body, read = self.body, self.read
+        self.store.put(self.owner, self.head["id"], response, added, body.previous_response_id, read.items)
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         body, params = self.body, self.turn.generation.params
@@ -190,7 +250,7 @@ class Answer:
             "error": None,
             "incomplete_details": None,
             "completed_at": None,
-            "background": False,
+            "background": bool(body.background),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
@@ -216,6 +276,7 @@ class Answer:
     async def _output_events(self) -> AsyncGenerator[dict[str, Any], None]:
         async with contextlib.aclosing(self.turn.events()) as stream:
             async for events, _ in stream:
+                self.begun = True
                 for e in events:
                     for event in self.output.take(e):
                         yield event
@@ -244,23 +305,35 @@ class Answer:
 async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
     body, size = await service.receive(request, ResponsesBody)
     body.check_supported()
     owner = current().account.name
-    stored = [] if body.previous_response_id is None else store.conversation(owner, body.previous_response_id)
+    if (previous := body.previous_response_id) is not None and jobs.running(owner, previous) is not None:
+        raise RequestError(
+            f"response {previous!r} is still being made: wait until it is completed",
+            param="previous_response_id",
+            code="response_not_complete",
+        )
+    stored = [] if previous is None else store.conversation(owner, previous)
     size += sum(len(turn) for turn in stored)
 
-    def translate() -> tuple[ChatBody, list[msgspec.Raw], Mapping[str, Any]]:
+    def translate() -> Read:
         chat, added = body.chat(decoded(stored))
-        return chat, encoded(added), added[-1]
+        kept = items.as_items(body.input) if body.store is not False else ()
+        return Read(chat, encoded(added), added[-1], kept, body.forms())
 
-    chat, sent, last = await service.offload(size, translate)
+    read = await service.offload(size, translate)
+    call = current().apart("/v1/responses") if body.background else current()
     with contextlib.ExitStack() as held:
-        with spelled(FIELDS):
-            chat.check_supported()
-            turns = await begin(service, size, chat)
+        with spelled(FIELDS), entered(call):
+            read.chat.check_supported()
+            turns = await begin(service, size, read.chat, read.forms)
         held.callback(turns.release)
-        answer = Answer(service.model, store, body, turns.turns[0], sent=sent, last=last)
+        answer = Answer(service.model, store, body, turns.turns[0], read=read)
+        if body.background:
+            job = jobs.start(answer, call, held.pop_all().close, keeps_events=bool(body.stream))
+            return _followed(service, job, -1) if body.stream else json_response(answer.state())
         if body.stream:
             release = held.pop_all().close
             events = answer.events()
@@ -271,13 +344,70 @@ async def create_response(request: Request) -> Response:
             return Response(status_code=CLIENT_GONE)
 
 
+def _followed(service: Service, job: Job, after: int) -> Response:
+    """A stream of a job's events; the job goes on when the client leaves."""
+
+    def failure(error: Exception) -> bytes:
+        return named_event({"type": "error", **errors.describe(error)[1]["error"], "sequence_number": after + 1})
+
+    return EventStream(job.follow(after), service.stopping, lambda: None, failure=failure, encode=bytes)
+
+
 async def response_by_id(request: Request) -> Response:
     """GET and DELETE."""
+    service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
     id, owner = request.path_params["id"], current().account.name
     if request.method == "DELETE":
+        if (job := jobs.running(owner, id)) is not None:
+            await jobs.cancel(job)
         store.delete(owner, id)
+        jobs.forget(owner, id)
         return json_response({"id": id, "object": "response", "deleted": True})
-    if request.query_params.get("stream", "false").lower() == "true":
-        raise RequestError("a stored response cannot be streamed again: get it whole", param="stream")
+    after = items.whole_number(request.query_params, "starting_after", -1, -1, 2**53)
+    if items.flag(request.query_params, "stream"):
+        job = jobs.find(owner, id)
+        if job is None:
+            store.get(owner, id)  # 404 if there is none
+        if job is None or not job.keeps_events:
+            raise RequestError(
+                "the events of this response are not kept: send background and stream true when it is made, or get it "
+                "whole",
+                param="stream",
+                code="events_gone",
+            )
+        job.check(after)
+        return _followed(service, job, after)
+    if (job := jobs.running(owner, id)) is not None:
+        return json_response(job.answer.state())
     return Response(store.get(owner, id), media_type="application/json")
+
+
+async def cancel_response(request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel: ends a response that is made in the background."""
+    store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
+    id, owner = request.path_params["id"], current().account.name
+    if (job := jobs.running(owner, id)) is not None:
+        await jobs.cancel(job)
+    response = store.get(owner, id)
+    if not msgspec.json.decode(response)["background"]:
+        raise RequestError(
+            "only a response made with background: true can be cancelled: close the connection of another",
+            param="response_id",
+            code="not_in_background",
+        )
+    return Response(response, media_type="application/json")
+
+
+async def input_items(request: Request) -> Response:
+    service: Service = request.app.state.service
+    store: ResponseStore = request.app.state.responses
+    jobs: Jobs = request.app.state.jobs
+    id, owner = request.path_params["id"], current().account.name
+    if (job := jobs.running(owner, id)) is not None:
+        found = msgspec.json.encode(job.answer.read.items)
+    else:
+        found = store.items(owner, id)
+    return json_response(await service.offload(len(found), lambda: items.page(found, request.query_params)))

@@ -1,14 +1,15 @@
 """The body of POST /v1/responses, and what it says in the terms of a chat completion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
 from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
-from perilune.server.openai.protocol import ChatBody, unsupported
-from perilune.text.tools import show
+from perilune.server.openai.protocol import ChatBody
+from perilune.server.responses import custom
+from perilune.text.tools import Form, show
 
 # Chat's names of fields -> this API's, for errors found further down.
 FIELDS = (
@@ -69,8 +70,8 @@ class ResponsesBody(RequestBody):
     priority: int | None = None
     deadline_seconds: float | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
-    # Known, not acted on.
     background: bool | None = None
+    # Known, not acted on.
     conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
@@ -79,8 +80,10 @@ class ResponsesBody(RequestBody):
         """RequestError for what would otherwise be silently ignored."""
         if not isinstance(self.input, str | list) or not self.input:
             raise wrong("input", "must be a text or a list of items that is not empty")
-        if self.background:
-            raise unsupported("background: true", param="background")
+        if self.background and self.store is False:
+            raise RequestError(
+                "a response made in the background is kept: leave store out", param="store", code="invalid_value"
+            )
         if self.conversation is not None:
             raise RequestError(
                 "conversation is not supported: use previous_response_id or send the conversation as input",
@@ -120,12 +123,12 @@ class ResponsesBody(RequestBody):
         is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
         """
         conversation = Conversation(before)
-        continued = False
+        continued, raw = False, self.forms()
         if isinstance(self.input, str):
             conversation.say("user", self.input)
         else:
             for i, item in enumerate(self.input):
-                _add(conversation, item, f"input[{i}]")
+                _add(conversation, item, f"input[{i}]", raw)
             continued = _continued(self.input[-1], f"input[{len(self.input) - 1}]")
         # Instructions are this request's alone: they are not kept for the responses that continue it.
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -149,13 +152,22 @@ class ResponsesBody(RequestBody):
         body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
         return body, conversation.messages[len(before) :]
 
+    def forms(self) -> dict[str, Form]:
+        """The grammars of custom tools by name."""
+        found = {}
+        for i, tool in enumerate(self.tools or ()):
+            if tool.get("type") == "custom" and (form := custom.form(tool, f"tools[{i}]")) is not None:
+                found[string(tool, "name", f"tools[{i}]", empty=False)] = form
+        return found
+
     def effort(self) -> str | None:
         """Above "high" there is nothing more to allow."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return "high" if effort in ("xhigh", "max") else effort
 
 
-def _add(conversation: Conversation, item: Any, where: str) -> None:
+def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]) -> None:
+    """`raw`: names of custom tools with a grammar."""
     if not isinstance(item, Mapping):
         raise wrong(where, f"must be an object, not {show(item)}")
     kind = item.get("type") or "message"
@@ -177,13 +189,17 @@ def _add(conversation: Conversation, item: Any, where: str) -> None:
     elif kind == "function_call":
         id, name = string(item, "call_id", where, empty=False), string(item, "name", where, empty=False)
         conversation.call(id, name, string(item, "arguments", where))
-    elif kind == "function_call_output":
+    elif kind == "custom_tool_call":
+        id, name = string(item, "call_id", where, empty=False), string(item, "name", where, empty=False)
+        conversation.call(id, name, custom.arguments(string(item, "input", where), raw=name in raw))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = text_of(item.get("output"), f"{where}.output", _TEXT_PARTS)
         conversation.result(string(item, "call_id", where, empty=False), output, f"{where}.call_id")
     else:
         raise wrong(
             f"{where}.type",
-            f"{show(kind)} is not supported: send message, reasoning, function_call and function_call_output items",
+            f"{show(kind)} is not supported: send message, reasoning, function_call, custom_tool_call and their "
+            "..._output items",
             code="unsupported_parameter",
         )
 
@@ -191,8 +207,8 @@ def _add(conversation: Conversation, item: Any, where: str) -> None:
 def _continued(last: Mapping[str, Any], where: str) -> bool:
     """Whether the last item is the beginning of the answer."""
     kind, status = last.get("type") or "message", last.get("status")
-    if kind == "function_call":
-        raise wrong(where, "must be followed by its function_call_output")
+    if kind in ("function_call", "custom_tool_call"):
+        raise wrong(where, f"must be followed by its {kind}_output")
     if kind != "reasoning" and last.get("role") != "assistant":
         return False
     if status not in (None, "in_progress", "incomplete", "completed"):
@@ -213,10 +229,12 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        return custom.declared(tool, where)
     if tool.get("type") != "function":
         raise wrong(
             f"{where}.type",
-            f"{show(tool.get('type'))} is not served: only tools of type 'function' are",
+            f"{show(tool.get('type'))} is not served: only tools of type 'function' and 'custom' are",
             code="unsupported_parameter",
         )
     wanted = ("name", "description", "parameters", "strict")
@@ -226,7 +244,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": string(choice, "name", "tool_choice", empty=False)}}
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     raise wrong(

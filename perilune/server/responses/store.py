@@ -15,15 +15,17 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as JSON, and the chat messages it added to the conversation: the request's own and the answer."""
+    """A response as JSON, the chat messages it added to the conversation (the request's own and the answer) and the
+    request's items. `messages` is None where there is no answer: nothing can continue it."""
 
     response: bytes
-    messages: bytes
+    messages: bytes | None
     previous: str | None
+    items: bytes
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.messages or b"") + len(self.items)
 
 
 @dataclass(slots=True)
@@ -60,11 +62,14 @@ class ResponseStore:
         owner: str,
         id: str,
         response: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any] | msgspec.Raw],
+        messages: Sequence[Mapping[str, Any] | msgspec.Raw] | None,
         previous: str | None,
+        items: Sequence[msgspec.Raw] = (),
     ) -> None:
-        """Keeps a response; `messages` are those that it added to the conversation, `previous` what it continues."""
-        entry = Stored(msgspec.json.encode(response), msgspec.json.encode(messages), previous)
+        """Keeps a response; `messages` are those that it added to the conversation, `previous` what it continues,
+        `items` what the request sent."""
+        added = None if messages is None else msgspec.json.encode(messages)
+        entry = Stored(msgspec.json.encode(response), added, previous, msgspec.json.encode(items))
         shelf = self._shelves.setdefault(owner, _Shelf())
         shelf.entries[id] = entry
         shelf.bytes += entry.size
@@ -78,6 +83,11 @@ class ResponseStore:
         self._touch(owner, id)
         return self._entry(owner, id, "response_id").response
 
+    def items(self, owner: str, id: str) -> bytes:
+        """The items that the request sent, a JSON list; RequestError 404 as in `get`."""
+        self._touch(owner, id)
+        return self._entry(owner, id, "response_id").items
+
     def delete(self, owner: str, id: str) -> None:
         """Forgets a response; what continues it can then no longer be continued. RequestError 404 as in `get`."""
         self._entry(owner, id, "response_id")
@@ -86,13 +96,19 @@ class ResponseStore:
     def conversation(self, owner: str, id: str) -> list[bytes]:
         """The chat messages up to and with this response: JSON lists, one per response, for `decoded`.
 
-        RequestError 404 if this response or one it continues is gone.
+        RequestError 404 if this response or one it continues is gone, 400 if it has no answer.
         """
         self._touch(owner, id)
         turns: list[bytes] = []
         at: str | None = id
         while at is not None:
             entry = self._entry(owner, at, "previous_response_id")
+            if entry.messages is None:
+                raise RequestError(
+                    f"response {at[:100]!r} was cancelled or failed: continue the one before it",
+                    param="previous_response_id",
+                    code="response_not_complete",
+                )
             turns.append(entry.messages)
             at = entry.previous
         return turns[::-1]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from perilune.core.config import EngineConfig
-from perilune.engine import cost_table
-from perilune.engine.cost_table import measure_costs, time_steps
 from perilune.engine.engine import Engine
+from perilune.engine.step_times import cost_table
+from perilune.engine.step_times.cost_table import measure_costs, time_steps
 from perilune.speculation.step_cost import ONE_REQUEST_TOKENS, STEP_TOKENS
 from tests import oracle
 

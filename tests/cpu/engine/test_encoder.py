@@ -98,7 +98,9 @@ class Machine:
 def machine(sizes: Sizes = SMALL, *, cache: int = 1 << 40, ranks: int = 1, **how: Any) -> Machine:
     encoder = Encoder(sizes, pad=PAD, row_bytes=1, cache_bytes=cache, ranks=ranks)
     limits = {"num_blocks": 4096, "block_size": 16, "max_num_seqs": 64, "max_step_tokens": 256, "max_model_len": 40_000}
-    return Machine(Scheduler(**(limits | how), encoder=encoder), encoder, sizes)  # type: ignore[arg-type]
+    scheduler = Scheduler(**(limits | how))  # type: ignore[arg-type]
+    scheduler.encoder = encoder
+    return Machine(scheduler, encoder, sizes)
 
 
 def submit(on: Machine, rid: int, *pictures: Media, tokens: int = 4, **how: Any) -> None:

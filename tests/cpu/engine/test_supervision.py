@@ -161,6 +161,23 @@ def test_closing_while_the_engine_starts_again_leaves_no_process(tmp_path: Path)
     supervise(tmp_path, test)
 
 
+def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+    """Bytes that it has not read make its end a reset, which closes the server's side too."""
+    child = tmp_path / "child"
+    program = (
+        "import os, socket, subprocess, sys\n"
+        f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "socket.socket(fileno=int(sys.argv[1])).close()\nos._exit(3)\n"
+    )
+    with pytest.raises(EngineError, match="exit code 3"):
+        asyncio.run(EngineClient.start(tmp_path, EngineConfig(), command=(sys.executable, "-c", program)))
+    status = Path(f"/proc/{child.read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.01)
+
+
 def test_without_supervision_everything_fails(tmp_path: Path) -> None:
     async def test(s: Supervised) -> None:
         with pytest.raises(EngineError, match="ended unexpectedly"):
@@ -170,6 +187,30 @@ def test_without_supervision_everything_fails(tmp_path: Path) -> None:
         assert len(s.pids) == 1
 
     supervise(tmp_path, test, supervised=False)
+
+
+SHRINKING = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from perilune.formats.safetensors_file import SafetensorsFile
+header = b'{"a":{"dtype":"U8","shape":[1024,64],"data_offsets":[0,65536]}}'
+path = Path(sys.argv[1])
+path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(65536))
+file, copy = SafetensorsFile(path), np.copyto
+def shrinking(*args):
+    os.truncate(path, 8)
+    copy(*args)
+np.copyto = shrinking
+file.read_columns(8 + len(header), 64, slice(0, 8), np.empty((1024, 8), np.uint8))
+"""
+
+
+def test_a_file_that_shrinks_while_the_engine_reads_it_is_named_as_the_cause(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", SHRINKING, str(tmp_path / "a.safetensors"))
+    with pytest.raises(EngineError, match="signal 7, because a file of the model became shorter") as found:
+        asyncio.run(asyncio.wait_for(EngineClient.start(tmp_path, EngineConfig(), command=command), 60))
+    assert "\n" not in str(found.value)
 
 
 SERVER = """

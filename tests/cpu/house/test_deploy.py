@@ -25,6 +25,33 @@ UNIT = "deploy/perilune.service"
 PORT = ServerConfig().port
 PINNED = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*")
 INSTRUCTION = re.compile(r"([A-Z]+)\s+(.*)", re.DOTALL)
+# What hadolint warns of, by its numbers; without DL3008 (Debian's mirrors keep no old versions) and DL3059.
+SHELL_FAULTS = {
+    r"\bsudo\b": "DL3004: no sudo",
+    r"\bapt (install|update)": "DL3027: apt-get, not apt",
+    r"apt-get install (?!.*-y\b)": "DL3014: apt-get install asks",
+    r"apt-get install (?!.*--no-install-recommends)": "DL3015: more packages than named",
+    r"pip install (?!.*--no-cache-dir)": "DL3042: pip keeps its downloads",
+    r"(^|&& )cd ": "DL3003: WORKDIR, not cd",
+    r"\|(?!\|)": "DL4006: a pipe hides what fails before it",
+    r"chmod .*777": "everyone may write",
+}
+SERVICE_KEYS = {
+    "image",
+    "build",
+    "command",
+    "ports",
+    "volumes",
+    "environment",
+    "cap_drop",
+    "security_opt",
+    "init",
+    "shm_size",
+    "stop_grace_period",
+    "restart",
+    "depends_on",
+    "deploy",
+}
 HARDENED = {"NoNewPrivileges": "true", "ProtectSystem": "strict", "ProtectHome": "true", "PrivateTmp": "true"}
 
 
@@ -64,6 +91,17 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return [(m[1], m[2].strip()) for line in text.splitlines() if (m := INSTRUCTION.match(line))]
 
 
+def programs(given: dict[str, list[str]]) -> set[str]:
+    """What an image has, as far as its recipe says."""
+    installed = " ".join(run for run in given["RUN"] if "apt-get install" in run)
+    found = set(re.findall(r"(?<=\s)(curl|wget)(?=\s)", installed))
+    if given["FROM"][-1].startswith("python:") or "python3-venv" in installed:
+        found.add("python3")
+    if any("pip install --no-cache-dir ." in run for run in given["RUN"]):
+        found.add("perilune")
+    return found
+
+
 def docker(root: Path) -> Iterator[str]:
     requirement = re.search(r'"(torch[^"]*)"', (root / "pyproject.toml").read_text())
     shown = set(re.findall(r"^!(\S+)$", (root / ".dockerignore").read_text(), re.MULTILINE))
@@ -79,8 +117,23 @@ def docker(root: Path) -> Iterator[str]:
             for source in [w for w in copied.split() if not w.startswith("--")][:-1]:
                 if source not in shown or not (root / source).exists():
                     yield f"{name}: {source} is not in the build's context"
-        if given.get("USER", ["root"])[-1] in ("root", "0"):
-            yield f"{name}: runs as root"
+        if not re.fullmatch(r"[1-9]\d*", user := given.get("USER", ["root"])[-1]):
+            yield f"{name}: runs as root" if user in ("root", "0") else f"{name}: {user} is no number"
+        made = [w for run in given["RUN"] for w in re.findall(r"useradd .*--uid (\d+)", run)]
+        if user.isdecimal() and made != [user]:
+            yield f"{name}: no user {user} is made"
+        yield from (f"{name}: {kind} is deprecated or fetches" for kind in ("ADD", "MAINTAINER") if kind in given)
+        yield from (f"{name}: WORKDIR {path} is not absolute" for path in given["WORKDIR"] if not path.startswith("/"))
+        for kind in ("ENV", "ARG"):
+            for text in given.get(kind, []):
+                if re.search(r"(?i)(key|token|secret|password)\w*=", text):
+                    yield f"{name}: {kind} has a secret, which the image keeps"
+        for run in given["RUN"]:
+            yield from (f"{name}: {fault}" for pattern, fault in SHELL_FAULTS.items() if re.search(pattern, run))
+        for kind in ("ENTRYPOINT", "HEALTHCHECK"):
+            program = re.search(r'\["([^"]+)"', " ".join(given.get(kind, [])))
+            if program is None or program[1] not in programs(given):
+                yield f"{name}: {kind} runs what the image does not have"
         for kind in ("ENTRYPOINT", "CMD"):
             if not given.get(kind, [""])[-1].startswith("["):
                 yield f"{name}: {kind} goes through a shell, which keeps signals"
@@ -116,6 +169,7 @@ def compose(root: Path) -> Iterator[str]:
     listening = {"perilune": PORT, "prometheus": 9090, "grafana": 3000}  # the other two by their images' defaults
     mounted: dict[str, dict[str, str]] = {}  # service: path in the container to path here
     for name, service in services.items():
+        yield from (f"{name}: no key {key} of a service" for key in service.keys() - SERVICE_KEYS)
         built = service.get("build")
         if built is not None:
             context = (deploy / built["context"]).resolve()
@@ -211,7 +265,19 @@ def test_nothing_is_wrong() -> None:
             "COPY docs docs",
             "docs is not in the build's context",
         ),
-        ("Dockerfile", "USER perilune", "", "runs as root"),
+        ("Dockerfile", "USER 10001", "", "runs as root"),
+        ("Dockerfile", "USER 10001", "USER perilune", "perilune is no number"),
+        ("Dockerfile", "--uid 10001", "--uid 1000", "no user 10001 is made"),
+        ("Dockerfile", "COPY pyproject.toml", "ADD pyproject.toml", "ADD is deprecated or fetches"),
+        ("Dockerfile", "WORKDIR /opt", "WORKDIR opt", "is not absolute"),
+        ("Dockerfile", "ENV PATH=", "ENV HF_TOKEN=x PATH=", "ENV has a secret"),
+        ("Dockerfile", " --no-install-recommends", "", "DL3015"),
+        ("Dockerfile", "install -y --no", "install --no", "DL3014"),
+        ("Dockerfile", "--no-cache-dir .", ".", "DL3042"),
+        ("Dockerfile", "useradd --uid", "curl x | sh && useradd --uid", "DL4006"),
+        ("Dockerfile", 'CMD ["python3"', 'CMD ["curl"', "HEALTHCHECK runs what the image does not have"),
+        ("deploy/cpu.Dockerfile", 'ENTRYPOINT ["perilune"]', 'ENTRYPOINT ["vllm"]', "ENTRYPOINT runs what"),
+        (COMPOSE, "shm_size", "shmsize", "no key shmsize of a service"),
         ("Dockerfile", "EXPOSE 8000", "EXPOSE 8080", "listens on 8000"),
         ("Dockerfile", "8000/health", "8000/healthz", "no health check"),
         ("Dockerfile", "perilune ops --build", "perilune ops --compile", "ops has no option --compile"),

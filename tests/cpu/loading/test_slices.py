@@ -1,15 +1,17 @@
 """A rank's weights are the whole model's, cut; and no byte of the rest is read."""
 
 import dataclasses
+import os
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
 from perilune.formats import int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
@@ -158,6 +160,27 @@ def test_a_file_that_shrank_is_an_error(checkpoints: dict[str, Path], tmp_path: 
         f.truncate(info.offset + 10)
     out = torch.empty(info.shape[0], 64, dtype=torch.uint8).numpy()
     with pytest.raises(Exception, match="truncated"):
+        file.read_columns(info.offset, info.nbytes // info.shape[0], slice(0, 64), out)
+    file.close()
+
+
+def test_a_file_that_shrinks_while_it_is_copied_is_an_error(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By less than a page: the map reads zeros there. By more, the process ends: test_supervision.py."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((checkpoints["int4-compact"] / "model.safetensors").read_bytes())
+    file = SafetensorsFile(path)
+    info = file.tensors["model.layers.0.self_attn.o_proj.weight"]
+    out = torch.empty(info.shape[0], 64, dtype=torch.uint8).numpy()
+    copy = np.copyto
+
+    def shrinking(*args: Any) -> None:
+        os.truncate(path, info.offset + info.nbytes - 1)
+        copy(*args)
+
+    monkeypatch.setattr(np, "copyto", shrinking)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated: \d+ bytes expected"):
         file.read_columns(info.offset, info.nbytes // info.shape[0], slice(0, 64), out)
     file.close()
 

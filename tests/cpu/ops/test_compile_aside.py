@@ -1,6 +1,11 @@
 """Kernels that are compiled while slower implementations serve."""
 
 import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -34,11 +39,58 @@ def test_a_kernel_is_refused_until_it_is_compiled(
     found = build.library("seven")
     assert isinstance(found, ctypes.CDLL) and found.seven() == 7
     time.sleep(0.05)
-    assert "compiling 1 kernels" in (said := capfd.readouterr().err) and "1 kernels were compiled" in said
+    first, each, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("compiling 1 kernels") and last.startswith("1 kernels were compiled")
+    assert re.fullmatch(r"kernel 1 of 1: seven, after \d+\.\d s", each)
     build._loaded.pop("seven")
     assert build.compile_aside(done.set) == 0  # it is in the cache
     assert isinstance(build.library("seven"), ctypes.CDLL)
     build._loaded.pop("seven")
+
+
+def test_each_kernel_is_a_line_and_a_failed_one_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"one": "int one;", "two": "int two", "three": "int three;"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.cpp").write_text(text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_paths", lambda: {name: tmp_path / f"{name}.cpp" for name in texts})
+    build.compile_aside(lambda: None)
+    deadline = time.monotonic() + 30
+    lines: list[str] = []
+    while len(lines) < 5:
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.05)
+        lines += capfd.readouterr().err.splitlines()
+    each = [line for line in lines if line.startswith("kernel ")]
+    assert [line[: len("kernel 1 of 3")] for line in each] == [f"kernel {i} of 3" for i in (1, 2, 3)]
+    (failed,) = (line for line in each if ": two" in line)
+    assert "two.cpp does not compile here: " in failed and "error" in failed
+    for name in texts:
+        build._loaded.pop(name)
+
+
+def test_a_build_that_was_killed_is_swept_and_one_that_lives_is_not(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\nfrom perilune.ops.harness import build\n"
+        "with build._scratch(pathlib.Path(sys.argv[1])) as scratch:\n"
+        "    pathlib.Path(scratch, 'out.o').write_text('half')\n    print(scratch, flush=True)\n    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        build.sweep(tmp_path)
+        assert (folder / "out.o").exists(), "its process lives"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (folder / "out.o").exists()
+    build.sweep(tmp_path)
+    assert not folder.exists()
+    with build._scratch(tmp_path) as scratch:
+        assert Path(scratch).is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ops_decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
+import httpx2  # of the SDK
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
@@ -523,3 +525,61 @@ def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> Non
         assert rebuilt(told(await call))["content"] == [{"type": "text", "text": "Hello"}]
 
     serve(test, hold=2)
+
+
+# ---- the models
+
+
+def sdk(s: Served, key: str = "none") -> anthropic.AsyncAnthropic:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(s.client.app))
+    return anthropic.AsyncAnthropic(base_url="http://test", api_key=key, max_retries=0, http_client=http)
+
+
+def test_the_official_sdk_lists_the_models() -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        found = [m async for m in client.models.list()]
+        assert [(m.id, m.type, m.display_name) for m in found] == [("m", "model", "m")]
+        one = await client.models.retrieve("m")
+        assert one == found[0] and abs(one.created_at.timestamp() - s.service.started) < 1
+        assert one.max_input_tokens == s.engine.info.max_model_len
+        assert [m async for m in client.models.list(after_id="m")] == []
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.models.retrieve("other")
+        assert unknown.value.body["error"]["type"] == "not_found_error"
+        plain = (await s.client.get("/v1/models")).json
+        assert plain["object"] == "list" and plain["data"][0]["object"] == "model"
+        openai = (await s.client.get("/v1/models/other")).error
+        assert openai["code"] == "model_not_found"
+
+    serve(test)
+
+
+def test_a_wrong_key_is_refused_in_the_clients_form() -> None:
+    async def test(s: Served) -> None:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await sdk(s).models.list()
+        assert refused.value.body["error"]["type"] == "authentication_error"
+        assert [m.id async for m in sdk(s, "sesame").models.list()] == ["m"]
+
+    serve(test, api_key="sesame")
+
+
+@pytest.mark.parametrize(("system", "prompt"), [("", False), ([], False), (None, False), ("Be kind", True)])
+def test_an_empty_system_is_none(system: Any, prompt: bool) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post("/v1/messages", {**HELLO, "system": system})
+        assert reply.status == 200 and ("<|im_system|>system" in s.prompt()) == prompt
+
+    serve(test)
+
+
+@pytest.mark.parametrize("system", [{}, False, 0, 0.0])
+def test_a_system_that_is_no_text_is_refused(system: Any) -> None:
+    async def test(s: Served) -> None:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = {"messages": HELLO["messages"], "system": system}
+            reply = await s.client.post(path, body if path == COUNT else {**body, "max_tokens": 9})
+            assert reply.status == 400 and "system must be a string or a list of parts" in reply.text
+
+    serve(test)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -338,6 +339,33 @@ def test_prompts_beyond_the_context() -> None:
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
         count = (await s.client.post("/tokenize", body)).json["count"]
         assert str(count) in error["message"] and "512" in error["message"]
+
+    serve(test)
+
+
+@pytest.mark.parametrize("size", [600, 100_000])
+def test_agents_recognise_a_prompt_beyond_the_context(size: int) -> None:
+    """So that they shorten the conversation and go on."""
+    claude_code = r"(?i)prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)"
+    litellm, opencode = (
+        r"(?i)this model's maximum context length is 512 tokens",
+        r"(?i)maximum context length is \d+ tokens",
+    )
+
+    async def test(s: Served) -> None:
+        question = [{"role": "user", "content": "x" * size}]
+        for path, body in (
+            (CHAT, {"messages": question}),
+            ("/v1/responses", {"input": question}),
+            ("/v1/messages", {"messages": question, "max_tokens": 100}),
+        ):
+            reply = await s.client.post(path, body)
+            assert reply.status == 400
+            message = reply.json["error"]["message"]
+            found = re.search(claude_code, message)
+            assert found and int(found[1]) > int(found[2]) == 511, message
+            assert re.search(litellm, message) and re.search(opencode, message)
+            assert path.startswith("/v1/messages") or reply.json["error"]["code"] == "context_length_exceeded"
 
     serve(test)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from perilune.core.config import ServerConfig
+from perilune.core.errors import ConfigError
 from perilune.text.chat import template_for
 from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve
 
@@ -186,6 +188,21 @@ def test_a_stop_string_ends_the_turn_and_frees_the_engine(width: int) -> None:
         assert 'perilune_request_success_total{finished_reason="stop"} 2.0' in (await s.client.get("/metrics")).text
 
     serve(test, answer="one END two", width=width)
+
+
+def test_a_default_for_requests_without_a_limit() -> None:
+    async def test(s: Served) -> None:
+        for path in (CHAT, "/v1/responses"):
+            body = {"messages": HELLO} if path == CHAT else {"input": "Hi"}
+            assert (await s.client.post(path, body)).status == 200 and s.params.max_tokens == 30
+        assert (await s.client.post(CHAT, {"messages": HELLO, "max_tokens": 40})).status == 200
+        assert s.params.max_tokens == 40, "a request may ask for more"
+        long = [{"role": "user", "content": "a" * 490}]
+        assert (await s.client.post(CHAT, {"messages": long})).status == 200 and s.params.max_tokens < 30
+
+    serve(test, default_max_tokens=30)
+    with pytest.raises(ConfigError, match="default_max_tokens must be at least 1, not 0"):
+        ServerConfig(default_max_tokens=0)
 
 
 def test_max_tokens_ends_with_length_and_is_clamped_to_the_context() -> None:

@@ -60,6 +60,7 @@ class Served:
     def __init__(self, listener: Listener, port: int) -> None:
         self.listener, self.port = listener, port
         self.left: list[str] = []
+        self.paths: list[str] = []
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Wire]:
@@ -82,6 +83,7 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], timeouts: Timeout
             await send({"type": "http.response.body", "body": body})
 
         path = scope["path"]
+        served.paths.append(path)
         if path == "/ignore":
             return await respond(200, b"ignored")
         body, more_body = b"", True
@@ -274,6 +276,7 @@ AMBIGUOUS = {
     "bare carriage return": b"X: a\rContent-Length: 5\r\n\r\nhello",
     "zero byte": b"X: a\0b\r\n\r\n",
     "two hosts": b"Host: y\r\n\r\n",
+    "a name with a space": b"X y: a\r\n\r\n",
 }
 
 
@@ -284,7 +287,51 @@ def test_what_can_be_read_in_two_ways_is_refused_and_ends_the_connection(rest: b
             wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\n" + rest + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
             status, headers, body = await wire.response()
             assert status in (400, 501) and headers["connection"] == "close"
-            assert json.loads(body)["error"]["code"] == "invalid_http" and await wire.ended()
+            error = json.loads(body)["error"]
+            assert error["code"] == "invalid_http" and "bytearray" not in error["message"] and await wire.ended()
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "words"),
+    [
+        (b"GET /echo HTTP/1.1\nHost: x\n\n", 400, "CR LF"),
+        (b"GET /echo HTTP/1.1\rHost: x\r\r", 400, "CR LF"),
+        (b"\nGET /echo HTTP/1.1\r\n", 400, "no method"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "not HTTPS"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/1.1"),
+        (b"GET /echo HTTP/3.0\r\nHost: x\r\n\r\n", 505, "HTTP/1.1"),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 1000])
+def test_what_is_no_http_1_1_is_refused_at_once(sent: bytes, status: int, words: str, piece: int) -> None:
+    """Not when the time for its head is over: the end that it lacks will not come."""
+
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            begun = time.monotonic()
+            for at in range(0, len(sent), piece):
+                wire.send(sent[at : at + piece])
+                await asyncio.sleep(0)
+            found, _, body = await wire.response()
+            assert found == status and words in json.loads(body)["error"]["message"] and await wire.ended()
+            assert time.monotonic() - begun < 2
+
+    serve(test, Timeouts())
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [("http://x/client", "/client"), ("HTTPS://a:8/echo?b", "/echo"), ("http://x", "/")]
+)
+def test_a_target_may_name_its_origin(target: str, path: str) -> None:
+    """As clients write it to proxies, and a server has to take it (RFC 9112, 3.2.2)."""
+
+    async def test(s: Served) -> None:
+        async with s.connect() as wire:
+            wire.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert (await wire.response())[0] == 200
+            assert s.paths == [path]
 
     serve(test)
 

@@ -15,8 +15,10 @@ from click.testing import CliRunner
 from perilune.cli import key as key_verb
 from perilune.core.config import ServerConfig, build
 from perilune.core.errors import ConfigError, RequestError
+from perilune.grammar import matcher as matching
 from perilune.server import keys
-from perilune.server.keys import Account, Bucket, Grant, Keyring, LimitReached, digest
+from perilune.server.keys import Account, Grant, Keyring, digest
+from perilune.server.limits import Bucket, LimitReached
 from perilune.server.reload import Watched
 from perilune.server.responses.store import ResponseStore
 from tests.serving import CHAT, HELLO, TEXT, Reply, Served, serve
@@ -150,7 +152,7 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(file: Path, caplog: p
         watched.poll()
         assert ring.find("plk-b") is None and ring.find("plk-cc") is not None
         assert ring.find("plk-a") is a and a.usage.requests == 1 and a.grant.concurrent == 1
-        assert int(a._buckets["requests_per_minute"].level) == 4, "a reload must not refill a limit"
+        assert (b"x-ratelimit-remaining-requests", b"4") in a.headers(), "a reload must not refill a limit"
         file.write_text("half a fi")
         watched.poll()
         watched.poll()
@@ -290,6 +292,33 @@ def test_keys_share_cached_kv_only_in_a_group(file: Path) -> None:
         test,
         api_key_file=write(file, entry("a"), entry("b"), entry("c", cache_group=group), entry("d", cache_group=group)),
     )
+
+
+def test_keys_share_compiled_grammars_only_in_a_group(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema that has been compiled for another key takes as long as a new one."""
+    compiled: list[str] = []
+    matcher = matching.Matcher
+
+    def counted(known: Any, grammar: str, group: str) -> Any:
+        compiled.append(group)
+        return matcher(known, grammar, group)
+
+    monkeypatch.setattr(matching, "Matcher", counted)
+    schema = {"type": "object", "properties": {"unheard_of": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    async def test(s: Served) -> None:
+        for name, count, group in (("a", 1, "key:a"), ("a", 0, "key:a"), ("b", 1, "key:b"), ("c", 1, "group:team"),
+                                   ("d", 0, "group:team")):  # fmt: skip
+            compiled.clear()
+            assert (await ask(s, name, response_format=form)).status == 200
+            assert compiled == [group] * count
+            constraint = s.engine.constraints[-1]
+            assert constraint is not None and constraint.group == group  # so it is in the engine's process
+
+    group = '"team"'
+    texts = entry("a"), entry("b"), entry("c", cache_group=group), entry("d", cache_group=group)
+    serve(test, answer='{"unheard_of":1}', api_key_file=write(file, *texts))
 
 
 def test_stored_responses_do_not_exist_for_other_keys(file: Path) -> None:

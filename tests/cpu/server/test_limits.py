@@ -4,7 +4,7 @@ import pytest
 
 from perilune.core.errors import ConfigError, RequestError
 from perilune.server import limits
-from perilune.server.limits import Limit, Limiter, Proxies
+from perilune.server.limits import Limit, Limiter, Meter, Proxies
 
 
 class Clock:
@@ -15,54 +15,70 @@ class Clock:
 
 
 def test_requests_in_flight_are_counted_by_name() -> None:
-    limiter, limit = Limiter(), Limit(concurrent=2)
-    ends = [limiter.take("a", limit), limiter.take("a", limit)]
-    with pytest.raises(RequestError, match="2 of your requests are in flight") as refused:
-        limiter.take("a", limit)
+    limiter = Limiter(Limit(concurrent=2))
+    ends = [limiter.take("a"), limiter.take("a")]
+    with pytest.raises(RequestError, match="your address may have 2 requests in flight, and has 2") as refused:
+        limiter.take("a")
     assert refused.value.status == 429 and refused.value.retry_seconds == 1
-    limiter.take("b", limit)
+    limiter.take("b")
     ends.pop()()
-    limiter.take("a", limit)
+    limiter.take("a")
 
 
 def test_a_rate_refills_steadily_and_says_when() -> None:
     clock = Clock()
-    limiter, limit = Limiter(clock), Limit(requests=30)
+    limiter = Limiter(Limit(requests_per_minute=30), clock)
     for _ in range(30):
-        limiter.take("a", limit)()
+        limiter.take("a")()
     with pytest.raises(RequestError, match="30 requests per minute") as refused:
-        limiter.take("a", limit)
+        limiter.take("a")
     assert refused.value.retry_seconds == 2
     clock.now += 1.9
     with pytest.raises(RequestError):
-        limiter.take("a", limit)
+        limiter.take("a")
     clock.now += 0.2
-    limiter.take("a", limit)()
+    limiter.take("a")()
     with pytest.raises(RequestError):
-        limiter.take("a", limit)
+        limiter.take("a")
 
 
 def test_spent_tokens_delay_later_requests() -> None:
     clock = Clock()
-    limiter, limit = Limiter(clock), Limit(tokens=600)
-    limiter.take("a", limit)()
-    limiter.spend("a", "tokens", 600, 1200)  # known only afterwards
+    meter = Meter("this API key", "answers", Limit(tokens_per_minute=600), clock)
+    meter.admit()
+    meter.spend(1200)  # known only afterwards
     with pytest.raises(RequestError, match="600 tokens per minute") as refused:
-        limiter.take("a", limit)
+        meter.admit()
     assert refused.value.retry_seconds == 61
     clock.now += 61
-    limiter.take("a", limit)()
+    meter.admit()
+
+
+def test_a_refused_request_holds_no_room() -> None:
+    clock = Clock()
+    limiter = Limiter(Limit(concurrent=1, requests_per_minute=60), clock)
+    for _ in range(60):
+        limiter.take("a")()
+    for _ in range(3):
+        with pytest.raises(RequestError, match="60 requests per minute: try again in 1 s"):
+            limiter.take("a")
+    clock.now += 2
+    end = limiter.take("a")
+    with pytest.raises(RequestError, match="1 requests in flight, and has 1"):
+        limiter.take("a")
+    end()
+    limiter.take("a")()
 
 
 def test_names_are_bounded_and_those_with_requests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_NAMES", 10)
-    limiter, limit = Limiter(), Limit(concurrent=1)
-    limiter.take("busy", limit)
+    limiter = Limiter(Limit(concurrent=1))
+    limiter.take("busy")
     for i in range(50):
-        limiter.take(f"n{i}", limit)()
-    assert len(limiter._counts) == 10
+        limiter.take(f"n{i}")()
+    assert len(limiter._meters) == 10
     with pytest.raises(RequestError):
-        limiter.take("busy", limit)
+        limiter.take("busy")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """What the server says about its requests: ids, headers, logs, the audit log, and a dashboard of metrics that exist."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import logging
+import os
 import re
+import resource
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +22,7 @@ from perilune.core.errors import ConfigError
 from perilune.server import audit, logs
 from perilune.server.audit import AuditLog, redacted
 from perilune.server.service import Service
-from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, FakeEngine, Served, serve
+from tests.serving import BYTES, CALL, CHAT, HELLO, INFO, TEXT, WEATHER, FakeEngine, Served, serve
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy" / "grafana" / "perilune.json"
@@ -217,6 +221,19 @@ def test_no_secret_is_ever_logged(form: str, tmp_path: Path) -> None:
         assert text and KEY not in text and KEY[:20] not in text
 
 
+def test_probes_are_no_lines_unless_they_fail() -> None:
+    async def test(s: Served) -> None:
+        for path in ("/health", "/health/ready", "/health/live", "/metrics", "/", "/v1/models"):
+            assert (await s.client.get(path)).status == 200
+        s.engine.alive = False
+        await s.client.get("/health/ready")
+
+    said = captured("text", "info", lambda: serve(test)).splitlines()
+    asked = [found[1] for line in said if (found := re.search(r"GET (\S+ \d+)", line))]
+    assert asked == ["/ 200", "/v1/models 200", "/health/ready 503"]
+    assert captured("text", "debug", lambda: serve(test)).count(" 200 ") == 6
+
+
 # ---- the audit log
 
 
@@ -372,6 +389,39 @@ def test_wrong_rules_and_places_are_named(tmp_path: Path) -> None:
 # ---- the dashboard
 
 
+def test_the_processes_of_the_engine_are_measured() -> None:
+    """Against what this process knows of itself; a process that has ended has no metrics."""
+
+    async def test(s: Served) -> None:
+        with subprocess.Popen(["sleep", "60"]) as other:
+            try:
+                s.engine.info = dataclasses.replace(INFO, pids=(os.getpid(), other.pid))
+                pages.append((await s.client.get("/metrics")).text)
+            finally:
+                other.kill()
+        pages.append((await s.client.get("/metrics")).text)
+        s.engine.alive = False
+        pages.append((await s.client.get("/metrics")).text)
+
+    pages: list[str] = []
+    serve(test)
+
+    def value(name: str, process: str) -> float | None:
+        found = re.search(rf'^perilune_process_{name}{{process="{process}"}} (\S+)$', page, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    page = pages[0]
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    assert 0 < (value("resident_memory_bytes", "engine") or 0) < 1.5 * usage.ru_maxrss * 1024
+    assert abs((value("cpu_seconds_total", "engine") or 0) - usage.ru_utime - usage.ru_stime) < 1
+    assert abs((value("open_fds", "engine") or 0) - len(os.listdir("/proc/self/fd"))) < 20
+    assert 0 < (value("resident_memory_bytes", "rank1") or 0) < 64 << 20
+    page = pages[1]
+    assert value("open_fds", "engine") and value("open_fds", "rank1") is None
+    page = pages[2]
+    assert value("open_fds", "engine") is None
+
+
 def test_the_dashboard_shows_metrics_that_exist() -> None:
     async def test(s: Served) -> None:
         await s.client.post(CHAT, {"messages": HELLO})
@@ -402,7 +452,8 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
                 assert all(label in labels[n] for n in re.findall(r"\b(?:perilune|process)_\w+", target["expr"])), label
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in used}
     for topic in ("time_to_first_token", "inter_token", "queue_time", "prompt_tokens", "kv_cache_usage", "running",
-                  "waiting", "errors", "accepted", "closed_by_grammar", "prefix_cache_hits"):  # fmt: skip
+                  "waiting", "errors", "accepted", "closed_by_grammar", "prefix_cache_hits",
+                  "perilune_process_resident", "perilune_process_cpu", "perilune_process_open"):  # fmt: skip
         assert any(topic in name for name in families), topic
     spots = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
     assert len(set(spots)) == len(spots) and len({p["id"] for p in dashboard["panels"]}) == len(spots)

@@ -440,7 +440,7 @@ def test_a_last_thought_is_continued(status: Any) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"temperature": -1}, "temperature", "between"),
         ({"top_p": 0}, "top_p", "above 0"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "store": False}, "store", "leave store out"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions"),
         ({"truncation": "auto"}, "truncation", "not supported"),

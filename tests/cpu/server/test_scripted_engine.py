@@ -120,6 +120,6 @@ def test_deltas_that_came_while_the_consumer_was_busy_are_one() -> None:
     with_engine(test, "--width", "2")
 
 
-def test_an_error_is_not_joined_to_the_tokens_before_it() -> None:
-    deltas = [Delta(1, (3,), cached_tokens=5), Delta(1, (4,)), Delta(1, finish_reason="error", error="why")]
-    assert joined(deltas) == [Delta(1, (3, 4), cached_tokens=5), Delta(1, finish_reason="error", error="why")]
+@pytest.mark.parametrize("last", [Delta(1, finish_reason="error", error="why"), Delta(1, finish_reason="deadline")])
+def test_an_error_is_not_joined_to_the_tokens_before_it(last: Delta) -> None:
+    assert joined([Delta(1, (3,), cached_tokens=5), Delta(1, (4,)), last]) == [Delta(1, (3, 4), cached_tokens=5), last]

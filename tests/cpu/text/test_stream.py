@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.text.stops import StopMatcher
-from perilune.text.stream import ChatStream, Content, Event, Reasoning, TextStream, ToolArguments, ToolStart
+from perilune.text.stream import ChatStream, Content, Event, Reasoning, Style, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import AddedToken, Tokenizer
 
 NAMES = ("[EOS]", "<|im_end|>", "[EOT]", "<|im_user|>", "<|media_pad|>")
@@ -212,19 +212,22 @@ def test_call_without_its_end() -> None:
     assert run(ids(SECTION, CALL, "functions.f:0", ARGS)) == [ToolStart(0, "functions.f:0", "f")]
 
 
-def test_without_tools_their_markers_are_text() -> None:
-    text = f"<|tool_calls_section_begin|><|tool_call_begin|>{NATIVE}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+def test_without_tools_their_markers_never_show() -> None:
+    """A model that goes on calling when a client asks for a summary without its tools."""
+    calls = section(call(arguments="{}"))
     for none in (None, [], ()):
-        events = run(ids("T", DONE, "C", *section(call(arguments="{}")), "!", EOS), tools=none)
-        assert events == [Reasoning("T"), Content(f"C{text}<|tool_calls_section_end|>!")]
+        events = run(ids("T", DONE, "C", *calls, "!", EOS), tools=none)
+        assert events == [Reasoning("T"), Content(f"C{NATIVE}{{}}!")]
+    shown = run(ids("C", *calls, EOS), thinking=False, tools=None, style=Style(show_special=True))
+    text = f"<|tool_calls_section_begin|><|tool_call_begin|>{NATIVE}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert shown == [Content(f"C{text}<|tool_calls_section_end|>")]
 
 
 def test_other_control_tokens_never_show() -> None:
     noise = (USER, RESERVED, THINK, DONE, EOS, CALL_END, ARGS, SECTION_END)
     assert run(ids("T", USER, RESERVED, ARGS, DONE, "A", *noise, "B", *noise)) == [Reasoning("T"), Content("AB")]
-    # Inside arguments the thought markers can only be part of a string.
-    arguments = ids('{"a": "', THINK, DONE, '"}')
-    assert run(ids(CALL, NATIVE, ARGS, *arguments, CALL_END))[1:] == [ToolArguments(0, '{"a": "<think></think>"}')]
+    arguments = ids('{"a": "', THINK, USER, DONE, '"}')
+    assert run(ids(CALL, NATIVE, ARGS, *arguments, CALL_END))[1:] == [ToolArguments(0, '{"a": ""}')]
 
 
 @pytest.mark.parametrize("spelled", ["<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"])
@@ -324,8 +327,8 @@ def test_events_do_not_depend_on_how_the_ids_were_cut(
     ids_given = [e.id for e in events if isinstance(e, ToolStart)]
     assert len({i.rsplit(":")[-1] for i in ids_given}) == len(ids_given)
     text = "".join(e.text for e in events if isinstance(e, Content))
-    if tools:
-        assert not any(m in text for m in MARKERS if m != "<|tool_calls_section_begin|>")
+    shown = "".join(e.name if isinstance(e, ToolStart) else e.text for e in events)
+    assert not any(m in shown for m in MARKERS if m != "<|tool_calls_section_begin|>")
     assert not any(s in text for s in stop)
     assert not stopped or stop
 

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.files import read_regular
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import MAX_DRAFTS, StepPlan, Work
+from perilune.core.step import LEFT_OUT, MAX_DRAFTS, StepPlan, Work
 from perilune.engine.graphs.decode import rounded_up
 from perilune.engine.runner import Runner
 from perilune.ops.harness import build
@@ -30,6 +30,7 @@ KEPT_TABLES = 32  # of other models and configurations; the oldest go first
 log = logging.getLogger("perilune.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
+PROMPT_TOKENS = (256, 1024, 4096)  # Sizes of prompts that are timed, and a whole step. More: a slower start.
 FIRST_REQUESTS = 8  # More: longer starts. Fewer: the first requests of a size wait for a capture, 0.3 s and more.
 
 
@@ -121,6 +122,20 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
             timer((1,) * requests, 1, chain)
 
 
+def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int, float], None]) -> None:
+    """Gives `record` the tokens and seconds of steps that compute a prompt. On GPUs alone: a CPU would take longer than
+    all the rest of a start, and its seconds are nearly proportional to tokens. Overwrites the cache, which must be
+    empty."""
+    if runner.pages.data.device.type == "cpu" or not config.decode_stretch:
+        return
+    assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
+    most = min(config.max_step_tokens, config.max_model_len - 1, config.kv_blocks * config.block_size)
+    timer = _Timer(runner, config)
+    for tokens in (*(n for n in PROMPT_TOKENS if n < most), most):
+        timer.prompt(tokens)  # loads kernels
+        record(tokens, timer.prompt(tokens))
+
+
 class _Timer:
     """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
 
@@ -135,7 +150,11 @@ class _Timer:
     def __call__(self, counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
         return self._runner.call(self._time, counts, context, chain, ahead)
 
-    def _time(self, counts: Sequence[int], context: int, chain: int, ahead: int) -> float:
+    def prompt(self, tokens: int) -> float:
+        """Seconds of a step that computes one prompt."""
+        return self._runner.call(self._time, (tokens,), 0, LEFT_OUT, 1, False)
+
+    def _time(self, counts: Sequence[int], context: int, chain: int, ahead: int, drafts: bool = True) -> float:
         each = -(-(context + max(counts)) // self._block_size)
         self._clear(min(each * len(counts), self._num_blocks))
         vocabulary = self._runner.model.config.vocab_size
@@ -151,7 +170,7 @@ class _Timer:
                 params=self._params,
                 seed=0,
                 left=count,
-                drafts=count - 1,
+                drafts=count - 1 if drafts else 0,
             )
             for i, count in enumerate(counts)
         )

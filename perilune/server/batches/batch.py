@@ -1,0 +1,360 @@
+"""Batches: requests of a file, answered when the engine has room beside other requests, into a file.
+
+Answers are appended to ID.output and ID.errors beside the batch's record; a server that starts again goes on behind
+them. When all lines are answered, or the batch is cancelled, expires or fails, these become files.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from perilune.core.errors import EngineError, RequestError
+from perilune.server import errors
+from perilune.server.batches.files import FileStore, new_id, read_records, write_whole
+from perilune.server.batches.protocol import BatchBody, Line, read_line, record
+from perilune.server.call import Call, entered
+from perilune.server.keys import Account
+from perilune.server.limits import BodyBudget, BodyShare
+from perilune.server.openai.protocol import MAX_PRIORITIES
+from perilune.server.service import JSON, Service
+from perilune.text.tools import show
+
+MAX_LINES = 50_000
+MAX_BATCHES = 100  # of a key that have not ended
+MAX_RECORDS = 1000  # of a key, ended ones included; the oldest are deleted
+MAX_ERRORS = 20  # of a file that is no batch, reported
+POLL_SECONDS = 0.05
+RETRY_SECONDS = 1.0
+MAX_WAIT_SECONDS = 30.0
+ANSWERS = ("output", "errors")  # ends of the names of files with answers, right ones and errors
+ENDED = ("completed", "failed", "expired", "cancelled")
+Endpoint = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger("perilune.server")
+
+
+class Batch:
+    """One batch on its way. `record` is what clients see of it, and under "own" what only this server reads."""
+
+    def __init__(self, store: FileStore, owner: str, about: dict[str, Any]) -> None:
+        self.store = store
+        self.owner = owner
+        self.record = about
+        self.done: set[str] = set()  # custom ids that were answered
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return str(self.record["id"])
+
+    @property
+    def ended(self) -> bool:
+        return self.record["status"] in ENDED
+
+    @property
+    def expired(self) -> bool:
+        return bool(time.time() >= self.record["expires_at"])
+
+    def shown(self) -> dict[str, Any]:
+        return {name: value for name, value in self.record.items() if name != "own"}
+
+    def move(self, status: str) -> None:
+        """Changes the status, and says so on disk."""
+        self.record["status"] = status
+        if f"{status}_at" in self.record:
+            self.record[f"{status}_at"] = int(time.time())
+        write_whole(self.path("json"), msgspec.json.encode(self.record))
+
+    def delete(self) -> None:
+        for end in ("json", *ANSWERS):
+            self.path(end).unlink(missing_ok=True)
+
+    def append(self, line: Mapping[str, Any], *, failed: bool) -> None:
+        """Writes an answer; RequestError when the files have no room for it."""
+        data = msgspec.json.encode(line) + b"\n"
+        self._reserve(len(data))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        with open(os.open(self.path("errors" if failed else "output"), flags, 0o600), "wb") as file:
+            file.write(data)
+        self._count(line["custom_id"], failed=failed)
+
+    def recover(self, found: Mapping[str, tuple[int, list[str]]]) -> None:
+        """Takes over what `answered` found."""
+        self.record["request_counts"] |= {"completed": 0, "failed": 0}
+        for end, (size, ids) in found.items():
+            self._reserve(size)
+            for id in ids:
+                self._count(id, failed=end == "errors")
+
+    def finish(self, status: str) -> None:
+        """Makes files of the answers and ends the batch. The server may end at any moment: `resume` does the rest."""
+        own = self.record["own"]
+        if "final" not in own:
+            own["final"] = status
+            own["files"] = {end: new_id("file") for end in ANSWERS if self.path(end).is_file()}
+            self.move("cancelling" if status == "cancelled" else "finalizing")
+        for end, id in own["files"].items():
+            if self.path(end).is_file():
+                about = {"filename": f"{self.id}_{end}.jsonl", "purpose": "batch_output"}
+                self.store.keep(self.owner, id, self.path(end), about, own["expiry_seconds"])
+            self.record["output_file_id" if end == "output" else "error_file_id"] = id
+        self.move(own["final"])
+
+    def fail(self, found: list[dict[str, Any]]) -> None:
+        self.record["errors"] = {"object": "list", "data": found}
+        self.finish("failed")
+
+    def path(self, end: str) -> Path:
+        return self.store.folder(self.owner) / f"{self.id}.{end}"
+
+    def _reserve(self, size: int) -> None:
+        self.store.reserve(self.owner, size)
+
+    def _count(self, custom_id: str, *, failed: bool) -> None:
+        self.done.add(custom_id)
+        self.record["request_counts"]["failed" if failed else "completed"] += 1
+
+
+class Batches:
+    """All batches of a server. Belongs to the event loop.
+
+    At most half of the requests that the engine computes together are batches', they begin only while it has room for
+    more, and wait behind all others. Limits of their key hold: beyond one they wait.
+    """
+
+    def __init__(self, service: Service, store: FileStore, endpoints: Mapping[str, Endpoint], app: Any) -> None:
+        self.service = service
+        self.store = store
+        self._endpoints = endpoints
+        self._app = app
+        self._seats = asyncio.Semaphore(max(service.engine.info.max_num_seqs // 2, 1))
+        self._batches: dict[str, dict[str, Batch]] = {}  # by owner and id, oldest first
+        for owner in store.owners():
+            found = [Batch(store, owner, about) for about in read_records(store.folder(owner), "batch")]
+            self._batches[owner] = {b.id: b for b in sorted(found, key=lambda b: b.record["created_at"])}
+
+    def resume(self) -> None:
+        """Goes on with the batches that an earlier server left. To be called once, in the event loop."""
+        for batches in self._batches.values():
+            for batch in batches.values():
+                if not batch.ended:
+                    self._start(batch)
+
+    async def close(self) -> None:
+        """Ends the work; the batches stay as they are, for `resume`."""
+        tasks = [b.task for batches in self._batches.values() for b in batches.values() if b.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.store.close()
+
+    def create(self, owner: str, body: BatchBody) -> Batch:
+        """RequestError for a file that is not there, or when the key has too many batches."""
+        self.store.get(owner, body.input_file_id, "input_file_id")
+        own = self._batches.setdefault(owner, {})
+        if sum(not b.ended for b in own.values()) >= MAX_BATCHES:
+            raise RequestError(
+                f"{MAX_BATCHES} batches have not ended: wait for one, or cancel one",
+                code="too_many_batches",
+                status=429,
+                retry_seconds=60,
+            )
+        batch = Batch(self.store, owner, record(new_id("batch"), body, int(time.time())))
+        batch.move("validating")
+        own[batch.id] = batch
+        for old in [b for b in own.values() if b.ended][: max(len(own) - MAX_RECORDS, 0)]:
+            own.pop(old.id).delete()
+        self._start(batch)
+        return batch
+
+    def list(self, owner: str) -> list[Batch]:
+        return [*self._batches.get(owner, {}).values()]
+
+    def get(self, owner: str, id: str) -> Batch:
+        """RequestError 404 if the owner has no such batch."""
+        found = self._batches.get(owner, {}).get(id)
+        if found is None:
+            raise RequestError(f"there is no batch {show(id)}", param="batch_id", code="batch_not_found", status=404)
+        return found
+
+    def reads(self, owner: str, file: str) -> bool:
+        """Whether a batch that has not ended reads a file."""
+        return any(b.record["input_file_id"] == file and not b.ended for b in self.list(owner))
+
+    async def cancel(self, batch: Batch) -> None:
+        """What was answered stays. A batch that has ended, or is about to, stays as it is."""
+        if batch.ended or batch.task is None or batch.record["status"] == "finalizing":
+            return
+        batch.move("cancelling")
+        await asyncio.sleep(0)
+        batch.task.cancel()
+        await asyncio.gather(batch.task, return_exceptions=True)
+
+    # ---- the work
+
+    def _start(self, batch: Batch) -> None:
+        batch.task = asyncio.create_task(self._run(batch))
+
+    async def _run(self, batch: Batch) -> None:
+        try:
+            await self._work(batch)
+        except asyncio.CancelledError:
+            if batch.record["status"] != "cancelling":
+                raise  # the server ends
+            batch.finish("cancelled")
+        except Exception as e:
+            while isinstance(e, ExceptionGroup):  # of the tasks for lines
+                e = e.exceptions[0]
+            if not isinstance(e, RequestError):
+                log.error("batch %s failed: %s", batch.id, e, exc_info=e)
+                e = RequestError("the server has a fault, which its log describes", code="server_error")
+            with contextlib.suppress(OSError):
+                batch.fail([_error(e, None)])
+
+    async def _work(self, batch: Batch) -> None:
+        if batch.record["status"] in ("cancelling", "finalizing"):  # the server ended before the batch had
+            batch.finish("cancelled")
+            return
+        self.store.get(batch.owner, batch.record["input_file_id"], "input_file_id")
+        path, endpoint = self.store.path(batch.owner, batch.record["input_file_id"]), batch.record["endpoint"]
+        if batch.record["status"] == "validating":
+            wrong, total = await asyncio.to_thread(_validated, path, endpoint)
+            if wrong:
+                batch.fail(wrong)
+                return
+            batch.record["request_counts"]["total"] = total
+            batch.move("in_progress")
+        batch.recover(await asyncio.to_thread(answered, batch))
+        async with asyncio.TaskGroup() as group:
+            with open(path, "rb") as file:
+                for raw in file:
+                    if not raw.strip() or (line := read_line(raw, endpoint)).custom_id in batch.done:
+                        continue
+                    await self._seats.acquire()
+                    task = group.create_task(self._one(batch, line))
+                    task.add_done_callback(lambda _: self._seats.release())
+        batch.finish("expired" if batch.expired else "completed")
+
+    async def _one(self, batch: Batch, line: Line) -> None:
+        """Answers a line. What has no room, or meets an engine that is down, is tried again until the batch expires."""
+        while not batch.expired:
+            account = await self._room(batch)
+            call = Call(account, method="POST", route=batch.record["endpoint"])
+            call.keeps_text = self.service.config.audit_text
+            status, body = await self._answered(call, line)
+            if status not in (429, 503):
+                response = {"status_code": status, "request_id": call.id, "body": body}
+                batch.append(_answer(line, response, None), failed=status != 200)
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+        about = {"code": "batch_expired", "message": "the request was not answered within the batch's 24 h"}
+        batch.append(_answer(line, None, about), failed=True)
+
+    async def _room(self, batch: Batch) -> Account:
+        """Waits until a request of the batch may begin, or the batch expires. RequestError if its key is gone."""
+        while True:
+            account = next((a for a in self.service.keys.accounts if a.name == batch.owner), None)
+            if account is None:
+                raise RequestError("the API key of the batch is not served any more", code="invalid_api_key")
+            service, wait = self.service, POLL_SECONDS
+            engine_free = service.admission.in_flight < service.engine.info.max_num_seqs
+            if engine_free and service.engine.alive and not service.admission.draining:
+                try:
+                    account.admit()
+                except RequestError as e:
+                    wait = min(e.retry_seconds or 1, MAX_WAIT_SECONDS)
+                else:
+                    return account
+            if batch.expired:
+                return account
+            await asyncio.sleep(wait)
+
+    async def _answered(self, call: Call, line: Line) -> tuple[int, Any]:
+        """Status and body of a request's answer."""
+        body = msgspec.json.encode({**line.body, "priority": MAX_PRIORITIES})
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": line.url,
+            "headers": [(b"content-type", JSON.encode())],
+            "query_string": b"",
+            "app": self._app,
+            "body_share": BodyShare(BodyBudget(len(body), len(body)), len(body)),
+        }
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            return await asyncio.Event().wait()  # no client leaves
+
+        with entered(call):
+            try:
+                response = await self._endpoints[line.url](Request(scope, receive))
+                return response.status_code, msgspec.Raw(bytes(response.body))
+            except Exception as e:
+                call.error = e
+                errors.log_failure(f"a request of a batch to {line.url}", e)
+                return errors.describe(e)
+            finally:
+                if not isinstance(call.error, EngineError):  # it is sent again
+                    self.service.report(call)
+
+
+def answered(batch: Batch) -> dict[str, tuple[int, list[str]]]:
+    """By file, the bytes and the custom ids of what was answered before. Half a line at an end is cut off. Blocks."""
+    found = {}
+    for end in ANSWERS:
+        if not batch.path(end).is_file():
+            continue
+        size, ids = 0, []
+        with open(batch.path(end), "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    size += len(line)
+                    ids.append(msgspec.json.decode(line)["custom_id"])
+        os.truncate(batch.path(end), size)
+        found[end] = (size, ids)
+    return found
+
+
+def _validated(path: Path, endpoint: str) -> tuple[list[dict[str, Any]], int]:
+    """(What is wrong with a file, up to MAX_ERRORS; its lines.) Blocks."""
+    wrong: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            try:
+                line = read_line(raw, endpoint)
+                if line.custom_id in seen:
+                    raise RequestError(
+                        f"custom_id {show(line.custom_id)} comes twice", param="custom_id", code="duplicate_custom_id"
+                    )
+                seen.add(line.custom_id)
+                if len(seen) > MAX_LINES:
+                    raise RequestError(f"a batch has at most {MAX_LINES} lines: split it", code="too_many_lines")
+            except RequestError as e:
+                wrong.append(_error(e, number))
+                if len(wrong) == MAX_ERRORS or e.code == "too_many_lines":
+                    break
+    if not seen and not wrong:
+        wrong.append(_error(RequestError("the file has no lines", code="empty_file"), None))
+    return wrong, len(seen)
+
+
+def _error(e: RequestError, line: int | None) -> dict[str, Any]:
+    return {"code": e.code, "message": str(e), "param": e.param, "line": line}
+
+
+def _answer(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"id": new_id("batch_req"), "custom_id": line.custom_id, "response": response, "error": error}

@@ -1,0 +1,425 @@
+"""Every endpoint: what it is for, the type of its body, what it answers and one request to try."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from perilune.server.anthropic.messages import VERSION
+from perilune.server.anthropic.protocol import CountBody, MessagesBody
+from perilune.server.batches.api import MAX_PAGE_BATCHES, PAGE_BATCHES, PAGE_FILES
+from perilune.server.batches.protocol import BatchBody
+from perilune.server.body import RequestBody
+from perilune.server.description import answers
+from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from perilune.server.responses.items import MAX_PAGE_ITEMS, PAGE_ITEMS
+from perilune.server.responses.protocol import ResponsesBody
+
+HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
+BYTES, FORM = "application/octet-stream", "multipart/form-data"
+_QUESTION = {"role": "user", "content": "What is 347 + 589?"}
+_READS_MODEL = "Anthropic's clients, known by the header anthropic-version, get the form of their API."
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the query, or a header."""
+
+    name: str
+    schema: Mapping[str, Any]
+    meaning: str
+    place: str = "query"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A route and method.
+
+    body      type of the request's body; None: it has none
+    answer    type of the answer with status 200, or the media type of one that is not JSON
+    other     a second form of the answer
+    event     type of the events' data where `stream: true` is known; `events` the names that events have
+    errors    statuses of errors besides those of every endpoint
+    example   body of a request to try; `path_example` is its path, if the path has parameters
+    form      meanings of the fields of a multipart body; `form_example`: such fields as curl sends them
+    """
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    meaning: str = ""
+    body: type[RequestBody] | None = None
+    answer: type[BaseModel] | str
+    other: type[BaseModel] | None = None
+    event: type[BaseModel] | None = None
+    events: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    example: Mapping[str, Any] | None = None
+    path_example: str | None = None
+    form: Mapping[str, str] | None = None
+    form_example: tuple[str, ...] = ()
+    example_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+GENERATION_ERRORS = (429, 500, 503, 504)
+ID_ERRORS = (404,)
+QUERY_ERRORS = (400, 404)
+ANTHROPIC_VERSION = Parameter(VERSION, {"type": "string"}, "a date; with it the answer has Anthropic's form", "header")
+FILE_ERRORS = (404,)
+_FILES = "With serve --files-dir DIR; otherwise a 404."
+_AFTER = Parameter("after", {"type": "string"}, "an id of the list: what is behind it is sent")
+RESPONSE_EVENTS = (
+    *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
+    *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
+    *(f"response.{name}" for name in ("content_part.added", "content_part.done")),
+    *(f"response.{part}.{when}" for part in ("output_text", "reasoning_text") for when in ("delta", "done")),
+    *(
+        f"response.{what}.{when}"
+        for what in ("function_call_arguments", "custom_tool_call_input")
+        for when in ("delta", "done")
+    ),
+)
+BACKGROUND_EVENTS = (*RESPONSE_EVENTS, "response.cancelled", "error")
+MESSAGE_EVENTS = (
+    "message_start",
+    "ping",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "error",
+)
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        tag="chat",
+        summary="The next message of a conversation",
+        meaning="OpenAI's API, with the fields of vLLM. A thought comes as reasoning_content.",
+        body=ChatBody,
+        answer=answers.ChatCompletion,
+        event=answers.ChatCompletionChunk,
+        errors=GENERATION_ERRORS,
+        example={"messages": [_QUESTION], "max_tokens": 400},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions",
+        tag="completions",
+        summary="The continuation of a text",
+        meaning="The prompt is taken as it is: no chat template, control tokens included.",
+        body=CompletionBody,
+        answer=answers.Completion,
+        event=answers.CompletionChunk,
+        errors=GENERATION_ERRORS,
+        example={"prompt": "The capital of Norway is", "max_tokens": 8, "temperature": 0},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        tag="responses",
+        summary="The next response of a conversation",
+        meaning="Finished responses are kept for the API key that made them, until newer ones need the room: "
+        "previous_response_id continues one.",
+        body=ResponsesBody,
+        answer=answers.Response,
+        events=BACKGROUND_EVENTS,
+        errors=GENERATION_ERRORS,
+        example={"input": "What is 347 + 589?", "instructions": "Answer briefly.", "max_output_tokens": 400},
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}",
+        tag="responses",
+        summary="A response that is stored, or is being made in the background",
+        answer=answers.Response,
+        events=BACKGROUND_EVENTS,
+        errors=QUERY_ERRORS,
+        parameters=(
+            Parameter(
+                "stream",
+                {"enum": ["true", "false"]},
+                "true: the events, of a response that was made with background and stream true",
+            ),
+            Parameter(
+                "starting_after",
+                {"type": "integer", "minimum": -1, "maximum": 2**53},
+                "number of an event: those behind it are sent",
+            ),
+        ),
+        path_example="/v1/responses/resp_1",
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        tag="responses",
+        summary="Forgets a stored response",
+        answer=answers.DeletedResponse,
+        errors=ID_ERRORS,
+        path_example="/v1/responses/resp_1",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        tag="responses",
+        summary="Ends a response that is made in the background",
+        meaning="What it has so far stays. One that has ended is answered as it is.",
+        answer=answers.Response,
+        errors=QUERY_ERRORS,
+        path_example="/v1/responses/resp_1/cancel",
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        tag="responses",
+        summary="The items that the request of a response sent",
+        meaning="Those of the responses that it continues are theirs.",
+        answer=answers.InputItems,
+        errors=QUERY_ERRORS,
+        parameters=(
+            Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the last item first"),
+            Parameter(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS},
+                f"items of a page, {PAGE_ITEMS} by default",
+            ),
+            Parameter("after", {"type": "string"}, "id of an item: those behind it are sent"),
+        ),
+        path_example="/v1/responses/resp_1/input_items?order=asc",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/files",
+        tag="batches",
+        summary="Keeps a file of requests for a batch",
+        meaning=f"{_FILES} A line is a request: "
+        '`{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}`. '
+        "serve --max-body-mb bounds the size of a file, --files-gb that of all files.",
+        answer=answers.File,
+        errors=(400, *FILE_ERRORS, 408, 413, 415, 503),
+        form={
+            "file": "the file, with its name",
+            "purpose": 'must be "batch"',
+            "expires_after[anchor]": "created_at",
+            "expires_after[seconds]": "when the file is deleted, 3,600 to 2,592,000; 30 days by default",
+        },
+        form_example=("purpose=batch", "file=@requests.jsonl"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files",
+        tag="batches",
+        summary="The files of the key",
+        answer=answers.FileList,
+        errors=(400, *FILE_ERRORS),
+        parameters=(
+            Parameter("purpose", {"type": "string"}, "only files of this purpose"),
+            Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the newest first"),
+            Parameter("limit", {"type": "integer", "minimum": 1, "maximum": PAGE_FILES}, "files of a page"),
+            _AFTER,
+        ),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files/{id}",
+        tag="batches",
+        summary="What a file is",
+        answer=answers.File,
+        errors=FILE_ERRORS,
+        path_example="/v1/files/file-1",
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/files/{id}",
+        tag="batches",
+        summary="Deletes a file that no batch reads",
+        answer=answers.DeletedFile,
+        errors=QUERY_ERRORS,
+        path_example="/v1/files/file-1",
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files/{id}/content",
+        tag="batches",
+        summary="A file itself",
+        answer=BYTES,
+        errors=FILE_ERRORS,
+        path_example="/v1/files/file-1/content",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/batches",
+        tag="batches",
+        summary="Answers all requests of a file when the engine has room beside other requests",
+        meaning=f"{_FILES} At most half of the requests that the engine computes together are batches', they begin "
+        "only while there is room for more, and wait behind all others. The key's limits hold: what is beyond them "
+        "waits. A server that starts again goes on where the last one was. Answers come in two files, of those with "
+        "status 200 and of others, in any order: custom_id says which is which.",
+        body=BatchBody,
+        answer=answers.Batch,
+        errors=(429,),
+        example={
+            "input_file_id": "file-1",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        },
+    ),
+    Operation(
+        method="GET",
+        path="/v1/batches",
+        tag="batches",
+        summary="The batches of the key, the newest first",
+        answer=answers.BatchList,
+        errors=(400, *FILE_ERRORS),
+        parameters=(
+            Parameter(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_BATCHES},
+                f"batches of a page, {PAGE_BATCHES} by default",
+            ),
+            _AFTER,
+        ),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/batches/{id}",
+        tag="batches",
+        summary="How far a batch is",
+        answer=answers.Batch,
+        errors=FILE_ERRORS,
+        path_example="/v1/batches/batch_1",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/batches/{id}/cancel",
+        tag="batches",
+        summary="Ends a batch",
+        meaning="What was answered stays, in the batch's files.",
+        answer=answers.Batch,
+        errors=FILE_ERRORS,
+        path_example="/v1/batches/batch_1/cancel",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages",
+        tag="messages",
+        summary="The next message, as Anthropic's API has it",
+        body=MessagesBody,
+        answer=answers.Message,
+        events=MESSAGE_EVENTS,
+        errors=GENERATION_ERRORS,
+        example={"max_tokens": 400, "messages": [_QUESTION]},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        tag="messages",
+        summary="Tokens of the prompt that such a request makes",
+        body=CountBody,
+        answer=answers.TokenCount,
+        example={"messages": [_QUESTION]},
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models",
+        tag="models",
+        summary="The served model, what it can do, and how it samples by itself",
+        meaning=_READS_MODEL,
+        answer=answers.ModelList,
+        other=answers.MessagesModelList,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models/{model}",
+        tag="models",
+        summary="The served model by its name",
+        meaning=_READS_MODEL,
+        answer=answers.Model,
+        other=answers.MessagesModel,
+        errors=ID_ERRORS,
+        path_example="/v1/models/kimi-nano",
+    ),
+    Operation(
+        method="POST",
+        path="/tokenize",
+        tag="tokens",
+        summary="Token ids of a text or of a conversation",
+        body=TokenizeBody,
+        answer=answers.Tokens,
+        example={"prompt": "Hello", "return_token_strs": True},
+    ),
+    Operation(
+        method="POST",
+        path="/detokenize",
+        tag="tokens",
+        summary="The text of token ids",
+        body=DetokenizeBody,
+        answer=answers.Detokenized,
+        example={"tokens": [72, 101]},
+    ),
+    Operation(
+        method="GET",
+        path="/tokenizer_info",
+        tag="tokens",
+        summary="The tokenizer's kind and end tokens",
+        answer=answers.TokenizerInfo,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/usage",
+        tag="server",
+        summary="What the key of the request has used since the server's start",
+        meaning="A key with operator = true gets every key's.",
+        answer=answers.UsageReport,
+    ),
+    Operation(
+        method="GET",
+        path="/health",
+        tag="server",
+        summary="200 while requests are taken, else 503",
+        answer=answers.Status,
+        errors=(503,),
+    ),
+    Operation(
+        method="GET",
+        path="/health/ready",
+        tag="server",
+        summary="The same as /health: the probe of readiness",
+        answer=answers.Status,
+        errors=(503,),
+    ),
+    Operation(
+        method="GET",
+        path="/health/live",
+        tag="server",
+        summary="200 while the server process answers: the probe of liveness",
+        answer=answers.Status,
+    ),
+    Operation(
+        method="GET",
+        path="/metrics",
+        tag="server",
+        summary="Counts and times in Prometheus' text form",
+        meaning="With keys, only for one with operator = true.",
+        answer=PLAIN,
+    ),
+    Operation(
+        method="GET",
+        path="/openapi.json",
+        tag="server",
+        summary="This description, OpenAPI 3.1",
+        answer=JSON,
+    ),
+    Operation(
+        method="GET",
+        path="/",
+        tag="server",
+        summary="A page to talk with the model",
+        answer=HTML,
+    ),
+)

@@ -1,0 +1,178 @@
+"""Responses made in the background: started by one request, polled, followed and cancelled by others.
+
+A job holds room among the generations in flight like a request that waits for its answer, so their number is bounded,
+and a server that drains waits for them. It is logged and audited when it ends, apart from the request that began it.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+from perilune.core.errors import EngineError, RequestError
+from perilune.server import errors
+from perilune.server.call import Call
+from perilune.server.service import Service
+from perilune.server.sse import named_event
+
+EVENT_BYTES = 64 << 20  # of the events of all jobs: beyond, the job with the most loses its first ones
+MAX_ENDED_JOBS = 256  # of which events are kept for clients that come back
+
+
+class Answer(Protocol):
+    """What makes a response, responses.api.Answer."""
+
+    head: dict[str, Any]
+    owner: str
+    read: Any
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]: ...
+    def state(self) -> dict[str, Any]: ...
+    def end(self, status: str, error: str | None = None) -> dict[str, Any]: ...
+
+
+class Job:
+    """A response on its way. `events`: those that are kept, of which the first has number `first`."""
+
+    def __init__(self, answer: Answer, *, keeps_events: bool) -> None:
+        self.answer = answer
+        self.keeps_events = keeps_events
+        self.events: deque[bytes] = deque()
+        self.first = 0
+        self.bytes = 0
+        self.ended = False
+        self.task: asyncio.Task[None]
+        self.news = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes all that follow."""
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    def check(self, after: int) -> None:
+        """RequestError if the event behind number `after` is not kept any more, or the response ended before it."""
+        if after + 1 < self.first:
+            raise _gone(after + 1, self.first)
+        if self.ended and after >= self.first + len(self.events):
+            raise RequestError(
+                f"starting_after is {after}, and the last event has number {self.first + len(self.events) - 1}",
+                param="starting_after",
+                code="invalid_value",
+            )
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """The events behind number `after`, as they come. RequestError once the next one is not kept any more."""
+        at = after + 1
+        while True:
+            if at < self.first:
+                raise _gone(at, self.first)
+            if at - self.first < len(self.events):
+                yield self.events[at - self.first]
+                at += 1
+            elif self.ended:
+                return
+            else:
+                await self.news.wait()
+
+
+class Jobs:
+    """All jobs of a server. Belongs to the event loop."""
+
+    def __init__(self, service: Service, event_bytes: int = EVENT_BYTES) -> None:
+        self.service = service
+        self.event_bytes = event_bytes
+        self._jobs: dict[tuple[str, str], Job] = {}  # by owner and id; those that ended stay for their events
+        self._bytes = 0
+
+    def start(self, answer: Answer, call: Call, release: Callable[[], None], *, keeps_events: bool) -> Job:
+        """`call`: the job's own, of which its generations are part. `release` is called at the end."""
+        job = Job(answer, keeps_events=keeps_events)
+        self._jobs[answer.owner, answer.head["id"]] = job
+        job.task = asyncio.create_task(self._run(job, call, release))
+        return job
+
+    def find(self, owner: str, id: str) -> Job | None:
+        return self._jobs.get((owner, id))
+
+    def running(self, owner: str, id: str) -> Job | None:
+        job = self.find(owner, id)
+        return None if job is None or job.ended else job
+
+    async def cancel(self, job: Job) -> None:
+        """Ends a job; one that has ended stays as it is."""
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would release nothing
+        job.task.cancel()
+        await asyncio.gather(job.task, return_exceptions=True)
+
+    def forget(self, owner: str, id: str) -> None:
+        if (job := self._jobs.pop((owner, id), None)) is not None:
+            self._bytes -= job.bytes
+
+    async def _run(self, job: Job, call: Call, release: Callable[[], None]) -> None:
+        failure: str | None = None
+        try:
+            await self._make(job)
+        except asyncio.CancelledError:
+            self._keep(job, {"type": "response.cancelled", "response": job.answer.end("cancelled")})
+        except Exception as error:
+            call.error = error
+            errors.log_failure("a response in the background", error)
+            failure = errors.describe(error)[1]["error"]["message"]
+            self._keep(job, {"type": "response.failed", "response": job.answer.end("failed", failure)})
+        finally:
+            release()
+            job.ended = True
+            job.notify()
+            self.service.report(call)
+            self._drop_ended()
+
+    async def _make(self, job: Job) -> None:
+        """Takes the answer's events, until the server stops."""
+
+        async def consume() -> None:
+            async with contextlib.aclosing(job.answer.events()) as events:
+                async for event in events:
+                    self._keep(job, event)
+
+        work, stop = asyncio.create_task(consume()), asyncio.create_task(self.service.stopping.wait())
+        try:
+            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineError("the server is shutting down")
+            work.result()
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+
+    def _keep(self, job: Job, event: dict[str, Any]) -> None:
+        if not job.keeps_events:
+            return
+        event.setdefault("sequence_number", job.first + len(job.events))
+        made = named_event(event)
+        job.events.append(made)
+        job.bytes += len(made)
+        self._bytes += len(made)
+        while self._bytes > self.event_bytes:
+            largest = max(self._jobs.values(), key=lambda j: j.bytes)
+            size = len(largest.events.popleft())
+            largest.first += 1
+            largest.bytes -= size
+            self._bytes -= size
+        job.notify()
+
+    def _drop_ended(self) -> None:
+        """Forgets jobs that have ended, except the last ones with events: their responses are in the store."""
+        ended = [key for key, job in self._jobs.items() if job.ended]
+        silent = [key for key in ended if not self._jobs[key].keeps_events]
+        for key in {*silent, *ended[: max(len(ended) - MAX_ENDED_JOBS, 0)]}:
+            self.forget(*key)
+
+
+def _gone(at: int, first: int) -> RequestError:
+    return RequestError(
+        f"event {at} is not kept any more, the first one that is has number {first}: get the response whole",
+        param="starting_after",
+        code="events_gone",
+    )

@@ -1,0 +1,161 @@
+"""docs/http-api.md, from the document that /openapi.json serves."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from perilune.server.description.document import ERRORS, HEADERS, document
+from perilune.server.description.operation import EVENTS, JSON, OPERATIONS, Operation
+
+BASE = "http://127.0.0.1:8000"
+REFUSED, IGNORED = "refused: ", "accepted, without effect: "
+
+
+def endpoints() -> str:
+    """Every endpoint with its request, one to try, and its answer."""
+    made = document()
+    shown: dict[str, str] = {}  # answers by name, with the endpoint that has their table
+    return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made, shown)).rstrip()
+
+
+def index() -> str:
+    rows = []
+    for o in OPERATIONS:
+        title = f"{o.method} {o.path}"
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        rows.append(f"| [{title}](#{anchor}) | {o.summary} |")
+    return "\n".join(["| endpoint | |", "|---|---|", *rows])
+
+
+def errors() -> str:
+    rows = [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
+    return "\n".join(["| status | meaning |", "|---|---|", *rows])
+
+
+def headers() -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in HEADERS.items()]
+    return "\n".join(["| header of answers | meaning |", "|---|---|", *rows])
+
+
+def objects() -> str:
+    """The objects in bodies and answers that are not explained with their endpoint."""
+    made = document()
+    whole = {o.body.__name__ for o in OPERATIONS if o.body} | {
+        o.answer.__name__ for o in OPERATIONS if isinstance(o.answer, type)
+    }
+    lines = []
+    for name, schema in made["components"]["schemas"].items():
+        if name not in whole:
+            lines += [f"### {name}", "", *_description(schema), *_fields(schema), ""]
+    return "\n".join(lines).rstrip()
+
+
+def curl(o: Operation) -> str:
+    """A command that sends the operation's example."""
+    implied = "GET" if o.example is None and not o.form_example else "POST"
+    parts = ["curl", *([] if o.method == implied else ["-X", o.method]), BASE + (o.path_example or o.path)]
+    for name, value in o.example_headers.items():
+        parts += ["-H", f"{name}: {value}"]
+    if o.example is not None:
+        parts += ["-H", f"Content-Type: {JSON}", "-d", json.dumps(o.example)]
+    for field in o.form_example:
+        parts += ["-F", field]
+    return shlex.join(parts)
+
+
+def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
+    described = made["paths"][o.path][o.method.lower()]
+    yield f"### {o.method} {o.path}"
+    yield ""
+    yield " ".join(filter(None, (f"{o.summary}.", o.meaning)))
+    yield ""
+    yield from ("```sh", curl(o), "```", "")
+    for p in o.parameters:
+        yield f"- `{p.name}` ({p.place}): {p.meaning}"
+    if o.parameters:
+        yield ""
+    for name, meaning in (o.form or {}).items():
+        yield f"- `{name}`: {meaning}"
+    if o.form:
+        yield ""
+    schemas = made["components"]["schemas"]
+    if o.body is not None:
+        reference = described["requestBody"]["content"][JSON]["schema"]["$ref"]
+        yield from _fields(schemas[reference.rpartition("/")[2]])
+        yield ""
+    yield from _answer(f"{o.method} {o.path}", described["responses"], schemas, shown)
+    yield ""
+
+
+def _answer(
+    title: str, responses: Mapping[str, Any], schemas: Mapping[str, Any], shown: dict[str, str]
+) -> Iterator[str]:
+    content = responses["200"]["content"]
+    for kind, about in content.items():
+        if kind == JSON and "type" not in about["schema"]:
+            yield f"Answer: {_type(about['schema'])}"
+            yield ""
+            for reference in about["schema"].get("anyOf", [about["schema"]]):
+                name = reference["$ref"].rpartition("/")[2]
+                if shown.setdefault(name, title) != title:
+                    yield f"{name} has its fields at {shown[name]}."
+                else:
+                    yield from _fields(schemas[name])
+                yield ""
+        elif kind == EVENTS:
+            yield f"{about['schema']['description']}"
+            yield ""
+        else:
+            yield f"Answer: {kind}"
+            yield ""
+    if wrong := [s for s in responses if s != "200"]:
+        yield f"Errors: {', '.join(wrong)}"
+
+
+def _description(schema: Mapping[str, Any]) -> list[str]:
+    return [schema["description"].replace("\n", " "), ""] if "description" in schema else []
+
+
+def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    """A table of the fields with an effect, and a line each for the rest."""
+    required = schema.get("required", ())
+    by: dict[str, list[str]] = {"": [], IGNORED: [], REFUSED: []}
+    for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
+        said = field.get("description", "")
+        kind = next(k for k in (IGNORED, REFUSED, "") if said.startswith(k))
+        if kind == REFUSED:
+            by[kind].append(f"`{name}` ({said.removeprefix(kind)})")
+        elif kind:
+            by[kind].append(f"`{name}`")
+        else:
+            must = " (required)" if name in required and said else ""
+            by[kind].append(f"| `{name}` | {_type(field)} | {said.replace('|', chr(92) + '|')}{must} |")
+    if by[""]:
+        yield from ("| field | type | |", "|---|---|---|", *by[""])
+    for kind, title in ((IGNORED, "Fields accepted without effect"), (REFUSED, "Fields refused by name")):
+        if by[kind]:
+            yield from ("", f"<details><summary>{title}: {len(by[kind])}</summary>", "")
+            yield from (f"{', '.join(by[kind])}.", "", "</details>")
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        found = [_type(s) for s in schema["anyOf"]]
+        return " or ".join(dict.fromkeys(f for f in found if f != "null")) or "null"
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if "enum" in schema:
+        return ", ".join(json.dumps(v) for v in schema["enum"] if v is not None)
+    kind = schema.get("type", "any")
+    if isinstance(kind, list):
+        return " or ".join(k for k in kind if k != "null")
+    if kind == "array":
+        items = _type(schema.get("items", {}))
+        return f"list of {items}"
+    if kind == "object" and "properties" in schema:
+        return f"{{{', '.join(schema['properties'])}}}"
+    return str(kind)

@@ -1,0 +1,115 @@
+"""Requests that decode while prompts arrive: intervals between their tokens, with and without decode_stretch's bound.
+
+python -m runs.prompt_arrivals [--layers 9 --decoding 8,64 --prompt 10000 --every 3 --seconds 20 --ledger DIR]
+
+On a GPU at Kimi K2.5's shapes with random weights; elsewhere kimi-nano, with smaller numbers to try the script. Prompts
+arrive at random, the same times for both settings. Each line is JSON.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.bench import ledger
+from perilune.bench.microscope import Bench
+from perilune.core.config import EngineConfig, build
+from perilune.core.messages import Submit
+from perilune.core.sampling import SamplingParams
+from perilune.engine.engine import Engine
+from perilune.formats.hub import resolve_model
+
+CONTEXT_TOKENS = 1024
+SETTLE_SECONDS = 1.0  # decoding before the first prompt may come
+
+
+def played(engine: Engine, decoding: int, prompt: int, every: float, seconds: float, vocab: int) -> dict[str, Any]:
+    rng = random.Random(7)
+    context = min(CONTEXT_TOKENS, prompt)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab) for _ in range(count))
+
+    most = engine.info.max_model_len - context
+    for rid in range(decoding):
+        engine.submit(Submit(rid, tokens(context), SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)))
+    seen: dict[int, float] = {}
+    while len(seen) < decoding:
+        seen |= {delta.rid: time.perf_counter() for delta in engine.step() if delta.tokens}
+    begin = time.perf_counter()
+    end, coming = begin + SETTLE_SECONDS + seconds, begin + SETTLE_SECONDS + rng.expovariate(1 / every)
+    arrived: dict[int, float] = {}
+    intervals, first_tokens = list[float](), list[float]()
+    ended = False
+    while (now := time.perf_counter()) < end and not ended:
+        while coming <= now:
+            rid = 1_000_000 + len(arrived) + len(first_tokens)
+            engine.submit(Submit(rid, tokens(prompt), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+            arrived[rid], coming = coming, coming + rng.expovariate(1 / every)
+        for delta in engine.step():
+            at = time.perf_counter()
+            if delta.rid in arrived:
+                first_tokens.append(at - arrived.pop(delta.rid))
+            elif delta.tokens and delta.rid in seen:
+                intervals.append(at - seen[delta.rid])
+                seen[delta.rid] = at
+                ended |= delta.finish_reason is not None
+    took = time.perf_counter() - begin
+    for rid in (*range(decoding), *arrived):
+        engine.cancel(rid)
+    while engine.busy:
+        engine.step()
+    intervals.sort()
+    median, p99 = statistics.median(intervals), intervals[int(0.99 * len(intervals))]
+    return {
+        "interval_median_ms": 1e3 * median, "interval_p99_ms": 1e3 * p99, "p99_over_median": p99 / median,
+        "interval_max_ms": 1e3 * intervals[-1], "ttft_p50_s": statistics.median(first_tokens) if first_tokens else None,
+        "prompts": len(first_tokens), "prompts_left": len(arrived), "tokens_per_s": len(intervals) / took,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--decoding", default="8,64")
+    parser.add_argument("--prompt", type=int, default=10_000)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between prompts, on average")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--ledger", type=Path)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    prompt = args.prompt if cuda else min(args.prompt, 1000)
+    batches = [int(n) for n in args.decoding.split(",")]
+    limits = {"max_num_seqs": max(batches) + 16, "seed": 1, "prefix_cache": False}
+    limits["max_model_len"] = max(4 * prompt, 32_768) if cuda else 4096
+    if cuda:
+        limits |= {"kv_blocks": 16 * (-(-prompt // 64) + 2) + max(batches) * 512, "block_size": 64}
+    bench = Bench("kimi-k2.5", args.layers) if cuda else None
+    for stretch in (0.0, 2.0, 0.0, 2.0):
+        config: dict[str, Any] = {**limits, "decode_stretch": stretch}
+        if bench is not None:
+            engine, vocab = bench.engine(args.layers, **config), 160_000
+        else:
+            engine = Engine(resolve_model("kimi-nano"), build(EngineConfig, {"draft": "off", **config}))
+            vocab = 1000
+        try:
+            for decoding in batches:
+                row: dict[str, Any] = {"bench": "arrivals", "layers": args.layers, "decode_stretch": stretch}
+                row |= {"decoding": decoding, "prompt_tokens": prompt, "every_s": args.every}
+                row |= {"shape": "kimi-k2.5"} if cuda else {}
+                row |= played(engine, decoding, prompt, args.every, args.seconds, vocab)
+                row = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+                print(json.dumps(row), flush=True)
+                if args.ledger is not None:
+                    ledger.append([row | ledger.circumstances()], args.ledger)
+        finally:
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

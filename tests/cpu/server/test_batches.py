@@ -1,0 +1,527 @@
+"""Files and batches: driven by the official SDK, over restarts, kept apart by key, bounded, behind other requests."""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from perilune.core.errors import ConfigError, RequestError
+from perilune.server.batches import batch as batch_module
+from perilune.server.batches import files, multipart
+from perilune.server.batches.batch import Batch, Batches
+from perilune.server.batches.files import FileStore
+from tests.cpu.server.test_background import sdk
+from tests.cpu.server.test_description import check, operation
+from tests.serving import INFO, Served, serve
+
+CHAT = "/v1/chat/completions"
+Test = Callable[[Served], Coroutine[Any, Any, None]]
+
+
+def line(id: str, text: str = "Hi", url: str = CHAT, **body: Any) -> str:
+    asked = {"prompt": text} if url == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    asked = {"input": text} if url == "/v1/responses" else asked
+    return json.dumps({"custom_id": id, "method": "POST", "url": url, "body": {**asked, **body}})
+
+
+def run(test: Test, where: Path, **setup: Any) -> None:
+    """A test against a server with a directory for files. Batches that an earlier one left go on."""
+
+    async def within(s: Served) -> None:
+        batches: Batches = s.client.app.state.batches
+        batches.resume()
+        try:
+            await test(s)
+        finally:
+            await batches.close()
+
+    serve(within, **{"files_dir": str(where / "files"), "answer": "</think>Hello", **setup})
+
+
+async def begun(client: openai.AsyncOpenAI, lines: list[str], endpoint: Any = CHAT, **more: Any) -> Any:
+    file = await client.files.create(file=("asked.jsonl", "\n".join(lines).encode()), purpose="batch")
+    assert (file.filename, file.purpose, file.status) == ("asked.jsonl", "batch", "processed")
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
+    while (batch := await client.batches.retrieve(id)).status not in batch_module.ENDED:
+        await asyncio.sleep(0.002)
+    return batch
+
+
+async def answers(client: openai.AsyncOpenAI, file: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    text = (await client.files.content(file)).text
+    found = [json.loads(one) for one in text.splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one for one in found}
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/v1/responses"])
+def test_the_official_sdk_carries_out_a_batch(tmp_path: Path, endpoint: Any) -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        lines = [line(f"q{i}", f"Number {i}", endpoint) for i in range(9)] + [line("bad", endpoint, endpoint, top_p=7)]
+        made = await begun(client, lines, endpoint, metadata={"night": "1"})
+        assert made.status == "validating" and made.metadata == {"night": "1"}
+        check((await s.client.get(f"/v1/batches/{made.id}")).json, operation("GET", "/v1/batches/{id}"))
+        done = await ended(client, made.id)
+        assert done.status == "completed" and done.completed_at and done.errors is None
+        assert done.request_counts.model_dump() == {"total": 10, "completed": 9, "failed": 1}
+        found = await answers(client, done.output_file_id)
+        assert set(found) == {f"q{i}" for i in range(9)}
+        assert all(f["response"]["status_code"] == 200 and f["error"] is None for f in found.values())
+        assert "Hello" in json.dumps(found["q3"]["response"]["body"])
+        (wrong,) = (await answers(client, done.error_file_id)).values()
+        assert wrong["response"]["status_code"] == 400 and "top_p" in wrong["response"]["body"]["error"]["message"]
+        assert {order.priority for order in s.engine.orders} == {100}
+        prompts = [bytes(t for t in ids if t < 256).decode() for ids, _ in s.engine.seen]
+        assert sorted(f"Number {i}" in p for p in prompts for i in range(9)).count(True) == 9
+        listed = [b.id async for b in client.batches.list(limit=1)]
+        assert listed == [made.id]
+        kinds = {f.id: f.purpose async for f in client.files.list()}
+        assert kinds[done.output_file_id] == "batch_output" and len(kinds) == 3
+        check((await s.client.get("/v1/files")).json, operation("GET", "/v1/files"))
+        check((await s.client.get("/v1/batches")).json, operation("GET", "/v1/batches"))
+        assert (await client.files.delete(done.output_file_id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(done.output_file_id)
+
+    run(test, tmp_path)
+
+
+def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """The first server ends in the middle, with half a line written; the second answers what is left, once."""
+    ids: dict[str, str] = {}
+
+    async def first(s: Served) -> None:
+        client = sdk(s)
+        made = await begun(client, [line(f"q{i}", f"Number {i}") for i in range(8)])
+        ids["batch"] = made.id
+        while (await client.batches.retrieve(made.id)).request_counts.completed < 2:
+            await asyncio.sleep(0.002)
+        s.service.stop()
+
+    run(first, tmp_path, pause=0.003, info=_small(2))
+    (output,) = (tmp_path / "files").glob("key-/*.output")
+    before = output.read_bytes().count(b"\n")
+    assert 2 <= before < 8
+    with open(output, "ab") as file:
+        file.write(b'{"id": "half')
+
+    async def second(s: Served) -> None:
+        client = sdk(s)
+        done = await ended(client, ids["batch"])
+        assert done.status == "completed" and done.request_counts.completed == 8
+        found = await answers(client, done.output_file_id)
+        assert set(found) == {f"q{i}" for i in range(8)} and len(s.engine.seen) == 8 - before
+
+    run(second, tmp_path)
+
+    async def third(s: Served) -> None:
+        assert (await sdk(s).batches.retrieve(ids["batch"])).status == "completed" and s.engine.seen == []
+
+    run(third, tmp_path)
+
+
+def _small(seqs: int) -> Any:
+    return dataclasses.replace(INFO, max_num_seqs=seqs)
+
+
+@pytest.mark.parametrize("moment", ["planned", "moved", "kept"])
+def test_the_end_of_a_batch_survives_the_servers(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends between any two steps of making the answers a file."""
+    ids: dict[str, str] = {}
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*given: Any) -> Any:
+        raise Killed
+
+    async def first(s: Served) -> None:
+        client = sdk(s)
+        made = await begun(client, [line("a"), line("b")])
+        ids["batch"] = made.id
+        store, move = s.client.app.state.batches.store, Batch.move
+        if moment == "planned":
+            monkeypatch.setattr(FileStore, "keep", killed)
+        elif moment == "moved":
+            rename = os.rename
+            monkeypatch.setattr(
+                files.os, "rename", lambda a, b: killed() if str(a).endswith(".output") else rename(a, b)
+            )
+        else:
+            monkeypatch.setattr(Batch, "move", lambda b, status: killed() if status == "completed" else move(b, status))
+        task = s.client.app.state.batches.get("", made.id).task
+        try:
+            await task
+        except BaseException as e:
+            assert isinstance(e, Killed), e
+        assert store.directory.is_dir()
+        monkeypatch.undo()
+
+    try:
+        run(first, tmp_path)
+    except BaseException as e:
+        assert type(e).__name__ == "Killed", e
+    monkeypatch.undo()
+
+    async def second(s: Served) -> None:
+        client = sdk(s)
+        done = await ended(client, ids["batch"])
+        assert done.status == "completed" and set(await answers(client, done.output_file_id)) == {"a", "b"}
+        assert s.engine.seen == [] and len([f async for f in client.files.list()]) == 2
+
+    run(second, tmp_path)
+
+
+def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        made = await begun(client, [line(f"q{i}") for i in range(6)])
+        await s.hangs(2)
+        with pytest.raises(openai.BadRequestError) as used:
+            await client.files.delete(made.input_file_id)
+        assert used.value.code == "file_in_use"
+        done = await client.batches.cancel(made.id)
+        assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at and s.engine.live == 0
+        assert (await client.batches.cancel(made.id)).status == "cancelled"
+        again = await begun(client, [line("a")])
+        s.engine.release.set()
+        assert (await ended(client, again.id)).status == "completed", "the seats of the first are free"
+
+    run(test, tmp_path, hold=0)
+
+
+def test_other_requests_come_first(tmp_path: Path) -> None:
+    """At most half of the engine's requests are batches', and none begins while the engine is full."""
+
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        made = await begun(client, [line(f"q{i}") for i in range(20)])
+        await s.hangs(2)
+        await asyncio.sleep(0.12)
+        assert s.engine.live == 2
+        asked = [
+            asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "abc"
+        ]
+        await s.hangs(5)
+        s.engine.release.set()
+        for one in asked:
+            assert (await one).status == 200
+        assert (await ended(client, made.id)).request_counts.completed == 20
+        assert s.engine.orders[2].priority == 0
+
+    run(test, tmp_path, hold=0, info=_small(4))
+
+
+def test_a_full_engine_makes_a_batch_wait(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        asked = [
+            asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "ab"
+        ]
+        await s.hangs(2)
+        made = await begun(sdk(s), [line("a")])
+        await asyncio.sleep(0.15)
+        assert s.engine.live == 2
+        s.engine.release.set()
+        assert (await ended(sdk(s), made.id)).request_counts.completed == 1
+        await asyncio.gather(*asked)
+
+    run(test, tmp_path, hold=0, info=_small(2))
+
+
+def test_an_engine_that_is_down_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
+
+    async def test(s: Served) -> None:
+        made = await begun(sdk(s), [line("a")])
+        await s.hangs()
+        s.engine.alive = False
+        s.engine.release.set()
+        await asyncio.sleep(0.1)
+        assert (await sdk(s).batches.retrieve(made.id)).status == "in_progress"
+        s.engine.alive = True
+        assert (await ended(sdk(s), made.id)).request_counts.completed == 1
+
+    run(test, tmp_path, hold=1)
+
+
+def test_what_is_late_ends_with_the_batch(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        made = await begun(client, [line("a"), line("b")])
+        await s.hangs(2)
+        s.client.app.state.batches.get("", made.id).record["expires_at"] = time.time()
+        s.engine.alive = False
+        s.engine.release.set()
+        done = await ended(client, made.id)
+        assert done.status == "expired" and done.request_counts.failed == 2
+        found = await answers(client, done.error_file_id)
+        assert {f["error"]["code"] for f in found.values()} == {"batch_expired"}
+        s.engine.alive = True
+
+    run(test, tmp_path, hold=1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        (["{"], "invalid_json_line", 1),
+        ([line("a"), line("a")], "duplicate_custom_id", 2),
+        ([line("a"), line("b", url="/v1/completions")], "mismatched_endpoint", 2),
+        ([line("a", stream=True)], "invalid_value", 1),
+        ([line("")], "invalid_value", 1),
+        (['{"custom_id": "a", "method": "GET", "url": "/v1/chat/completions", "body": {}}'], "invalid_json_line", 1),
+        (['{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": []}'], "invalid_json_line", 1),
+        (["", "  "], "empty_file", None),
+        (["\udcff".encode("utf-8", "surrogateescape").decode("latin-1")], "invalid_json_line", 1),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_batch_fails_whole(tmp_path: Path, lines: list[str], code: str, number: int | None) -> None:
+    async def test(s: Served) -> None:
+        done = await ended(sdk(s), (await begun(sdk(s), lines)).id)
+        assert done.status == "failed" and done.output_file_id is None and s.engine.seen == []
+        (error,) = done.errors.data
+        assert (error.code, error.line) == (code, number) and "\n" not in error.message
+
+    run(test, tmp_path)
+
+
+def test_errors_of_a_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(s: Served) -> None:
+        done = await ended(sdk(s), (await begun(sdk(s), ["x"] * 1000)).id)
+        assert len(done.errors.data) == batch_module.MAX_ERRORS
+        monkeypatch.setattr(batch_module, "MAX_LINES", 3)
+        done = await ended(sdk(s), (await begun(sdk(s), [line(str(i)) for i in range(9)])).id)
+        assert [e.code for e in done.errors.data] == ["too_many_lines"]
+
+    run(test, tmp_path)
+
+
+def test_keys_do_not_see_each_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    form = '[[key]]\nname = "{0}"\nsha256 = "{1}"\n{2}\n'
+    sums = {n: hashlib.sha256(n.encode()).hexdigest() for n in ("ann", "bob")}
+    keys.write_text(form.format("ann", sums["ann"], "tokens_per_minute = 100000") + form.format("bob", sums["bob"], ""))
+
+    async def test(s: Served) -> None:
+        ann, bob = sdk(s, "ann"), sdk(s, "bob")
+        made = await begun(ann, [line("a")])
+        done = await ended(ann, made.id)
+        for call in (
+            bob.batches.retrieve(made.id),
+            bob.batches.cancel(made.id),
+            bob.files.retrieve(made.input_file_id),
+            bob.files.content(done.output_file_id),
+            bob.files.delete(made.input_file_id),
+            bob.batches.create(input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert [b async for b in bob.batches.list()] == [] == [f async for f in bob.files.list()]
+        usage = {a.name: a.usage for a in s.service.keys.accounts}
+        assert usage["ann"].output_tokens > 0 and usage["bob"].output_tokens == 0
+        assert s.engine.cache_keys == [("key:ann",)]
+        made = await begun(ann, [line("a")])
+        s.service.keys._accounts.pop("ann")
+        batch = s.client.app.state.batches.get("ann", made.id)
+        await batch.task
+        assert batch.record["status"] == "failed" and "API key" in batch.record["errors"]["data"][0]["message"]
+
+    run(test, tmp_path, api_key_file=str(keys))
+
+
+def test_a_keys_limits_hold(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    sum_ = hashlib.sha256(b"ann").hexdigest()
+    keys.write_text(f'[[key]]\nname = "ann"\nsha256 = "{sum_}"\nrequests_per_minute = 5\n')
+
+    async def test(s: Served) -> None:
+        made = await begun(sdk(s, "ann"), [line(f"q{i}") for i in range(9)])  # 2 of the 5 are these requests
+        await asyncio.sleep(0.3)
+        assert len(s.engine.seen) == 3
+        batch = s.client.app.state.batches.get("ann", made.id)
+        assert batch.record["request_counts"]["completed"] == 3 and not batch.ended
+
+    run(test, tmp_path, api_key_file=str(keys))
+
+
+def test_without_a_directory_there_are_none() -> None:
+    async def test(s: Served) -> None:
+        for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/batch_1")):
+            reply = await s.client.request(method, path, [b"{}"])
+            assert reply.status == 404 and "--files-dir" in reply.error["message"]
+
+    serve(test)
+
+
+def test_the_store_is_bounded(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        store: FileStore = s.client.app.state.batches.store
+        file = await client.files.create(file=("a", b"x" * 6000), purpose="batch")
+        with pytest.raises(openai.APIStatusError) as full:
+            await client.files.create(file=("b", b"x" * 6000), purpose="batch")
+        assert (full.value.status_code, full.value.code) == (413, "store_full") and store.size_bytes == 6000
+        await client.files.delete(file.id)
+        assert store.size_bytes == 0 and not [*(tmp_path / "files" / "key-").glob("file*")]
+        made = await begun(client, [line(f"q{i}") for i in range(30)])
+        done = await ended(client, made.id)
+        assert done.status == "failed" and done.errors.data[0].code == "store_full" and done.output_file_id
+        assert 0 < done.request_counts.completed < 30 and store.size_bytes <= 10_000
+        assert len(await answers(client, done.output_file_id)) == done.request_counts.completed
+
+    run(test, tmp_path, files_gb=1e-5)
+
+
+def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 1000)
+    store.reserve("ann", 500)
+    with pytest.raises(RequestError, match="no room for 1 more"):
+        store.reserve("ann", 1)
+    store.reserve("bob", 500)
+    store.free("ann", 500)
+    store.reserve("ann", 500)
+    store.close()
+
+
+def test_files_expire(tmp_path: Path) -> None:
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        expiry: Any = {"anchor": "created_at", "seconds": 3600}
+        file = await client.files.create(file=("a", b"x"), purpose="batch", expires_after=expiry)
+        assert file.expires_at == file.created_at + 3600
+        s.client.app.state.batches.store.get("", file.id)["expires_at"] = time.time()
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+        with pytest.raises(openai.BadRequestError):
+            await client.files.create(file=("a", b"x"), purpose="batch", expires_after={**expiry, "seconds": 5})
+        made = await begun(client, [line("a")], output_expires_after={**expiry, "seconds": 7200})
+        done = await ended(client, made.id)
+        output = await client.files.retrieve(done.output_file_id)
+        assert output.expires_at == output.created_at + 7200
+
+    run(test, tmp_path)
+
+
+def test_one_server_uses_a_directory(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "f", 1000)
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="another server uses"):
+        FileStore(tmp_path / "f", 1000)
+    store.close()
+    FileStore(tmp_path / "f", 1000).close()
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(ConfigError, match="cannot use"):
+        FileStore(tmp_path / "plain", 1000)
+
+
+def test_damaged_records_and_leftovers_are_left_out(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 10**6)
+    id = "file-" + "1" * 32
+    store.keep("", id, store.write("", id, b"abc"), {"filename": "a", "purpose": "batch"})
+    store.write("", "file-" + "2" * 32, b"cut off")
+    folder = store.folder("")
+    (folder / ("file-" + "3" * 32 + ".json")).write_text("{")
+    (folder / ("file-" + "4" * 32 + ".json")).write_text('{"id": "../../x"}')
+    (folder / ("file-" + "5" * 32 + ".data")).write_text("no record")
+    os.mkfifo(folder / ("file-" + "6" * 32 + ".json"))
+    store.close()
+    store = FileStore(tmp_path, 10**6)
+    assert [f["id"] for f in store.list("")] == [id] and store.size_bytes == 3
+    assert not [p for p in folder.iterdir() if p.suffix == ".new" or "5" * 32 in p.name]
+    assert (folder / f"{id}.data").stat().st_mode & 0o777 == 0o600
+    store.close()
+
+
+HEAD = b'--B\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"x", b"--B", b"--B\r\n", b"--B\r\n\r\n", HEAD % (b"a", b"1"), HEAD % (b"a", b"1") * 2 + b"--B--",
+    b"--B\r\nContent-Type: x\r\n\r\na\r\n--B--",
+    (HEAD % (b"a", b"1")).replace(b"\r\n\r\n", b"\r\n") + b"--B--",
+    b"".join(HEAD % (b"%d" % i, b"1") for i in range(20)) + b"--B--", b"--B\r\n" + b"x" * 5000 + b"\r\n\r\n\r\n--B--",
+])  # fmt: skip
+def test_a_malformed_upload_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError) as refused:
+        multipart.parsed("multipart/form-data; boundary=B", bytearray(body))
+    assert refused.value.status == 400 and "\n" not in str(refused.value)
+
+
+def test_an_upload_is_taken_apart() -> None:
+    file = b'--a b\r\ncontent-disposition: form-data; filename="\\"x\\".jsonl"; name="file"\r\n\r\n\r\n--a\r\n\x00\r\n'
+    empty = b'--a b\r\nContent-Disposition: form-data; name="e"\r\n\r\n\r\n'
+    found = multipart.parsed('Multipart/Form-Data; charset=x; boundary="a b"', bytearray(file + empty + b"--a b--\r\n"))
+    assert found == {"file": multipart.Part('"x".jsonl', b"\r\n--a\r\n\x00"), "e": multipart.Part(None, b"")}
+    for kind in ("", "application/json", "multipart/form-data"):
+        with pytest.raises(RequestError) as refused:
+            multipart.parsed(kind, bytearray())
+        assert refused.value.status == 415
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"purpose": "batch"}, "file"),
+        ({"purpose": "fine-tune", "file": ("a", b"x")}, "purpose"),
+        ({"file": ("a", b"x")}, "purpose"),
+        ({"purpose": "batch", "file": ("a" * 300, b"x")}, "file"),
+        ({"purpose": "batch", "file": ("a", b"x"), "name": "y"}, "name"),
+        ({"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "soon"}, "expires_after"),
+    ],
+)
+def test_an_upload_that_cannot_be_is_refused(tmp_path: Path, given: dict[str, Any], param: str) -> None:
+    async def test(s: Served) -> None:
+        body = b""
+        for name, value in given.items():
+            more, data = (f'; filename="{value[0]}"', value[1]) if isinstance(value, tuple) else ("", value.encode())
+            body += f'--B\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + data + b"\r\n"
+        s.client.headers["content-type"] = "multipart/form-data; boundary=B"
+        reply = await s.client.post("/v1/files", body + b"--B--\r\n")
+        assert reply.status == 400 and reply.error["param"] == param
+        assert s.client.app.state.batches.store.size_bytes == 0
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize(("query", "param"), [("?limit=0", "limit"), ("?after=x", "after"), ("?order=up", "order")])
+def test_a_page_that_cannot_be_is_refused(tmp_path: Path, query: str, param: str) -> None:
+    async def test(s: Served) -> None:
+        for path in ("/v1/files", "/v1/batches") if param != "order" else ("/v1/files",):
+            reply = await s.client.get(path + query)
+            assert reply.status == 400 and reply.error["param"] == param
+
+    run(test, tmp_path)
+
+
+def test_too_many_batches_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MAX_BATCHES", 2)
+    monkeypatch.setattr(batch_module, "MAX_RECORDS", 2)
+
+    async def test(s: Served) -> None:
+        client = sdk(s)
+        made = [await begun(client, [line("a")]) for _ in "ab"]
+        with pytest.raises(openai.RateLimitError) as full:
+            await begun(client, [line("a")])
+        assert full.value.code == "too_many_batches"
+        s.engine.release.set()
+        for one in made:
+            await ended(client, one.id)
+        third = await begun(client, [line("a")])
+        await ended(client, third.id)
+        assert [b.id async for b in client.batches.list()] == [third.id, made[1].id], "the oldest was deleted"
+
+    run(test, tmp_path, hold=0)

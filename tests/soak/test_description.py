@@ -1,0 +1,24 @@
+"""Ten minutes of requests made from /openapi.json, with sequences of them, to a server that asks for a key."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, needs_nano
+from tests.e2e.test_description import SERVE, SOAK_SECONDS, fuzz
+
+pytestmark = [needs_nano, pytest.mark.timeout(0)]
+
+
+def test_ten_minutes_of_requests_made_from_the_description(tmp_path: Path, share: float) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame")
+    key.chmod(0o600)
+    running = Server("--files-dir", str(tmp_path / "files"), "--api-key-file", str(key), command=SERVE)
+    try:
+        options = ("--phases", "examples,coverage,fuzzing,stateful", "--header", "Authorization: Bearer sesame")
+        cases = fuzz(running.url, tmp_path, max(int(SOAK_SECONDS * share), 30), *options)
+        print(f"{cases} requests made from the description, each answered as described")
+        assert running.process.poll() is None and not any("Traceback" in line for line in running.lines)
+    finally:
+        running.kill()
