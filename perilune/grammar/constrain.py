@@ -104,7 +104,7 @@ def constrain(
         if tool.name in declared:
             if tool.form is not None:
                 answer_form = AnswerFormat(_FORMS[tool.form.syntax], tool.form.definition, f"tools[{position}].format")
-                grammar, leap = _answer(known, answer_form)
+                grammar, leap = _answer(compile, answer_form)
                 grammars.append((tool.name, grammar))
                 leaps.append(leap)
                 continue

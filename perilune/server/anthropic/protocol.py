@@ -81,7 +81,7 @@ class CountBody(RequestBody):
         system = self.system
         if isinstance(system, list):
             system = [block for block in system if not _is_billing(block)]
-        if system and (text := text_of(system, "system", _TEXT)):
+        if system is not None and (text := text_of(system, "system", _TEXT)):
             conversation.say("system", text)
         tools = ToolSet.read(self.tools or (), tool_form)
         for i, message in enumerate(tools.applied(self.messages)):
