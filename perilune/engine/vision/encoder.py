@@ -166,6 +166,9 @@ class Encoder:
                 self._end(rank)
                 self._room += self._bytes(job.placed)
         needed = self._needed(running)
+        if len(self._asked) + len(self._pixels) > self._ranks:
+            now = {p.digest for _, p in needed}  # what requests need that were preempted is asked for again
+            self._pixels = {digest: patches for digest, patches in self._pixels.items() if digest in now}
         encoding = {job.placed.digest for job in self._jobs.values()}
         for i, (rid, placed) in enumerate(needed):
             digest = placed.digest

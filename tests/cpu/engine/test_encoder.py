@@ -234,6 +234,21 @@ def test_pixels_asked_of_a_request_that_ends_are_asked_of_another() -> None:
     assert on.sent == [media(1).digest] and len(on.times[1]) == 4
 
 
+def test_pixels_for_requests_that_were_preempted_make_way() -> None:
+    """Else a request that holds all blocks would wait for a picture, and the others for its blocks."""
+    on = machine()
+    for rid in range(3):
+        submit(on, rid, media(rid + 1))
+    requests, pixels, asked = list(on.encoder._live.values()), memoryview(bytes(16 * SMALL.patch)), list[int]()
+    for running in (requests[:2], *[requests[2:]] * 3):
+        on.encoder.plan(running, False)
+        for want in on.encoder.wants():
+            asked.append(want.rid)
+            on.encoder.provide(want.rid, want.item, pixels)
+        on.encoder.check()
+    assert asked == [0, 1, 2] and media(3).digest in on.encoder._cached
+
+
 def test_pixels_that_do_not_fit_the_grid_are_refused() -> None:
     on = machine()
     submit(on, 0, media(1))
