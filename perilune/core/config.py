@@ -86,6 +86,10 @@ class EngineConfig:
     )
     kv_disk_gb: float | None = _doc("gigabytes of that directory; default: half of what is free there", None)
     kv_ttl_hours: float = _doc("hours after which KV that is not used is deleted from host memory and disk", 24.0)
+    vision: Literal["auto", "off"] = _doc("auto: pictures are seen where the checkpoint has a vision tower", "auto")
+    vision_cache_gb: float | None = _doc(
+        "gigabytes of pictures' embeddings that are kept on the device; default: 1 on GPUs, 0.25 on a CPU", None
+    )
     absorb_limit: int = _doc(
         "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",
         16,
@@ -149,7 +153,7 @@ class EngineConfig:
             raise ConfigError(f"decode_stretch must be above 1, or 0 for no bound, not {self.decode_stretch}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
-        for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours"):
+        for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
                 raise ConfigError(f"{name} must be above 0, not {value}")

@@ -252,6 +252,8 @@ class EngineStats:
     saved_seconds: float = 0.0  # less than computing the same would have taken, by the measured speed of prompts
     blocks_dropped: int = 0  # evicted blocks for which no tier had room
     blocks_damaged: int = 0  # stored blocks found damaged or missing, which were computed again
+    pictures: int = 0  # encoded; those found in a cache are not counted
+    picture_seconds: float = 0.0  # that encoding took rank 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,22 @@ limit    tokens the request can ever have; the last of them is never computed, b
 from dataclasses import dataclass, field
 
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import PENDING
+from perilune.core.step import PENDING, MediaRows
 
 _PENDING = (PENDING,)
+NO_BARRIER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture in a prompt: its rows are those of positions start up to stop. `item`: which picture of the prompt;
+    digest and grid as in core.messages.Media."""
+
+    item: int
+    start: int
+    stop: int
+    digest: bytes
+    grid: tuple[int, int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +67,8 @@ class Request:
     restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
     restores: int = 0  # times that began
     restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk
+    pictures: tuple[Placed, ...] = ()
+    barrier: int = NO_BARRIER  # positions from here on wait for a picture's rows
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,10 +84,12 @@ class Request:
 
     @property
     def todo(self) -> int:
-        """Positions a step could compute now. 0 when the steps in flight sample the last token, and while they have
-        drafts, because the number of tokens they bring is then unknown."""
+        """Positions a step could compute now. 0 when the steps in flight sample the last token, while they have drafts,
+        because the number of tokens they bring is then unknown, and while a picture's rows are awaited."""
         horizon = len(self.tokens) + self.pending
-        return horizon - self.planned if horizon < self.limit and not self.drafted else 0
+        if horizon >= self.limit or self.drafted:
+            return 0
+        return (horizon if horizon < self.barrier else self.barrier) - self.planned
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -106,6 +123,17 @@ class Request:
         """The token that follows the next `count` positions to plan; PENDING if it is not known."""
         end = self.planned + count
         return self.tokens[end] if end < len(self.tokens) else PENDING
+
+    def media(self, count: int) -> tuple[MediaRows, ...]:
+        """The rows of pictures at the next `count` positions to plan."""
+        start, found = self.planned, list[MediaRows]()
+        if not self.pictures or start >= self.pictures[-1].stop:
+            return ()
+        for p in self.pictures:
+            first, end = max(p.start, start), min(p.stop, start + count)
+            if first < end:
+                found.append((p.digest, first - p.start, first - start, end - first))
+        return tuple(found)
 
     def history(self, count: int) -> tuple[int, ...]:
         """All tokens, if the next `count` positions sample the first token since the request started to run and its

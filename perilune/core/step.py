@@ -9,7 +9,7 @@ after its step was launched.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from perilune.core.sampling import SamplingParams
@@ -17,6 +17,9 @@ from perilune.core.sampling import SamplingParams
 PENDING = -1  # the id of a token that the step before is still sampling
 LEFT_OUT = -1  # StepPlan.chain of a step that the draft model does not follow
 MAX_DRAFTS = 8  # drafts of one request in one step
+
+
+MediaRows = tuple[bytes, int, int, int]  # a picture's digest, its first row, the work's first row, how many rows
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Work:
                     `tokens` are PENDING: the device puts there the last token of that step and then the chain that a
                     draft model drafted after it. start, output_index and left are as if that step brought one token,
                     and `blocks` reach as far as all its drafts may
+    media           rows of pictures that replace the embeddings of `tokens`
     """
 
     rid: int
@@ -60,6 +64,7 @@ class Work:
     drafts: int = 0
     next_token: int = PENDING
     chained: bool = False
+    media: tuple[MediaRows, ...] = ()
 
     @property
     def count(self) -> int:
@@ -151,6 +156,22 @@ def samples(work: Sequence[Work]) -> tuple[Sample, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """A share of encoding a picture, which one rank computes before the step's work.
+
+    start, stop  cells of the encoding (engine/vision/cells.py). With the last one, all ranks get the picture's rows
+    patches      the pixels, uint8 [patches, 3, P, P], where `start` is 0; other ranks than 0 get them by themselves
+    """
+
+    rank: int
+    digest: bytes
+    grid: tuple[int, int, int]
+    start: int
+    stop: int
+    patches: memoryview | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything the runner needs for one step; printable and replayable.
 
@@ -159,6 +180,8 @@ class StepPlan:
     min_confidence  where the host sees the draft model's probabilities without waiting (CPU), drafting stops when every
                     request's chain has a lower product of them than this
     host            a request has a constraint, so the host takes part in sampling; with several ranks it is rank 0's
+    slices          of pictures, to encode before the work; a plan may have nothing else
+    dropped         digests of pictures: their rows, or half-done encodings, are given up after the work
     """
 
     step: int
@@ -166,6 +189,8 @@ class StepPlan:
     chain: int = 0
     min_confidence: float = 0.0
     host: bool = False
+    slices: tuple[Slice, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
     @property
     def tokens(self) -> int:

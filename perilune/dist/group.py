@@ -51,8 +51,8 @@ class Group(Protocol):
         """[ranks, ...]: every rank's x[r], in order, where x is [ranks, ...] and r this rank."""
         ...
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, in place."""
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
+        """That rank's x, in place."""
         ...
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class Alone:
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
     def check(self) -> None: ...
@@ -149,9 +149,9 @@ class _Process:
         self._wait(self._processes.alltoall_base(out, x, [], [], options))
         return out
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         options = torch_dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        options.rootRank, options.rootTensor, options.asyncOp = rank, 0, False
         self._wait(self._processes.broadcast([x], options))
         return x
 
@@ -231,8 +231,8 @@ class GlooOnGpu(Gloo):
     def all_to_all(self, x: Tensor) -> Tensor:
         return super().all_to_all(x.cpu()).to(x.device)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return x.copy_(super().broadcast(x.cpu()))
+    def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
+        return x.copy_(super().broadcast(x.cpu(), rank))
 
 
 def join(

@@ -62,9 +62,11 @@ def tower(shards: Shards, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     except CheckpointError as e:
         faults = [f"cannot be read: {e}"]
     if not faults:
-        return f"{held} read by name, shape and type; not served over HTTP yet: text only", []
+        return f"{held} read by name, shape and type: pictures are served", []
     more = f" (and {len(faults) - 1:,} more faults)" if len(faults) > 1 else ""
-    found = Finding("warning", f"the vision tower {faults[0]}{more}", "text is served without it")
+    found = Finding(
+        "warning", f"the vision tower {faults[0]}{more}", "text is served without it, with --set vision=off"
+    )
     return f"{held} known, cannot be loaded", [found]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Delta, EngineInfo, Submit
-from perilune.engine.client import room
+from perilune.engine.client import check_pictures, room
 from perilune.engine.masks import Grammars
 
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar to compile when there is nothing to compute
@@ -25,6 +25,8 @@ class Admission:
         if request.params.bad_words:
             raise RequestError("bad_words need a tokenizer: give bad_word_ids", param="bad_words")
         request.params.check_ids(self._info.vocab_size)
+        if request.pictures:
+            check_pictures(request.prompt, request.pictures, self._info)
         seed = self._seeds.getrandbits(63) if request.params.seed is None else request.params.seed
         if request.constraint is not None:
             request.constraint.check_room(room(request.prompt, request.params, self._info))

@@ -34,6 +34,8 @@ from perilune.engine.resolve import (
 from perilune.engine.runner import Runner, compute_thread
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.step_times.pacing import Pacer
+from perilune.engine.vision.open import bytes_beside, open_encoder, open_tower, sees
+from perilune.engine.vision.tower import Tower
 from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
@@ -99,6 +101,7 @@ class Parts:
             tp=self.runner.group.ranks,
             ep=config.ep,
             exchange=self.runner.group.name,
+            media_pad=None if self.scheduler.encoder is None else self.scheduler.encoder.pad,
             pids=(os.getpid(), *(() if self.ranks is None else self.ranks.pids)),
         )
 
@@ -240,9 +243,10 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
             task.ranks.joined(group)
         return group
 
+    tower_dir = model_dir if source is load and sees(model_dir, config, choices) else None
     try:
-        config, model, pages, drafter = worker.submit(
-            _allocate, weights, config, choices, device, kv_dtype, drafter_dir, meet
+        config, model, pages, drafter, tower = worker.submit(
+            _allocate, weights, config, choices, device, kv_dtype, drafter_dir, tower_dir, meet
         ).result()  # fmt: skip
     except BaseException:
         worker.shutdown(cancel_futures=True)
@@ -257,6 +261,11 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         except BaseException:
             worker.shutdown(cancel_futures=True)
             raise
+    try:
+        encoder = None if tower is None else open_encoder(tower, config, choices)
+    except BaseException:
+        worker.shutdown(cancel_futures=True)
+        raise
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,
@@ -267,8 +276,10 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         tiers=tiers,
         pacer=Pacer(config.decode_stretch, config.max_step_tokens),
     )
+    scheduler.encoder = encoder
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
+    runner.tower = tower
     return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic, transfer)
 
 
@@ -304,8 +315,9 @@ def _allocate(
     device: torch.device,
     kv_dtype: torch.dtype,
     drafter_dir: Path | None,
+    tower_dir: Path | None,
     meet: Callable[[], Group],
-) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None]:
+) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None, Tower | None]:
     """Loads the weights, joins the other ranks, sizes the KV cache by the memory that is left, and allocates it."""
     model_config, weights = source()
     group = meet()
@@ -324,7 +336,10 @@ def _allocate(
     if drafter_dir is not None:
         fp8 = config.draft_dtype == "fp8"
         drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
-    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group)
+    tower, reserved = None, 0.0
+    if tower_dir is not None:
+        tower, reserved = open_tower(tower_dir, dtype, device, group), bytes_beside(tower_dir, config, device, dtype)
+    config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group, reserved)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:
         drafter.allocate(
@@ -353,4 +368,4 @@ def _allocate(
         device,
         shards,
     )
-    return config, model, pages, drafter
+    return config, model, pages, drafter, tower

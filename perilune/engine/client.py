@@ -69,7 +69,12 @@ def check_pictures(prompt: Sequence[int], pictures: Sequence[Media | Picture], i
     if info.media_pad is not None:
         placeholders.spans(prompt, info.media_pad, [picture.tokens for picture in pictures])
     elif pictures:
-        raise RequestError(f"{info.model} does not see pictures: send text alone", code="unsupported_media")
+        raise blind(info)
+
+
+def blind(info: EngineInfo) -> RequestError:
+    """The model, as it is loaded, sees no pictures."""
+    return RequestError(f"{info.model} does not see pictures: send text alone", code="unsupported_media")
 
 
 def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from perilune.core.config import EngineConfig
-from perilune.core.messages import Delta, EngineStats, Submit
+from perilune.core.messages import Delta, EngineStats, Pixels, Submit, Want
 from perilune.core.step import LEFT_OUT, PENDING, StepPlan
 from perilune.engine.admission import Admission
 from perilune.engine.build import Source, build, speculator
@@ -60,6 +60,7 @@ class Engine:
         self._running: Running | None = None
         self._committed_at: float | None = None  # when the last step's result came; None after a gap without steps
         self.drafting_seconds = self.waiting_seconds = 0.0
+        self._encoder = self.scheduler.encoder
         self._costs: dict[bool, Costs] = {}  # of steps without and with a draft model
         self.speculator: Drafting | None = None
         with self._explained():
@@ -92,6 +93,20 @@ class Engine:
     def cancel(self, rid: int) -> None:
         self.scheduler.cancel(rid)
         self._drop(rid)
+
+    @property
+    def starved(self) -> bool:
+        """Whether nothing can be computed until pixels come (`provide`)."""
+        return self._running is None and self._encoder is not None and self._encoder.awaiting
+
+    def wants(self) -> list[Want]:
+        """Pictures of unfinished requests that need their pixels now, each once; `provide` brings them."""
+        return [] if self._encoder is None else self._encoder.wants()
+
+    def provide(self, pixels: Pixels) -> None:
+        """The answer to a Want; ignored if the request has ended. RequestError if pixels and grid differ."""
+        if self._encoder is not None:
+            self._encoder.provide(pixels.rid, pixels.item, pixels.patches)
 
     def step(self) -> list[Delta]:
         """Launches step N+1, then commits step N; the other way round where N+1 is to have drafts of known text.
@@ -129,7 +144,9 @@ class Engine:
     def _plan_chained(self, running: StepPlan) -> StepPlan | None:
         """The step after the running one, which may bring several tokens; None if that cannot be, or does not pay."""
         drafting = self._drafting
-        if drafting is None or self._rejected is not None:  # that log needs the drafts' ids, which stay on the device
+        if (
+            drafting is None or not running.work or self._rejected is not None
+        ):  # that log needs the drafts' ids, which stay on the device
             return None
         if not self.runner.can_chain or (drafts := drafting.chained(running)) is None:
             return None
@@ -137,7 +154,7 @@ class Engine:
 
     def _commits_first(self, running: StepPlan) -> bool:
         """Whether to wait for the running step before the next one is planned."""
-        if (drafting := self._drafting) is None:
+        if (drafting := self._drafting) is None or not running.work:
             return False
         # Planning now would leave out the requests with drafts in flight: the batch would split into two halves that
         # take turns, each reading all weights for its own tokens.
@@ -148,7 +165,7 @@ class Engine:
         plan = chained or self.scheduler.plan(LEFT_OUT if drafting is None else 0)
         if plan is None:
             return None
-        if drafting is not None:
+        if drafting is not None and plan.work:
             begin = time.perf_counter()
             if chained is None and (drafts := drafting.propose(plan)):
                 plan = self.scheduler.add_drafts(plan, drafts)
@@ -173,14 +190,18 @@ class Engine:
             self._ranks.read(result.digest)
         before, self._committed_at = self._committed_at, time.perf_counter()
         deltas = self.scheduler.commit(result)
-        if before is not None and self.scheduler.pacer is not None:
+        if self._encoder is not None:
+            self._observe_slices(plan, None if before is None else self._committed_at - before)
+        if not plan.work:
+            return deltas
+        if before is not None and self.scheduler.pacer is not None and not plan.slices:
             decoded = sum(w.count - w.drafts == 1 for w in plan.work)
             self.scheduler.pacer.record(plan.tokens, decoded, self._committed_at - before)
-        if self.scheduler.offload is not None:
+        if self.scheduler.offload is not None and not plan.slices:
             self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if (drafting := self._drafting) is not None:
             drafting.observe(deltas, result.outputs)
-            if before is not None:
+            if before is not None and not plan.slices:
                 alone = not any(PENDING in w.tokens for w in plan.work)
                 drafting.record_time(plan, self._committed_at - before, alone)
         elif self.speculator is not None:
@@ -193,6 +214,14 @@ class Engine:
                     delta.finish_reason, delta.closed_by_grammar = "length", True
                 self._drop(delta.rid)
         return deltas
+
+    def _observe_slices(self, plan: StepPlan, seconds: float | None) -> None:
+        """What slices took, and a step of decoding without them, which took `seconds` if that is known."""
+        assert self._encoder is not None and self.runner.tower is not None
+        for cost in self.runner.tower.measured():
+            self._encoder.record(cost.flops, cost.runs, cost.seconds)
+        if seconds is not None and plan.work and not plan.slices and all(w.output_index for w in plan.work):
+            self._encoder.record_step(seconds)
 
     def _schedule(self, request: Submit, seed: int) -> None:
         self.scheduler.submit(request, seed, time.monotonic())
@@ -248,6 +277,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self.runner.report(self.scheduler.stats())
+        if self._encoder is not None:
+            stats = dataclasses.replace(stats, pictures=self._encoder.encoded, picture_seconds=self._encoder.seconds)
         return stats if self.speculator is None else self.speculator.report(stats)
 
     def close(self) -> None:

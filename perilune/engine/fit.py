@@ -11,6 +11,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
 from perilune.engine.resolve import WORKSPACE_BYTES, Choices, free_bytes, resolve_draft, resolve_dtypes
+from perilune.engine.vision.open import bytes_beside, sees, weight_bytes
 from perilune.formats import scheme, synthetic
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.served import require_served
@@ -116,6 +117,9 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     step = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
     graphs = GRAPH_BYTES if device.type == "cuda" else 0
     sizes = model_of(model)
+    vision = 0.0
+    if sees(model_dir, config, nothing):
+        vision = weight_bytes(model_dir, dtype.itemsize) + bytes_beside(model_dir, config, device, dtype)
 
     def asking(scales: str, rest: str, tokens: int) -> memory.Demand:
         plain, compact, narrow, _ = memory.footprints(sizes, stored, dtype.itemsize)
@@ -135,10 +139,13 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
             enough=max(longest, tokens),
             least=tokens,
             fraction=config.memory_fraction,
+            vision=vision,
         )
 
     scales, rest = config.expert_scales, config.rest_dtype
     others = {}
+    if vision:
+        others["vision=off"] = dataclasses.replace(asking(scales, rest, least), vision=0.0)
     if int4 and scales == "checkpoint":
         others["expert_scales=compact"] = asking("compact", rest, least)
     if rest != "fp8":

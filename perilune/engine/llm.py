@@ -13,13 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune.core.config import EngineConfig, build
 from perilune.core.constraint import Constraint
 from perilune.core.errors import ConfigError, EngineError, RequestError
-from perilune.core.messages import Delta, Submit
+from perilune.core.messages import FIRST_COME, Delta, Media, Picture, Pixels, Submit
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
-from perilune.engine.client import check_prompt, room
+from perilune.engine.client import blind, check_pictures, check_prompt, room
 from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
+from perilune.media import placeholders
+from perilune.media.decoder import Decoder
+from perilune.media.limits import Limits
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate, PromptOptions, template_for
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
@@ -27,6 +30,7 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
+Image = bytes | str | Path | Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class LLM:
         best_of: int | None = None,
         constraint: Constraint | None = None,
         cache_keys: Sequence[str] = (),
+        pictures: Sequence[Image] | Sequence[Sequence[Image]] = (),
         progress: bool = False,
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
@@ -122,6 +127,10 @@ class LLM:
 
         Cached KV is shared only with calls of equal `cache_keys`, such as ("salt:TENANT",).
 
+        `pictures` of the one prompt, or a list for each of several: files (bytes or their paths) or decoded ones
+        (media.decoder.Picture), in the order of the placeholders (info.media_pad, `<|media_pad|>`) of the prompt: one
+        for each picture, or as many as its tokens.
+
         Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
         where it does not.
 
@@ -130,6 +139,7 @@ class LLM:
         """
         count = candidates(n, best_of)
         asked = [self._encode(p) for p in _as_prompts(prompts)]
+        seen = self._pictures(asked, pictures)
         tokens = [ids for ids in asked for _ in range(count)]
         wanted = [sibling(p, i) for p in _as_params(params, len(asked)) for i in range(count)]
         unscored = [p.logprobs is None for p in wanted]
@@ -149,7 +159,8 @@ class LLM:
             parts[i].append(stream.feed(delta.tokens))
             return stream.stopped
 
-        runs = self._run(tokens, wanted, take, progress, constraint, tuple(cache_keys))
+        shown = [found for found in seen for _ in range(count)]
+        runs = self._run(tokens, wanted, take, progress, constraint, tuple(cache_keys), shown)
         results = []
         for run, stream, part in zip(runs, streams, parts):
             text = None if stream is None else "".join(part) + stream.finish()
@@ -267,10 +278,13 @@ class LLM:
         progress: bool,
         constraint: Constraint | None = None,
         cache_keys: tuple[str, ...] = (),
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> "list[_Run]":
         """Runs all prompts to their ends. `take(index, delta)` sees every delta and may end its request early."""
-        for prompt, given in zip(prompts, params):
+        pictures = pictures or [()] * len(prompts)
+        for prompt, given, shown in zip(prompts, params, pictures):
             check_prompt(prompt, self.info)
+            check_pictures(prompt, shown, self.info)
             if constraint is not None:
                 constraint.check_room(room(prompt, given, self.info))
         with self._lock:
@@ -282,11 +296,17 @@ class LLM:
             try:
                 for rid, run in runs.items():
                     ends = self._resolved(params[run.index]).ending_with(self._end_tokens)
-                    engine.submit(Submit(rid, tuple(prompts[run.index]), ends, constraint, cache_keys))
+                    media = tuple(map(Media.of, pictures[run.index]))
+                    ids = tuple(prompts[run.index])
+                    engine.submit(Submit(rid, ids, ends, constraint, cache_keys, FIRST_COME, media))
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
                     while engine.busy and failure is None:
-                        for delta in engine.step():
+                        deltas = engine.step()
+                        for want in engine.wants():
+                            patches = pictures[runs[want.rid].index][want.item].patches
+                            engine.provide(Pixels(want.rid, want.item, memoryview(patches).cast("B")))
+                        for delta in deltas:
                             run = runs[delta.rid]
                             for piece in delta.singly():
                                 run.add(piece)
@@ -308,6 +328,24 @@ class LLM:
         if failure is not None:
             raise EngineError(failure)
         return list(runs.values())
+
+    def _pictures(
+        self, prompts: list[list[int]], given: Sequence[Image] | Sequence[Sequence[Image]]
+    ) -> list[list[Picture]]:
+        """The decoded pictures of each prompt, in which their placeholders are then as many as their tokens."""
+        if not given:
+            return [[] for _ in prompts]
+        flat = len(prompts) == 1 and not isinstance(given[0], list | tuple)
+        lists: Any = [given] if flat else given
+        if len(lists) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but pictures for {len(lists)}: give a list for each prompt")
+        if (pad := self.info.media_pad) is None:
+            raise blind(self.info)
+        with Decoder(Limits.from_directory(self.path)) as decoder:
+            found = [[_decoded(decoder, image) for image in images] for images in lists]
+        for i, (prompt, pictures) in enumerate(zip(prompts, found)):
+            prompts[i] = placeholders.expanded(prompt, pad, [p.tokens for p in pictures])
+        return found
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         return bad_words.resolved(params, self._need_tokenizer()) if params.bad_words else params
@@ -375,6 +413,17 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) and all(isinstance(p, int) or hasattr(p, "__index__") for p in prompts):
         return [list(prompts)]  # type: ignore[arg-type]  # one prompt of token ids: each was looked at
     return list(prompts)  # type: ignore[arg-type]  # several prompts: none of them is an id
+
+
+def _decoded(decoder: Decoder, image: Image) -> Picture:
+    if isinstance(image, bytes):
+        return decoder.decode(image)
+    if not isinstance(image, str | Path):
+        return image
+    try:
+        return decoder.decode(Path(image).expanduser().read_bytes())
+    except OSError as e:
+        raise RequestError(f"cannot read the picture {image}: {e.strerror}", param="pictures") from e
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

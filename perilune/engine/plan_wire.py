@@ -12,7 +12,7 @@ import msgspec
 
 from perilune.core.errors import EngineError
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import StepPlan, Work
+from perilune.core.step import MediaRows, Slice, StepPlan, Work
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
@@ -21,8 +21,9 @@ MAX_FRAME_BYTES = 64 << 20
 # of the table known before are kept (-1: it is the same); the blocks after those.
 Row = tuple[
     int, int, int, tuple[int, ...], bool, int, tuple[int, ...], tuple[int, ...], int, int, int, bool,
-    tuple[SamplingParams, int] | None, int, tuple[int, ...],
+    tuple[MediaRows, ...], tuple[SamplingParams, int] | None, int, tuple[int, ...],
 ]  # fmt: skip
+Cut = tuple[int, bytes, tuple[int, int, int], int, int]  # Slice's fields but patches
 Known = tuple[int, SamplingParams, int, tuple[int, ...]]  # of a slot: rid, params, seed, blocks
 
 
@@ -31,9 +32,12 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
     kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
              "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
-             last, in `number` rounds, for measurements; "close": end
+             last, in `number` rounds, for measurements; "pixels": the picture with which the next plan has rank
+             `number` begin; "close": end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     rows     the plan's work
+    slices, dropped   of StepPlan
+    pixels   (digest, patches)
     """
 
     kind: str
@@ -42,6 +46,9 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     min_confidence: float = 0.0
     host: bool = False
     rows: Sequence[Row] = ()
+    slices: Sequence[Cut] = ()
+    dropped: tuple[bytes, ...] = ()
+    pixels: tuple[bytes, memoryview] | None = None
 
 
 class Writer:
@@ -53,7 +60,8 @@ class Writer:
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> bytes:
         rows = [self._row(w) for w in plan.work]
-        return self.order(Order(kind, plan.step, plan.chain, plan.min_confidence, plan.host, rows))
+        cuts = [(s.rank, s.digest, s.grid, s.start, s.stop) for s in plan.slices]
+        return self.order(Order(kind, plan.step, plan.chain, plan.min_confidence, plan.host, rows, cuts, plan.dropped))
 
     def order(self, order: Order) -> bytes:
         return self._encoder.encode(order)
@@ -72,7 +80,7 @@ class Writer:
         fresh = None if same else (w.params, w.seed)
         return (
             w.rid, w.slot, w.start, w.tokens, w.sample, w.output_index, w.prompt_targets, w.history, w.left, w.drafts,
-            w.next_token, w.chained, fresh, kept, added,
+            w.next_token, w.chained, w.media, fresh, kept, added,
         )  # fmt: skip
 
 
@@ -92,11 +100,14 @@ class Reader:
 
     def plan(self, order: Order) -> StepPlan:
         work = tuple([self._work(row) for row in order.rows])
-        return StepPlan(order.number, work, order.chain, order.min_confidence, order.host)
+        slices = tuple([Slice(*cut) for cut in order.slices])
+        return StepPlan(
+            order.number, work, order.chain, order.min_confidence, order.host, slices, order.dropped
+        )  # fmt: skip
 
     def _work(self, row: Row) -> Work:
         (rid, slot, start, tokens, sample, output_index, targets, history, left, drafts, next_token, chained,
-         fresh, kept, blocks) = row  # fmt: skip
+         media, fresh, kept, blocks) = row  # fmt: skip
         known = self._known.get(slot)
         if known is None and (fresh is None or kept):
             raise EngineError(f"an order speaks of slot {slot}, which this rank does not know")
@@ -109,5 +120,5 @@ class Reader:
             self._known[slot] = rid, params, seed, blocks
         return Work(
             rid, slot, start, tokens, blocks, sample, output_index, params, seed, targets, history, left, drafts,
-            next_token, chained,
+            next_token, chained, media,
         )  # fmt: skip

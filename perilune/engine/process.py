@@ -23,12 +23,14 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
-from perilune.core.messages import Cancel, Delta, Failed, Shutdown, Submit
+from perilune.core.messages import Cancel, Delta, Failed, Pixels, Shutdown, Submit
 from perilune.engine import wire
 from perilune.engine.engine import Engine
 from perilune.ops.harness import build, registry
 
 STATS_INTERVAL = 0.5  # seconds
+PIECE_BYTES = 1 << 20  # read between two steps, so that a picture's pixels delay none
+STARVED_SECONDS = 0.005  # that the socket is waited for where all requests wait for pixels
 
 
 class Channel:
@@ -37,49 +39,72 @@ class Channel:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self._lock = threading.Lock()  # the thread that watches other ranks sends too
+        self._data = bytearray()  # of a frame that has come in part
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        """All messages of the frames that have arrived; with `wait`, at least one frame's. EOFError when closed."""
+    def receive(self, wait_seconds: float | None) -> list[Any]:
+        """All messages of the frames that are complete after at most `wait_seconds`; None: as long as it takes for one.
+        A frame that comes slowly, such as a picture's, is not waited for. EOFError when closed."""
         batch: list[Any] = []
-        while wait or select.select([self.sock], [], [], 0)[0]:
-            batch += wire.decode(self.read_body())
-            wait = False
+        while not batch and wait_seconds is None:
+            self._take()
+            batch = self._complete()
+        if select.select([self.sock], [], [], 0 if batch else wait_seconds)[0]:
+            self._take()
+            batch += self._complete()
         return batch
 
     def read_body(self) -> bytes:
-        return self._exactly(wire.body_length(self._exactly(wire.HEADER.size)))
+        """The first frame's body."""
+        while (body := self._body()) is None:
+            self._take()
+        return body
 
     def send(self, batch: list[Any]) -> None:
         with self._lock:
             self.sock.sendall(wire.encode(batch))
 
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            piece = self.sock.recv(size - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
+    def _take(self) -> None:
+        piece = self.sock.recv(PIECE_BYTES)
+        if not piece:
+            raise EOFError
+        self._data += piece
+
+    def _complete(self) -> list[Any]:
+        batch: list[Any] = []
+        while (body := self._body()) is not None:
+            batch += wire.decode(body)
+        return batch
+
+    def _body(self) -> bytes | None:
+        if len(self._data) < wire.HEADER.size:
+            return None
+        end = wire.HEADER.size + wire.body_length(bytes(self._data[: wire.HEADER.size]))
+        if len(self._data) < end:
+            return None
+        body = bytes(memoryview(self._data)[wire.HEADER.size : end])
+        del self._data[:end]
+        return body
 
 
 def serve(engine: Engine, channel: Channel) -> None:
     """The loop: take what arrived, step, send what came out."""
     sent_at = 0.0
     while True:
-        deltas: list[Delta] = []
-        for message in channel.receive(wait=not engine.busy):
-            if isinstance(message, Submit):
+        out: list[Any] = []
+        wait_seconds = None if not engine.busy else STARVED_SECONDS if engine.starved else 0.0
+        for message in channel.receive(wait_seconds):
+            if isinstance(message, Submit | Pixels):
                 try:
-                    engine.submit(message)
+                    engine.submit(message) if isinstance(message, Submit) else engine.provide(message)
                 except RequestError as e:  # the client has checked; this is the second check
-                    deltas.append(Delta(message.rid, finish_reason="error", error=str(e)))
+                    engine.cancel(message.rid)
+                    out.append(Delta(message.rid, finish_reason="error", error=str(e)))
             elif isinstance(message, Cancel):
                 engine.cancel(message.rid)
             elif isinstance(message, Shutdown):
                 return
-        deltas += engine.step()
-        out: list[Any] = [*deltas]
+        out += engine.step()
+        out += engine.wants()
         now = time.monotonic()
         if now - sent_at >= STATS_INTERVAL or not engine.busy:
             out.append(engine.stats())

@@ -101,6 +101,10 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader) -> None:
                     running.popleft().result()
                 running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
                 continue
+            if order.kind == "pixels" and order.pixels is not None and runner.tower is not None:
+                if order.number == runner.group.slicing.rank:
+                    runner.tower.provide(*order.pixels)
+                continue
             while running:
                 running.popleft().result()
             if order.kind == "zero":

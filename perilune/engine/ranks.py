@@ -223,6 +223,9 @@ class Ranks:
         if kind == "plan":
             self._tokens.append(plan.tokens)
             self._sent += 1
+        for own in plan.slices:
+            if own.patches is not None and own.rank > 0:
+                self._send(self._writer.order(Order("pixels", own.rank, pixels=(own.digest, own.patches))))
         self._send(self._writer.plan(plan, kind))
         self._order_seconds.append(time.perf_counter() - begin)
 

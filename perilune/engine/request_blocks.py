@@ -186,12 +186,12 @@ class RequestBlocks:
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []
         blocks = (request.known - 1) // self._block_size
-        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root)
+        extend_digests(request.digests, request.tokens, self._block_size, blocks, request.root, request.pictures)
         return request.digests[:blocks]
 
     def _register(self, request: Request) -> None:
         full = request.computed // self._block_size
-        extend_digests(request.digests, request.tokens, self._block_size, full, request.root)
+        extend_digests(request.digests, request.tokens, self._block_size, full, request.root, request.pictures)
         for index in range(request.registered, full):
             parent = request.blocks[index - 1] if index else None
             own = request.blocks[index]

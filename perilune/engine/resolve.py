@@ -130,9 +130,10 @@ def resolve_sizes(
     choices: Choices,
     drafter: Drafter | None = None,
     group: Group = ALONE,
+    reserved: float = 0.0,
 ) -> EngineConfig:
     """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
-    the weights are on the device. Raises ConfigError."""
+    the weights are on the device. `reserved`: bytes that are kept for something else. Raises ConfigError."""
     shards = 1 if config.kv_shards == "auto" else config.kv_shards  # engine/fit.py has chosen, for real checkpoints
     config = dataclasses.replace(config, kv_shards=shards)
     if config.block_size is None:
@@ -152,7 +153,7 @@ def resolve_sizes(
         kv_dtype,
         shards,
     )
-    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type]
+    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type] - reserved
     if drafter is not None:
         dtype = getattr(torch, config.dtype)
         block += drafter.block_bytes(config.block_size, dtype)

@@ -27,6 +27,7 @@ from perilune.engine.penalties import Adjuster
 from perilune.engine.ranks import Place, Ranks
 from perilune.engine.readout import Readout, Sampled, from_calls, from_graph
 from perilune.engine.sampler import FAILED
+from perilune.engine.vision.tower import Tower
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops.harness import registry, workspace
@@ -70,6 +71,7 @@ class Runner:
         self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self.adjuster = Adjuster(config.max_num_seqs)
         self.drafter: Drafter | None = None
+        self.tower: Tower | None = None
         self.graphs: DecodeGraphs | None = None
         self._declared = None
         if config.declared_acceptance is not None:
@@ -102,7 +104,7 @@ class Runner:
         """Runs the plan after those launched before. A graph's step is queued on the caller's thread, because handing
         it to the worker takes as long as queueing it; first the worker must have queued the step it still has."""
         plan = self.ordered(plan)
-        if self.graphs is not None and self.graphs.takes(plan):
+        if self._graphed(plan):
             if self._launched is not None:
                 wait((self._launched,))
             self._launched = Future()
@@ -176,9 +178,19 @@ class Runner:
             torch.cuda.set_device(self._gpu)  # a thread's own, and steps are queued by more than one
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
         with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
-            if self.graphs is not None and self.graphs.takes(plan) and (readout := self._replay(plan)) is not None:
+            if self.tower is not None and (plan.slices or plan.dropped):
+                self.tower.run(plan.slices, plan.dropped)
+            if not plan.work:
+                return from_calls(plan.step, Sampled.nothing(self.pages.data.device), None, None, [])
+            if self._graphed(plan) and (readout := self._replay(plan)) is not None:
                 return readout
             return self._run_calls(self._caught_up(plan) if any(w.chained for w in plan.work) else plan)
+
+    def _graphed(self, plan: StepPlan) -> bool:
+        """Whether the step may be a CUDA graph."""
+        if self.graphs is None or not plan.work or any(w.media for w in plan.work):
+            return False
+        return self.graphs.takes(plan)
 
     @property
     def can_chain(self) -> bool:
@@ -198,6 +210,8 @@ class Runner:
     def _run_calls(self, plan: StepPlan) -> Readout:
         """The step op by op."""
         batch = build(plan, self.last_tokens, self.pages.block_size, self.absorb_limit)
+        if self.tower is not None:
+            batch = replace(batch, step=replace(batch.step, replaced=self.tower.replaced(batch.work, batch.starts)))
         layers = () if self.drafter is None or plan.chain == LEFT_OUT else self.drafter.aux_layers
         hidden, features = self.model.hidden_with_aux(batch.step, self.pages.data, layers)
         scores = [

@@ -15,6 +15,9 @@ Drafts take only what is left over: `add_drafts` gives them blocks and step toke
 does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
 out where the request goes on (ops/drafts/advance_inputs.py).
 
+A request that next needs the rows of a picture that is not encoded yet (engine/vision/encoder.py) is running, but gets
+no work: it keeps its slot, its blocks and its place before younger requests.
+
 With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
 the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
 order, and no request is admitted before an older one of its priority that waits.
@@ -36,9 +39,10 @@ from operator import attrgetter
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import Request
-from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.request_blocks import RequestBlocks
 from perilune.engine.step_times.pacing import Pacer
+from perilune.engine.vision.encoder import Encoder
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
 
@@ -91,6 +95,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
+        self.encoder: Encoder | None = None  # of pictures; without one prompts have none
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
@@ -140,12 +145,16 @@ class Scheduler:
         limit = min(self._max_model_len, room + 1)
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
+        pictures = () if self.encoder is None else self.encoder.place(prompt, message.pictures)
         root = root_of(message.cache_keys)
         order = message.order
         deadline = math.inf if order.deadline_seconds is None else now + order.deadline_seconds
         rank = (order.priority, deadline, self._arrivals)
         request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit, rank, root)
         request.submitted = now
+        if pictures and self.encoder is not None:
+            request.pictures = pictures
+            self.encoder.open(request)
         self._arrivals += 1
         self._live[request.rid] = request
         insort(self._waiting, request, key=_rank)
@@ -190,6 +199,8 @@ class Scheduler:
         """
         assert len(self._flying) <= 1, "commit a step before planning a third"
         budget = self._max_step_tokens
+        if self.encoder is not None:
+            self.encoder.look(self._running)
         prompts = self._prompt_tokens_of_step()  # of `budget`, for what is more than one token of a request
         flights: list[_Flight] = []
         preempted = False
@@ -199,7 +210,7 @@ class Scheduler:
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             if count > 1:
-                count = min(count, prompts)
+                count = self._aligned(request, min(count, prompts))
                 prompts -= count
             # The victim is the last of the list: never a request that this step has planned already.
             while count and not self.blocks.at_hand(missing := self.blocks.missing(request, request.planned + count)):
@@ -235,17 +246,14 @@ class Scheduler:
                 if not self.blocks.has_room(request, hits, room):
                     break
                 self._admit(request, hits)
+                if self.encoder is not None:
+                    self.encoder.look((request,))
                 insort(self._running, self._waiting.pop(0), key=_rank)
-                count = min(request.todo, room)
-                flights.append(self._launch(request, count))
-                budget, prompts = budget - count, prompts - count
+                if count := self._aligned(request, min(request.todo, room)):
+                    flights.append(self._launch(request, count))
+                    budget, prompts = budget - count, prompts - count
                 reserve += self.blocks.lookahead(request)
-        if not flights:
-            return None
-        step = self._planned_steps
-        self._planned_steps += 1
-        self._flying.append((step, flights))
-        return StepPlan(step, tuple(f.work for f in flights), chain)
+        return self._planned(flights, chain)
 
     def _prompt_tokens_of_step(self) -> int:
         if self.pacer is None:
@@ -299,6 +307,8 @@ class Scheduler:
         share = self._max_step_tokens // max(len(self._running), 1) - 1
         for request in self._running:
             work = flying.get(request.rid)
+            if request.barrier <= request.planned:
+                continue
             if work is None and request.horizon - request.planned == 1:
                 going.append((request, 0))
             elif work is None or not work.sample or request.params.prompt_logprobs is not None:
@@ -317,10 +327,7 @@ class Scheduler:
         for (request, count), end in zip(going, ends):
             self.blocks.extend(request, end)
             flights.append(self._launch(request, 1, max(count - fewer, 0) if request.rid in flying else None))
-        step = self._planned_steps
-        self._planned_steps += 1
-        self._flying.append((step, flights))
-        return StepPlan(step, tuple(f.work for f in flights))
+        return self._planned(flights)
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Takes in the result of the oldest step in flight; returns the deltas for the front end."""
@@ -351,6 +358,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that every block, slot and request is accounted for exactly once. Slow: for tests."""
         self.blocks.check(self._running)
+        if self.encoder is not None:
+            self.encoder.check()
         for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
             assert ranks == sorted(set(ranks)), "requests are not in their order"
         latest = {r.rank[0]: r.arrival for r in self._running if r.rank[1] == math.inf}  # of each priority
@@ -369,6 +378,24 @@ class Scheduler:
             assert request.slot is None and request.planned == 0, request
 
     # ---- planning
+
+    def _planned(self, flights: list[_Flight], chain: int = 0) -> StepPlan | None:
+        """The step with this work and, besides, what is encoded of pictures; None if there is neither."""
+        slices: tuple[Slice, ...] = ()
+        dropped: tuple[bytes, ...] = ()
+        if self.encoder is not None and self.encoder.busy:
+            prompts = any(f.work.count - f.work.drafts > 1 for f in flights)
+            slices, dropped = self.encoder.plan(self._running, prompts)
+        if not flights and not slices and not dropped:
+            return None
+        step = self._planned_steps
+        self._planned_steps += 1
+        self._flying.append((step, flights))
+        return StepPlan(step, tuple(f.work for f in flights), chain, slices=slices, dropped=dropped)
+
+    def _aligned(self, request: Request, count: int) -> int:
+        """`count` positions of a running request, or fewer where those would cut a picture."""
+        return self.encoder.align(request, count) if request.pictures and self.encoder is not None else count
 
     def _admit(self, request: Request, hits: list[int]) -> None:
         """Starts a waiting request that fits."""
@@ -389,12 +416,13 @@ class Scheduler:
         targets = request.targets(count) if request.params.prompt_logprobs is not None else ()
         history = () if request.counted else request.history(count)
         next_token = request.next_token(count)
+        media = request.media(count) if request.pictures else ()
         sample, drafts = request.launch(count), chained or 0
         request.drafted += drafts
         # By position: 1.7 us less than by keyword, for each request and step.
         work = Work(
             request.rid, slot, start, tokens, request.table, sample, horizon - request.prompt_len, request.params,
-            request.seed, targets, history, request.limit - horizon, drafts, next_token, chained is not None,
+            request.seed, targets, history, request.limit - horizon, drafts, next_token, chained is not None, media,
         )  # fmt: skip
         return _Flight(request, request.life, work)
 
@@ -412,6 +440,8 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.finished = True
         del self._live[request.rid]
+        if request.pictures and self.encoder is not None:
+            self.encoder.close(request)
         if request.restoring:
             return  # what is being copied for it is cached when it arrives
         if request.slot is None:

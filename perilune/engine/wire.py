@@ -45,16 +45,18 @@ _hints = typing.get_type_hints(messages.Delta)
 _delta_decoder = msgspec.msgpack.Decoder(list[tuple[*(_hints[name] for name in _FIELDS)]])  # type: ignore[misc]  # types read at run time
 
 
-def encode(batch: list[Any]) -> bytes:
-    """One frame with all messages of `batch`, header included."""
+def encode(batch: list[Any]) -> bytearray:
+    """One frame with all messages of `batch`, header included. A picture's pixels are copied once."""
     entries: list[tuple[str, Any]] = []
     for kind, group in itertools.groupby(batch, type):
         if kind is messages.Delta:
             entries.append((_DELTAS, [_values(delta) for delta in group]))
         else:
             entries += [(kind.__name__, message) for message in group]
-    body = _encoder.encode(entries)
-    return HEADER.pack(len(body)) + body
+    frame = bytearray(HEADER.size)
+    _encoder.encode_into(entries, frame, HEADER.size)
+    HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
+    return frame
 
 
 def body_length(header: bytes) -> int:

@@ -1,18 +1,21 @@
 """Which KV blocks hold which token prefixes, so that prompts that begin alike are computed once.
 
-A full block is named by a chained digest: of its predecessor's digest and its own token ids, hence of everything before
-it. The first block's predecessor is the digest of the request's cache keys (`root_of`): media, adapter, tenant's salt.
+A full block is named by a chained digest: of its predecessor's digest, its own token ids and the pictures that lie in
+it, hence of everything before it. The first block's predecessor is the digest of the request's cache keys (`root_of`):
+adapter, tenant's salt.
 The tree has at most one block per digest, and a request that references a block references all its predecessors: a
 request that finds its freshly computed block already known adopts the known one (`insert`). With blocks released
 last-to-first, a block therefore always falls idle before its predecessor does, and the queue of idle blocks in the
 order they fell idle is at once least-recently-used first and leaf first: eviction is O(1) and never leaves a hole.
 """
 
+import itertools
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from perilune.kv.blocks import BlockPool
 
@@ -30,15 +33,39 @@ def root_of(keys: Sequence[str]) -> bytes:
     return digest.digest()
 
 
+class Extent(Protocol):
+    """A picture at positions start up to stop, of which all ids are the same; 32 bytes say which."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def digest(self) -> bytes: ...
+
+
 def extend_digests(
-    digests: list[bytes], tokens: Sequence[int], block_size: int, blocks: int, root: bytes = b""
+    digests: list[bytes],
+    tokens: Sequence[int],
+    block_size: int,
+    blocks: int,
+    root: bytes = b"",
+    pictures: Sequence[Extent] = (),
 ) -> None:
     """Appends to `digests` until it names the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1) after
-    `root`, which is the same in every call for one chain."""
+    `root`; root and `pictures`, in order, are the same in every call for one chain."""
     assert blocks * block_size <= len(tokens), (blocks, block_size, len(tokens))
     layout = struct.Struct(f"<{block_size}I")
+    turn = 0
     for index in range(len(digests), blocks):
-        ids = layout.pack(*tokens[index * block_size : (index + 1) * block_size])
+        first, end = index * block_size, (index + 1) * block_size
+        ids = layout.pack(*tokens[first:end])
+        while turn < len(pictures) and pictures[turn].stop <= first:
+            turn += 1
+        for picture in itertools.islice(pictures, turn, None):
+            if picture.start >= end:
+                break
+            ids += struct.pack("<Q", picture.start) + picture.digest
         parent = digests[-1] if digests else root
         digests.append(blake2b(parent + ids, digest_size=_DIGEST_BYTES).digest())
 

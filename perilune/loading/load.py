@@ -88,12 +88,6 @@ def load(
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)
-        if found.vision_tensors:
-            log.info(
-                "%d vision tensors (%.2f GB) left out: only text is served",
-                found.vision_tensors,
-                found.vision_bytes / 1e9,
-            )
         plan = _Plan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding)
         try:
             weights = plan.weights()

@@ -1,6 +1,6 @@
-"""Where media lie in a prompt, and which rows of their embeddings a step over a part of the prompt needs."""
+"""Where media lie in a prompt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,20 +17,13 @@ class Span:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows `source` of an item's embeddings replace rows `target` of a step."""
-
-    item: int
-    source: slice
-    target: slice
-
-
 def spans(tokens: Sequence[int], pad: int, counts: Sequence[int]) -> list[Span]:
     """The runs of the placeholder `pad`, one for each item in order. `counts` are the items' tokens.
 
     RequestError if there are fewer or more runs, or one is of another length: then the prompt and the media differ.
     """
+    if not counts and pad not in tokens:  # as almost all prompts
+        return []
     is_pad = np.concatenate(([False], np.asarray(tokens, dtype=np.int64) == pad, [False]))
     edges = np.flatnonzero(is_pad[1:] != is_pad[:-1]).reshape(-1, 2).tolist()
     lengths = [stop - start for start, stop in edges]
@@ -42,9 +35,15 @@ def spans(tokens: Sequence[int], pad: int, counts: Sequence[int]) -> list[Span]:
     return [Span(i, start, stop) for i, (start, stop) in enumerate(edges)]
 
 
-def rows(found: Sequence[Span], start: int, stop: int) -> Iterator[Rows]:
-    """What replaces embeddings in a step over positions start up to stop of the prompt; items that it cuts in part."""
-    for span in found:
-        first, end = max(span.start, start), min(span.stop, stop)
-        if first < end:
-            yield Rows(span.item, slice(first - span.start, end - span.start), slice(first - start, end - start))
+def expanded(tokens: Sequence[int], pad: int, counts: Sequence[int]) -> list[int]:
+    """The prompt with as many placeholders as each item has tokens, where it has a single one for it. Anything else is
+    left as it is."""
+    runs, found = 0, list[int]()
+    for i, token in enumerate(tokens):
+        found.append(token)
+        if token == pad and (i == 0 or tokens[i - 1] != pad):
+            single = i + 1 == len(tokens) or tokens[i + 1] != pad
+            if single and runs < len(counts):
+                found += [pad] * (counts[runs] - 1)
+            runs += 1
+    return found

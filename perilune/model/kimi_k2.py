@@ -79,6 +79,7 @@ class Step:
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
     With `pending` (rows [T] int64, last_tokens) a token that is -1 stands for last_tokens[rows[t]].
+    With `replaced` (rows [M] int64, values [M, D]) these rows have these embeddings instead of their tokens'.
     """
 
     tokens: Tensor
@@ -87,6 +88,7 @@ class Step:
     absorbed: Span | None
     plain: Span | None
     pending: tuple[Tensor, Tensor] | None = None
+    replaced: tuple[Tensor, Tensor] | None = None
 
 
 def routing(c: KimiConfig) -> Routing:
@@ -174,11 +176,17 @@ class KimiK2:
             h, x, cos, sin = embed_norm(
                 step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
             )
-            return h, x, Rotary(cos, sin)
-        own = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
-        h = torch.zeros_like(own)
-        x = self._add(h, own, norm)
-        return h, x, Rotary(self.cos[step.positions], self.sin[step.positions])
+            rotary = Rotary(cos, sin)
+        else:
+            own = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
+            h = torch.zeros_like(own)
+            x = self._add(h, own, norm)
+            rotary = Rotary(self.cos[step.positions], self.sin[step.positions])
+        if step.replaced is None:
+            return h, x, rotary
+        where, values = step.replaced
+        h[where] = values.to(h.dtype)
+        return h, rmsnorm(h, norm, self.eps), rotary
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""

@@ -4,8 +4,9 @@ A media item is a grid of (t, h, w) patches: t = 1 of an image, up to `pos_emb_t
 are even. Items of a call are concatenated: patches by frame, then row, then column. N counts patches, C is the
 tower's width, H its heads, d their width, D the text model's width.
 
-A pass is `begin`, then `block` for each layer, then `finish`, so that a caller can run other work between layers;
-`__call__` is all of them.
+A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all of them. A layer is `project`, then
+`mix`, each of all rows or, in a pass of one item, of one group of rows after the other, and `finish` is `merge`, then
+`head` of any tokens: so a caller can run other work in between.
 """
 
 import math
@@ -21,6 +22,8 @@ from perilune.model.moonvit_config import MAX_SIDE_PATCHES, MERGE_SIDE, MoonVitC
 
 EPS = 1e-5  # of the tower's norms: no key of the configuration
 THETA = 10000.0  # of rotations and of the frames' sinusoids
+
+ALL = slice(None)
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
@@ -68,6 +71,7 @@ class Pass:
     x: Tensor  # [N, C]: the residual stream
     grids: Sequence[Grid]
     rotations: Tensor  # [N, 1, d / 2] complex64: of the neighbouring pairs of a query or key
+    qkv: list[Tensor]  # [N, H, d] each: the layer's queries, keys and values, as far as projected
 
 
 class MoonVit:
@@ -103,21 +107,46 @@ class MoonVit:
             raise ValueError(f"pixels of shape {tuple(pixels.shape)} for grids of {count} patches in all")
         x = F.linear(pixels.to(w.patch.dtype).flatten(1), w.patch.flatten(1), w.patch_bias)
         x = x + torch.cat([self._position(grid) for grid in grids]).to(x.dtype)
-        return Pass(x, grids, torch.cat([self._rotation(grid) for grid in grids])[:, None])
+        return Pass(x, grids, torch.cat([self._rotation(grid) for grid in grids])[:, None], [])
 
     def block(self, state: Pass, i: int) -> None:
         """Layer i, which changes `state.x`."""
+        self.project(state, i, ALL)
+        self.mix(state, i, ALL)
+
+    def project(self, state: Pass, i: int, rows: slice) -> None:
+        """Layer i's queries, keys and values of these rows."""
         w, c = self.weights.blocks[i], self.config
-        x = F.layer_norm(state.x, (c.hidden_size,), w.norm0, w.norm0_bias, EPS)
+        x = F.layer_norm(state.x[rows], (c.hidden_size,), w.norm0, w.norm0_bias, EPS)
         q, k, v = F.linear(x, w.qkv, w.qkv_bias).unflatten(1, (3, c.num_attention_heads, c.head_dim)).unbind(1)
-        x = _attention(_rotated(q, state.rotations), _rotated(k, state.rotations), v, state.grids)
-        h = state.x + F.linear(x, w.out, w.out_bias)
+        parts = [_rotated(q, state.rotations[rows]), _rotated(k, state.rotations[rows]), v]
+        if rows == ALL:
+            state.qkv = parts
+            return
+        state.qkv = state.qkv or [part.new_empty(len(state.x), *part.shape[1:]) for part in parts]
+        for whole, part in zip(state.qkv, parts):
+            whole[rows] = part
+
+    def mix(self, state: Pass, i: int, rows: slice) -> None:
+        """The rest of layer i, which changes these rows of `state.x`; all rows are projected."""
+        w, c = self.weights.blocks[i], self.config
+        q, k, v = state.qkv
+        x = _attention(q, k, v, state.grids) if rows == ALL else _attend(q[rows], k, v, 1)
+        h = state.x[rows] + F.linear(x, w.out, w.out_bias)
         x = F.layer_norm(h, (c.hidden_size,), w.norm1, w.norm1_bias, EPS)
         x = F.gelu(F.linear(x, w.fc0, w.fc0_bias), approximate="tanh")
-        state.x = h + F.linear(x, w.fc1, w.fc1_bias)
+        h = h + F.linear(x, w.fc1, w.fc1_bias)
+        if rows == ALL:
+            state.x = h
+        else:
+            state.x[rows] = h
 
     def finish(self, state: Pass) -> Tensor:
-        """[tokens, D]: merged to a token for each 2 x 2 patches, of all frames together, and projected."""
+        """[tokens, D]."""
+        return self.head(self.merge(state))
+
+    def merge(self, state: Pass) -> Tensor:
+        """[tokens, 4C]: a token for each 2 x 2 patches, of all frames together."""
         w, c = self.weights, self.config
         x = F.layer_norm(state.x, (c.hidden_size,), w.norm, w.norm_bias, EPS)
         merged = []
@@ -125,7 +154,12 @@ class MoonVit:
             squares = item.view(t, h // MERGE_SIDE, MERGE_SIDE, width // MERGE_SIDE, MERGE_SIDE, c.hidden_size)
             merged.append(squares.mean(0).transpose(1, 2).reshape(-1, MERGE_SIDE * MERGE_SIDE, c.hidden_size))
         x = F.layer_norm(torch.cat(merged), (c.hidden_size,), w.pre_norm, w.pre_norm_bias, c.projector_eps)
-        x = F.gelu(F.linear(x.flatten(1), w.linear0, w.linear0_bias))
+        return x.flatten(1)
+
+    def head(self, merged: Tensor) -> Tensor:
+        """[n, D], the projection of n tokens of `merge`."""
+        w = self.weights
+        x = F.gelu(F.linear(merged, w.linear0, w.linear0_bias))
         return F.linear(x, w.linear1, w.linear1_bias)
 
     def _position(self, grid: Grid) -> Tensor:
@@ -170,18 +204,21 @@ def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, grids: Sequence[Grid]) -> Tensor:
     """[N, C]: every patch of an item attends to all patches of that item. Neighbouring items of one size share a
     launch, as the chunks of a video do."""
-    out = torch.empty_like(v)
-    for length, own in _runs(grids):
-        # [items * length, H, d] -> [items, H, length, d]
-        heads_first = [x[own].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
-        attended = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2])
-        out[own] = attended.transpose(1, 2).flatten(0, 1)
-    return out.flatten(1)
+    parts = [_attend(q[own], k[own], v[own], items) for items, own in _runs(grids)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, items: int) -> Tensor:
+    """[n, C]: the n / items queries of each item attend to all keys of that item; all [rows, H, d]."""
+    # [items * length, H, d] -> [items, H, length, d]
+    q, k, v = (x.unflatten(0, (items, -1)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, slice]]:
-    """Patches of an item, and the rows, of each run of items with as many."""
+    """The items, and their rows, of each run of items with as many patches."""
     end = 0
-    for length, items in groupby(map(math.prod, grids)):
-        first, end = end, end + length * sum(1 for _ in items)
-        yield length, slice(first, end)
+    for length, some in groupby(map(math.prod, grids)):
+        items = sum(1 for _ in some)
+        first, end = end, end + length * items
+        yield items, slice(first, end)

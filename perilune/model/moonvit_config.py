@@ -16,6 +16,7 @@ from perilune.model.config import Keys
 MERGE_SIDE = 2  # a token is a square of 2 x 2 patches
 MAX_SIDE_PATCHES = 512  # of a grid; the preprocessor's limit on one side, and the reference's table of rotations
 MAX_PATCH_WIDTH = 256  # pixels
+PLACEHOLDER = 163605  # <|media_pad|>, where the file does not say
 
 # Keys with the values that are served; absent is as good. A list in the file is compared as a tuple.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -44,6 +45,7 @@ class MoonVitConfig:
     num_attention_heads: int
     projector_eps: float
     text_hidden_size: int  # the projector's output; the file's mm_hidden_size is not
+    placeholder: int  # id of the token that prompts have for each row of a picture
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -84,6 +86,11 @@ class MoonVitConfig:
                 else outer.real("projection_layer_norm_eps", default=1e-5)
             ),
             text_hidden_size=Keys(text, where, "text_config.").whole("hidden_size"),
+            placeholder=outer.whole(
+                "image_token_id" if data.get("media_placeholder_token_id") is None else "media_placeholder_token_id",
+                low=0,
+                default=PLACEHOLDER,
+            ),
         )
         config._check(vision, data, where)
         return config

@@ -114,6 +114,7 @@ class Demand:
     enough: int  # tokens of context that are wanted
     least: int  # tokens below which there is no engine
     fraction: float  # of what weights leave free, for everything else
+    vision: float = 0.0  # tower, embeddings of pictures and what encoding one takes
 
     def kv_on_each(self, ranks: int) -> int:
         """Bytes of a token's KV on each of `ranks` devices, on average."""
@@ -167,6 +168,8 @@ def fewest(demand: Demand, free: Sequence[float], counts: Sequence[int] = COUNTS
 
 def _filled(demand: Demand, footprint: Footprint, ranks: int, free: float) -> Plan:
     takes = {"weights": footprint.per_gpu(ranks), "drafter": demand.drafter.per_gpu(ranks)}
+    if demand.vision:
+        takes["vision"] = demand.vision
     if ranks > 1:
         takes["mailboxes"] = demand.mailboxes
     rest = (free - sum(takes.values())) * (1 - demand.fraction)

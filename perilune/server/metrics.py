@@ -162,6 +162,8 @@ class EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", s.cached_tokens),
             ("generation_tokens", "Tokens generated.", s.generated_tokens),
             ("num_preemptions", "Requests put back to make room in the KV cache.", s.preemptions),
+            ("pictures_encoded", "Pictures encoded, without those found in a cache.", s.pictures),
+            ("picture_seconds", "Time spent in encoding pictures.", s.picture_seconds),
             ("engine_steps", "Steps computed.", s.steps),
             ("engine_step_seconds", "Time spent in steps.", s.step_seconds),
         ):

@@ -7,6 +7,7 @@ from perilune.cli.shared.verbs import Verbs
 VERBS = {
     "decode": "decode speed of the real engine, or per layer on large shapes",
     "prefill": "time per layer of a prompt, on large shapes (needs a GPU)",
+    "vision": "a picture through a vision tower of Kimi K2.5's size",
     "exchange": "what tensor-parallel ranks exchange, between GPUs",
     "orders": "what it costs to send a step to other ranks",
     "aa": "TTFT, output speed and more, as Artificial Analysis takes them",

@@ -100,12 +100,12 @@ def checkpoint(path: Path, module: ModuleType, table: Any, shards: int, texts: P
 # Kimi-K2-Instruct, which has the fewest tensors, as files; the others' tables are handed to doctor.
 @pytest.mark.parametrize(("name", "shards", "form", "says"), [
     ("Kimi-K2.5", 64, "int4", {
-        "vision": "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP yet",
+        "vision": "335 tensors (0.94 GB) read by name, shape and type: pictures are served",
         "inv_freq": "none", "weight_shape": "int32",
         "expert scales": "bfloat16", "router bias": "float32", "KV cache scales": "none",
     }),
     ("Kimi-K2.5-NVFP4", 119, "nvfp4", {
-        "vision": "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP yet",
+        "vision": "335 tensors (0.94 GB) read by name, shape and type: pictures are served",
         "inv_freq": "none", "weight_shape": "none",
         "expert scales": "float8_e4m3fn", "router bias": "bfloat16", "KV cache scales": "122 tensors",
     }),
@@ -210,7 +210,7 @@ def test_what_keeps_a_vision_tower_from_being_loaded_is_a_warning(
     narrow = table.config | {"vision_config": table.config["vision_config"] | {"vt_num_hidden_layers": 26}}
     other = table.config | {"vision_config": table.config["vision_config"] | {"merge_type": "other"}}
     for tensors, config, unread, topic, says in (
-        (vision, table.config, (), "335 tensors (0.94 GB) read by name, shape and type; not served over HTTP", ""),
+        (vision, table.config, (), "335 tensors (0.94 GB) read by name, shape and type: pictures are served", ""),
         (lacking, table.config, (), "334 tensors (0.94 GB) known, cannot be loaded", f"lacks 1 tensor ({name})"),
         (lacking, table.config, ("x",), "not checked: shards are missing", ""),
         (lacking | {name: ("BF16", (1153,))}, table.config, (), "cannot be loaded", "of shape [1153], not [1152]"),

@@ -7,7 +7,7 @@ import pytest
 
 from perilune.core.errors import EngineError
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import PENDING, StepPlan, Work
+from perilune.core.step import PENDING, Slice, StepPlan, Work
 from perilune.engine.plan_wire import Order, Reader, Writer
 
 
@@ -31,10 +31,12 @@ def test_plans_arrive_as_they_were_sent() -> None:
                 Work(
                     owner[slot], slot, step, (PENDING, *range(drafts)), blocks[slot], rng.random() < 0.8, step,
                     params[owner[slot] % 9], -owner[slot], tuple(range(rng.randrange(3))), (), 7,
-                    drafts, 5, drafts == 0,
+                    drafts, 5, drafts == 0, ((b"picture", 2, 0, 1),) * rng.randrange(2),
                 )
             )  # fmt: skip
-        plan = StepPlan(step, tuple(work), rng.randrange(-1, 4), rng.random(), rng.random() < 0.5)
+        slices = (Slice(1, b"picture", (1, 4, 2), step, step + 2),) * (step % 9 == 0)
+        dropped = (b"other",) * (step % 9 == 1)
+        plan = StepPlan(step, tuple(work), rng.randrange(-1, 4), rng.random(), rng.random() < 0.5, slices, dropped)
         frame = writer.plan(plan)
         got = reader.plan(reader.order(frame))
         assert got == plan
@@ -61,6 +63,6 @@ def test_what_is_no_order_is_refused(body: bytes) -> None:
 
 
 def test_an_order_about_an_unknown_slot_is_refused() -> None:
-    row = (1, 0, 0, (1,), True, 0, (), (), 1, 0, -1, False, None, -1, ())
+    row = (1, 0, 0, (1,), True, 0, (), (), 1, 0, -1, False, (), None, -1, ())
     with pytest.raises(EngineError, match="slot 0"):
         Reader().plan(Order("plan", rows=[row]))

@@ -18,18 +18,13 @@ from perilune.media.limits import Limits
 from perilune.model import names
 from perilune.model.moonvit import Block, Grid, MoonVit, MoonVitWeights, normalised
 from perilune.model.moonvit_config import MoonVitConfig
+from tests import seeing
 from tests.cpu.media.pictures import file, scene
 from tests.oracle import BASE
+from tests.seeing import VISION
 
 TOL = 1e-5
 TEXT = BASE | dict(num_hidden_layers=1, vocab_size=64, hidden_size=40, model_type="deepseek_v3")
-VISION: dict[str, Any] = dict(
-    patch_size=14, init_pos_emb_height=8, init_pos_emb_width=8, init_pos_emb_time=4, merge_kernel_size=[2, 2],
-    merge_type="sd2_tpool", mm_hidden_size=48, mm_projector_type="patchmerger", pos_emb_type="divided_fixed",
-    projector_hidden_act="gelu", projector_ln_eps=1e-5, text_hidden_size=40, video_attn_type="spatial_temporal",
-    vt_hidden_size=48, vt_intermediate_size=56, vt_num_attention_heads=4, vt_num_hidden_layers=3,
-    _attn_implementation="flash_attention_2",
-)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "base": {},
     "real head width": dict(vt_hidden_size=144, mm_hidden_size=144, vt_num_attention_heads=2, vt_num_hidden_layers=2),
@@ -48,38 +43,12 @@ ITEMS: dict[str, list[Grid]] = {
 
 
 def write(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """A checkpoint with Moonshot's names and spellings, and random weights large enough for every term to matter."""
-    vision = VISION | changes
+    """A checkpoint with Moonshot's names and spellings, of a tower alone."""
+    vision, tensors = seeing.tower(TEXT["hidden_size"], **changes)
     config = {
         "model_type": "kimi_k25", "text_config": TEXT, "vision_config": vision, "tie_word_embeddings": False,
         "architectures": ["KimiK25ForConditionalGeneration"],
     }  # fmt: skip
-    width, inner, patch = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["patch_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch),
-        "vision_tower.patch_embed.proj.bias": (width,),
-        "vision_tower.patch_embed.pos_emb.weight": (
-            vision["init_pos_emb_height"], vision["init_pos_emb_width"], width,
-        ),
-        "mm_projector.proj.0.weight": (4 * width, 4 * width), "mm_projector.proj.0.bias": (4 * width,),
-        "mm_projector.proj.2.weight": (TEXT["hidden_size"], 4 * width), "mm_projector.proj.2.bias": (40,),
-    }  # fmt: skip
-    norms = ["vision_tower.encoder.final_layernorm", "mm_projector.pre_norm"]
-    for i in range(vision["vt_num_hidden_layers"]):
-        at = f"vision_tower.encoder.blocks.{i}."
-        norms += [at + "norm0", at + "norm1"]
-        for layer, (o, n) in {
-            "wqkv": (3 * width, width), "wo": (width, width), "mlp.fc0": (inner, width), "mlp.fc1": (width, inner),
-        }.items():  # fmt: skip
-            shapes |= {f"{at}{layer}.weight": (o, n), f"{at}{layer}.bias": (o,)}
-    generator = torch.Generator().manual_seed(len(shapes) + width)
-    tensors = {}
-    for name, shape in shapes.items():
-        inputs = math.prod(shape[1:]) if name.endswith("weight") and "pos_emb" not in name else 4
-        tensors[name] = torch.randn(shape, generator=generator) * inputs**-0.5
-    for norm in norms:
-        tensors[norm + ".weight"] = 1 + 0.2 * torch.randn(width, generator=generator)
-        tensors[norm + ".bias"] = 0.2 * torch.randn(width, generator=generator)
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -88,30 +57,11 @@ def write(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def towers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[MoonVit, Any]:
-    """Ours, and transformers' model, which converts the names and the order of rotated pairs by rules of its own."""
-    from transformers import DeepseekV3Config
-    from transformers.models.kimi_k25 import configuration_kimi_k25 as theirs
-    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25Model
-
+    """Ours, and transformers' model."""
     path = tmp_path_factory.mktemp("tower")
-    vision = VISION | SHAPES[request.param]
     write(path, **SHAPES[request.param])
-    config = theirs.Kimi_K25Config(
-        text_config=DeepseekV3Config(**{k: v for k, v in TEXT.items() if k != "model_type"}).to_dict(),
-        vision_config=dict(
-            patch_size=vision["patch_size"], pos_emb_height=vision["init_pos_emb_height"],
-            pos_emb_width=vision["init_pos_emb_width"], num_attention_heads=vision["vt_num_attention_heads"],
-            num_hidden_layers=vision["vt_num_hidden_layers"], hidden_size=vision["vt_hidden_size"],
-            intermediate_size=vision["vt_intermediate_size"],
-        ),
-        projection_hidden_size=vision["vt_hidden_size"],
-    )  # fmt: skip
-    reference, info = Kimi_K25Model.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    lost = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
-    assert [key for key in lost if "vision" in key or "projector" in key] == []
-    return MoonVit(*load_moonvit(path, dtype=torch.float32, device="cpu")), reference.eval()
+    reference = seeing.reference_tower(path, VISION | SHAPES[request.param], TEXT)
+    return MoonVit(*load_moonvit(path, dtype=torch.float32, device="cpu")), reference
 
 
 def pixels_of(tower: MoonVit, grids: list[Grid], seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""How the encoding of one picture is cut, so that steps can run in between: into cells, numbered from 0.
+
+    0                      the patches are embedded
+    then, layer by layer   for each group of Cells.GROUP_PATCHES rows a cell that projects queries, keys and values;
+                           after these, for each group a cell of attention and MLP
+    the last               for each group, its tokens are merged and projected to the text model's width
+
+Neighbouring cells of one kind and layer run together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+RUN_SECONDS = 1e-4  # of a run besides its FLOPs: launches
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a tower: numbers of layers and of values in a patch, and its widths; `out` is the text model's."""
+
+    layers: int
+    patch: int
+    width: int
+    inner: int
+    out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Cells that run together: "begin", "project", "mix" or "finish", of rows first up to end."""
+
+    kind: str
+    layer: int
+    first: int
+    end: int
+
+
+class Cells:
+    """Those of a picture of `patches` patches."""
+
+    GROUP_PATCHES = 64  # More: longer gaps between steps of a slow device. Fewer: more cells to count.
+
+    def __init__(self, sizes: Sizes, patches: int) -> None:
+        self._sizes, self._patches, self._group = sizes, patches, self.GROUP_PATCHES
+        self._groups = -(-patches // self._group)
+        self.total = 1 + (2 * sizes.layers + 1) * self._groups
+
+    def runs(self, start: int, stop: int) -> Iterator[Run]:
+        """What cells start up to stop compute, in order."""
+        while start < stop:
+            if start == 0:
+                yield Run("begin", 0, 0, self._patches)
+                start = 1
+                continue
+            phase, group = divmod(start - 1, self._groups)
+            count = min(self._groups - group, stop - start)
+            first = group * self._group
+            kind = "finish" if phase == 2 * self._sizes.layers else "mix" if phase % 2 else "project"
+            yield Run(kind, phase // 2, first, min(first + count * self._group, self._patches))
+            start += count
+
+    def flops(self, start: int, stop: int) -> float:
+        """Floating-point operations of these cells."""
+        return sum(map(self._flops, self.runs(start, stop)))
+
+    def seconds(self, start: int, stop: int, flop_seconds: float) -> float:
+        """What they take on a device that takes `flop_seconds` for each of them."""
+        return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
+
+    def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
+        """The stop of as many cells as fit the budget: at least one."""
+        low, high = start + 1, min(start + 2, self.total)
+        while high < self.total and self.seconds(start, high, flop_seconds) <= budget_seconds:
+            low, high = high, min(2 * high - start, self.total)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(start, middle, flop_seconds) <= budget_seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _flops(self, run: Run) -> float:
+        s, rows = self._sizes, run.end - run.first
+        if run.kind == "begin":
+            return 2.0 * rows * s.patch * s.width
+        if run.kind == "project":
+            return 6.0 * rows * s.width * s.width
+        if run.kind == "mix":
+            linear = 2.0 * rows * s.width * (s.width + 2 * s.inner)
+            return linear + 4.0 * rows * self._patches * s.width
+        return 2.0 * rows * s.width * (4 * s.width + s.out)

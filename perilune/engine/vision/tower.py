@@ -1,0 +1,153 @@
+"""The pictures of one rank: the tower, half-done encodings and finished rows, as the plans of rank 0 order them."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.core.step import Slice, Work
+from perilune.dist.group import ALONE, Group
+from perilune.engine.vision.cells import Cells, Run, Sizes
+from perilune.media.limits import Limits
+from perilune.model.moonvit import Grid, MoonVit, Pass, normalised
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of the slices of one step: floating-point operations, runs of cells, seconds."""
+
+    flops: float
+    runs: int
+    seconds: float
+
+
+class Tower:
+    """Called in the order of plans, on the thread and the stream of their steps."""
+
+    def __init__(self, model: MoonVit, limits: Limits, group: Group = ALONE) -> None:
+        self.model, self.limits, self.group = model, limits, group
+        self._sizes = sizes_of(model)
+        self._passes: dict[bytes, Pass] = {}
+        self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # and the rows of the first of those tokens
+        self._rows: dict[bytes, Tensor] = {}
+        self._patches: dict[bytes, memoryview] = {}  # came before the first slice
+        self._dropped: tuple[bytes, ...] = ()
+        self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
+
+    def provide(self, digest: bytes, patches: memoryview) -> None:
+        """Pixels of a picture that the next plan begins with; for other ranks than 0."""
+        self._patches[digest] = patches
+
+    def run(self, slices: Sequence[Slice], dropped: Sequence[bytes]) -> None:
+        """The pictures' part of a plan. What that drops its work may still read, so the next call drops it."""
+        for digest in self._dropped:
+            for held in (self._rows, self._passes, self._merged):
+                held.pop(digest, None)
+        self._dropped = tuple(dropped)
+        for own in slices:
+            if own.rank == self.group.slicing.rank:
+                self._advance(own)
+        for own in slices:
+            cells = self._cells(own.grid)
+            if own.stop == cells.total and self.group.ranks > 1:
+                rows = self._rows.get(own.digest)
+                if rows is None:
+                    weight = self.model.weights.linear1
+                    rows = weight.new_empty(own.grid[1] * own.grid[2] // 4, len(weight))
+                self._rows[own.digest] = self.group.broadcast(rows.contiguous(), own.rank)
+
+    def replaced(self, work: Sequence[Work], starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """(rows of the step [M] int64, their embeddings [M, D]); None if no work has a picture."""
+        places, values = [], []
+        for w, start in zip(work, starts):
+            for digest, first, at, count in w.media:
+                places.append(np.arange(start + at, start + at + count))
+                values.append(self._rows[digest][first : first + count])
+        if not values:
+            return None
+        where = torch.from_numpy(np.concatenate(places)).to(values[0].device, non_blocking=True)
+        return where, torch.cat(values)
+
+    def measured(self) -> list[Cost]:
+        """What slices took, each once, as far as it is known."""
+        found = []
+        while self._measuring:
+            flops, runs, read = self._measuring[0]
+            seconds = read()
+            if seconds is None:
+                break
+            found.append(Cost(flops, runs, seconds))
+            del self._measuring[0]
+        return found
+
+    def _cells(self, grid: Grid) -> Cells:
+        return Cells(self._sizes, grid[0] * grid[1] * grid[2])
+
+    def _advance(self, own: Slice) -> None:
+        cells = self._cells(own.grid)
+        runs = list(cells.runs(own.start, own.stop))
+        elapsed = _stopwatch(self.model.weights.norm.device)
+        for run in runs:
+            self._run(own, run)
+        self._measuring.append((cells.flops(own.start, own.stop), len(runs), elapsed()))
+
+    def _run(self, own: Slice, run: Run) -> None:
+        digest, rows = own.digest, slice(run.first, run.end)
+        if run.kind == "begin":
+            patches = own.patches if own.patches is not None else self._patches.pop(digest)
+            self._passes[digest] = self.model.begin(self._pixels(patches), [own.grid])
+        elif run.kind == "project":
+            self.model.project(self._passes[digest], run.layer, rows)
+        elif run.kind == "mix":
+            self.model.mix(self._passes[digest], run.layer, rows)
+        else:
+            self._finish(digest, run, math.prod(own.grid))
+
+    def _finish(self, digest: bytes, run: Run, patches: int) -> None:
+        """The rows of the tokens that lie in these patches."""
+        if run.first == 0:
+            self._merged[digest] = self.model.merge(self._passes.pop(digest)), []
+        merged, rows = self._merged[digest]
+        first, end = (n * len(merged) // patches for n in (run.first, run.end))
+        rows.append(self.model.head(merged[first:end]))
+        if run.end == patches:
+            self._rows[digest] = torch.cat(rows)
+            del self._merged[digest]
+
+    def _pixels(self, patches: memoryview) -> Tensor:
+        """[N, 3, P, P], normalised, on the device."""
+        weight, side = self.model.weights.patch, self.limits.patch_size
+        host = torch.empty(patches.nbytes, dtype=torch.uint8, pin_memory=weight.device.type == "cuda")
+        host.numpy()[:] = np.frombuffer(patches, np.uint8)
+        there = host.to(weight.device, non_blocking=True).view(-1, 3, side, side)
+        return normalised(there, self.limits.image_mean, self.limits.image_std, weight.dtype)
+
+
+def sizes_of(model: MoonVit) -> Sizes:
+    c = model.config
+    values = 3 * c.patch_size * c.patch_size
+    return Sizes(c.num_hidden_layers, values, c.hidden_size, c.intermediate_size, c.text_hidden_size)
+
+
+def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float | None]]:
+    """Started; calling it stops it, and gives a function that reads it: None while the device is not that far."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+
+        def stop() -> Callable[[], float | None]:
+            seconds = time.perf_counter() - begin
+            return lambda: seconds
+
+        return stop
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+
+    def stop_events() -> Callable[[], float | None]:
+        last.record()
+        return lambda: first.elapsed_time(last) / 1e3 if last.query() else None
+
+    return stop_events
