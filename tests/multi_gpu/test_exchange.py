@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from perilune.bench import exchange
+from perilune.bench.ranks import exchange
 from tests.multi_gpu.exchange_rank import RANKS
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from perilune.bench import cycle, decode, kv_layouts, microscope, over_ranks
+from perilune.bench import cycle, decode, microscope
+from perilune.bench.ranks import kv_layouts, over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.shared import synthetic
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from perilune.bench import exchange
+from perilune.bench.ranks import exchange
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
 from perilune.dist.peer_memory import RANKS

@@ -2,7 +2,7 @@
 
 import click
 
-from perilune.bench import orders
+from perilune.bench.ranks import orders
 from perilune.cli.shared.rows import finish, numbers, say
 from perilune.core.errors import ConfigError
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from perilune.bench import microscope, over_ranks
+from perilune.bench import microscope
 from perilune.bench import prefill as bench
+from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.bench.decode import layers_option, shape_option
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say

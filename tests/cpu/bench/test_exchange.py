@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from perilune.bench import orders
-from perilune.bench.exchange import _outputs
+from perilune.bench.ranks import orders
+from perilune.bench.ranks.exchange import _outputs
 from perilune.cli.bench import decode, exchange
 from perilune.core.errors import ConfigError, EngineError
 

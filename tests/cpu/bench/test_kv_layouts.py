@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from perilune.bench.kv_layouts import summary
+from perilune.bench.ranks.kv_layouts import summary
 from perilune.cli.bench.decode import command
 
 

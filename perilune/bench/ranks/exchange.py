@@ -56,7 +56,14 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
     if found < ranks:
         raise ConfigError(f"bench exchange runs one rank per GPU: {ranks} are asked for, torch sees {found}")
     with tempfile.TemporaryDirectory(prefix="perilune-exchange-") as scratch:
-        command = [sys.executable, "-m", "perilune.bench.exchange", scratch, str(ranks), ",".join(map(str, tokens))]
+        command = [
+            sys.executable,
+            "-m",
+            "perilune.bench.ranks.exchange",
+            scratch,
+            str(ranks),
+            ",".join(map(str, tokens)),
+        ]
         made = _outputs([[*command, str(r)] for r in range(ranks)], Path(scratch))
     rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in made.splitlines()]
     for row in rows:

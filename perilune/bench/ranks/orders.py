@@ -54,7 +54,12 @@ def _times(ranks: int, batch: int, polling: bool) -> tuple[float, float, float]:
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
     readers = []
     for ours, theirs in pairs:
-        command = [sys.executable, "-m", "perilune.bench.orders", *map(str, (ring.fd, ring.add(ours), theirs.fileno()))]
+        command = [
+            sys.executable,
+            "-m",
+            "perilune.bench.ranks.orders",
+            *map(str, (ring.fd, ring.add(ours), theirs.fileno())),
+        ]
         readers.append(
             subprocess.Popen(
                 [*command, str(SPIN_SECONDS if polling else 0.0)],
