@@ -6,6 +6,7 @@ in a CUDA graph. Sums have the same bits on every rank, so what is computed from
 
 import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ log = logging.getLogger("perilune.dist")
 # Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
+END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
+_unended: list[Any] = []  # process groups whose connections did not
 
 
 class Group(Protocol):
@@ -211,11 +214,18 @@ class Nccl(_Process):
         super().abort()
 
     def close(self) -> None:
+        """NCCL's orderly end is a collective: on two GPUs it waited for ranks that had ended. So connections are
+        aborted, which needs no other rank; what has not ended after END_SECONDS is left to the end of the process."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
         if not self._ended:
-            self._processes.shutdown()
+            ending = threading.Thread(target=self._processes.abort, name="perilune-nccl-end", daemon=True)
+            ending.start()
+            ending.join(END_SECONDS)
+            if ending.is_alive():
+                log.warning("NCCL's connections did not end within %.0f s", END_SECONDS)
+                _unended.append(self._processes)
         super().close()
 
 

@@ -1,12 +1,15 @@
 """A group of GPUs, with stand-ins for NCCL and for memory of GPUs: what is added over peer memory, and how it ends."""
 
 import logging
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from perilune.dist import group as dist_group
 from perilune.dist import peer_memory
 from perilune.dist.group import TIMEOUT, Nccl
 from perilune.dist.peer_memory import ExchangeError, PeerMemory
@@ -25,9 +28,6 @@ class Processes:
 
     def abort(self) -> None:
         self._calls.append("abort")
-
-    def shutdown(self) -> None:
-        self._calls.append("shutdown")
 
 
 def group(monkeypatch: pytest.MonkeyPatch, found: Any, rank: int = 0, refusal: str = "") -> tuple[Nccl, list[str]]:
@@ -61,7 +61,7 @@ def test_a_group_with_peer_memory_adds_over_it_and_ends_its_waits_first(monkeypa
     with pytest.raises(ExchangeError):
         made.check()
     made.close()
-    assert calls == ["end", "abort", "close True"], "NCCL is not shut down after it was aborted"
+    assert calls == ["end", "abort", "close True"], "NCCL is not aborted twice"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -72,10 +72,26 @@ def test_a_group_without_peer_memory_says_why_once(
     assert made.name == "nccl" and made.peers is None
     made.check()
     made.close()
-    assert calls == ["shutdown"]
+    assert calls == ["abort"], "an orderly end would wait for ranks that have ended"
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     why = "2 ranks add partial outputs through NCCL, not over peer memory: GPU 0 cannot read GPU 1's memory"
     assert said == ([why] if rank == 0 else [])
+
+
+def test_connections_that_do_not_end_do_not_keep_an_engine_from_closing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless:
+        def abort(self) -> None:
+            assert ended.wait(20)
+
+    ended, processes = threading.Event(), Endless()
+    monkeypatch.setattr(dist_group, "END_SECONDS", 0.2)
+    begin = time.monotonic()
+    Nccl(Slicing(0, 2), processes).close()
+    assert time.monotonic() - begin < 5 and "did not end" in caplog.text
+    ended.set()
+    assert dist_group._unended.pop() is processes
 
 
 def test_the_model_and_the_draft_model_add_over_the_groups_peers() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from perilune.dist import peer_memory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.exchange import exchange_rows as rows
+from perilune.ops.exchange.peers import loopback
 from perilune.ops.harness import build, check
 from perilune.ops.harness.case import BFLOAT16, EXACT, K2
 from tests.gpu.dist.test_exchange import CUDA, EPS, Group, inputs
@@ -45,7 +45,7 @@ def test_every_rank_gets_the_rows_of_all_between_sums(ranks: int, nbytes: int) -
 @pytest.mark.parametrize("nbytes", [1024, 3_000_000, rows.MAX_ROW_BYTES])
 def test_a_loopback_gives_back_what_goes_to_each_rank(ranks: int, nbytes: int) -> None:
     """More rows than there are places: CTAs take several turns."""
-    peers = peer_memory.loopback(ranks, CUDA)
+    peers = loopback(ranks, CUDA)
     for turn in range(3):
         x = random(ranks, nbytes, turn)
         assert torch.equal(rows.exchange_rows(x, peers), x)
