@@ -25,7 +25,7 @@ log = logging.getLogger("perilune.dist")
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
-_unended: list[Any] = []  # process groups whose connections did not
+_unended: list[Any] = []  # process groups that did not end
 
 
 class Group(Protocol):

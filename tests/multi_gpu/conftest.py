@@ -1,4 +1,4 @@
-"""Shared by tests on several GPUs: a test that hangs shows where this process waits, before the machine's time is over."""
+"""Shared by tests on several GPUs: a test that hangs shows where this process waits before the time is over."""
 
 import faulthandler
 import os
