@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.server import Server, needs_nano
 
 pytestmark = needs_nano
-LINES = 60
+LINES = 30
 SLOW = [sys.executable, "-m", "tests.scripted_engine", "--answer-tokens", "4", "--step-ms", "25", "--max-num-seqs", "4"]
 SERVE = [*SLOW, "serve", "kimi-nano", "--port", "0"]
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"

@@ -42,15 +42,6 @@ def test_long_prompts_come_in_chunks_and_from_the_cache(one: LLM, two: LLM) -> N
     assert again[0].cached_tokens > 64
 
 
-def test_requests_that_preempt_each_other(one: LLM, two: LLM) -> None:
-    drafting(two, "off")
-    ways = [replace(p, max_tokens=60, logprobs=None, prompt_logprobs=None) for p in WAYS]
-    assert two._engine is not None
-    before = two._engine.stats().preemptions
-    alike(two.generate(PROMPTS, ways), one.generate(PROMPTS, ways))
-    assert two._engine.stats().preemptions > before
-
-
 def test_tool_calls_are_those_of_one_rank(one: LLM, two: LLM) -> None:
     drafting(two, "eagle3")
     rule = constrain(one._need_tokenizer(), tools=parse_tools([function(PERSON)]), choice="required")
@@ -69,14 +60,6 @@ def test_each_of_four_ranks_has_a_quarter(one: LLM) -> None:
         prompts = [PROMPTS[0], PROMPTS[1], LONG[:150]]
         ways = [replace(p, max_tokens=8) for p in WAYS[:3]]
         alike(llm.generate(prompts, ways), one.generate(prompts, ways))
-
-
-def test_packed_kv_gives_the_tokens_of_one_rank_with_packed_kv() -> None:
-    prompts, ways = [PROMPTS[0], PROMPTS[2], LONG], WAYS[:3]
-    with LLM("kimi-nano", **CONFIG, draft="off", kv_dtype="fp8") as llm:
-        expected = llm.generate(prompts, ways)
-    with LLM("kimi-nano", **CONFIG, draft="eagle3", draft_tokens=2, kv_dtype="fp8", tp=2, kv_shards=2) as llm:
-        alike(llm.generate(prompts, ways), expected)
 
 
 def test_graphs_of_two_ranks_read_their_parts(monkeypatch: pytest.MonkeyPatch, one: LLM) -> None:
