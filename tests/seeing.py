@@ -119,7 +119,7 @@ class Seeing:
 
 
 def make(path: Path, *, patch_limit: int = 256, **text: Any) -> Seeing:
-    """Writes a checkpoint to `path`, whose preprocessor takes `patch_limit` patches of a picture."""
+    """Writes a checkpoint to `path`; its preprocessor takes `patch_limit` patches of a picture."""
     inner = oracle.make(path, **text)
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]

@@ -214,8 +214,7 @@ class Nccl(_Process):
         super().abort()
 
     def close(self) -> None:
-        """NCCL's orderly end is a collective: on two GPUs it waited for ranks that had ended. So connections are
-        aborted, which needs no other rank; what has not ended after END_SECONDS is left to the end of the process."""
+        """NCCL's orderly end is a collective, which may wait for ranks that have ended. So connections are aborted, which needs no other rank; what has not ended after END_SECONDS is left to the end of the process."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None

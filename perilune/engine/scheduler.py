@@ -201,7 +201,7 @@ class Scheduler:
         budget = self._max_step_tokens
         if self.encoder is not None:
             self.encoder.look(self._running)
-        prompts = self._prompt_tokens_of_step()  # of `budget`, for what is more than one token of a request
+        prompts: int | None = None  # of `budget`, for requests that compute more than one token; known once one does
         flights: list[_Flight] = []
         preempted = False
         turn = 0
@@ -210,6 +210,7 @@ class Scheduler:
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             if count > 1:
+                prompts = self._prompt_tokens_of_step() if prompts is None else prompts
                 count = self._aligned(request, min(count, prompts))
                 prompts -= count
             # The victim is the last of the list: never a request that this step has planned already.
@@ -232,6 +233,7 @@ class Scheduler:
         # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
         # token in the row of the victim's old slot.
         if self._waiting and not preempted:
+            prompts = self._prompt_tokens_of_step() if prompts is None else prompts
             reserve = sum(self.blocks.lookahead(r) for r in self._running)
             while self._waiting and self._slots and (room := min(budget, prompts)):
                 request = self._waiting[0]

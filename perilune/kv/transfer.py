@@ -171,6 +171,8 @@ class Transfer:
         }
 
     def _restore_files(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
+        if not pieces:
+            return {}
         ahead, staged = self._staged // 2, self._staged
         reading: deque[_Read] = deque()
         marks: list[object] = []  # of the copy of each piece

@@ -1,4 +1,4 @@
-"""A rank whose 20th step never ends, though its process says every second that it is there: as perilune.engine.rank
+"""A rank with a 20th step that never ends, though its process reports every second: as perilune.engine.rank
 otherwise."""
 
 import threading

@@ -1,6 +1,6 @@
 """Rows of host memory that hold KV blocks: checksums of many rows, and copies of many blocks by a GPU's copy engines,
-each in one call without Python's lock. With a call for each block, the threads that move blocks and the thread that
-runs steps waited for each other's lock: on an H200 steps took 18 to 28 % longer while both directions were busy.
+each in one call without Python's lock. On an H200 restoring 60,000 tokens went from 9.9 to 34.6 GB/s by that: with
+calls for each block, the threads that move and check blocks and the one that runs steps waited for each other's lock.
 
 The C++ file needs a compiler; without one the same is done in Python, block by block.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perilune.ops.harness import build
 
-LANE_BYTES = 4096  # whose words are added up before they are multiplied
+LANE_BYTES = 4096  # The words of so many bytes are added up before they are multiplied.
 STEM = "host_rows"
 MAX_PITCH_BYTES = 2**31 - 1  # of a two-dimensional copy
 _FACTOR = 0x9E3779B97F4A7C15

@@ -22,7 +22,7 @@ DEAR = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)), Curve((1,), (1.0,
 
 
 def made(count: int, length: int, sure: float, seed: int = 0) -> list[Told]:
-    """Requests without repetition, whose chains are right with probability `sure` and know when they are, mostly."""
+    """Requests without repetition; their chains are right with probability `sure` and know when they are, mostly."""
     rng = random.Random(seed)
     told = []
     for number in range(count):
@@ -59,7 +59,7 @@ class TestClock:
         plain = play(told, 1, clock, None)
         assert (plain.tokens, plain.steps, plain.drafted) == (5, 5, 0) and plain.seconds == pytest.approx(5.0)
         drafted = play(told, 1, clock, modelled(FLAT, fixed=2))
-        # The prompt's step, then 2 right of 2, then the last token, which nobody can draft behind.
+        # The prompt's step, then 2 right of 2, then the last token, behind which no draft fits.
         assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
         step3 = FLAT.base(3)
         assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)

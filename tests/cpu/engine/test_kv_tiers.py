@@ -95,7 +95,7 @@ def test_other_types_of_cache(tiny: Path, kv_dtype: str) -> None:
 
 
 def test_kimi_nano_with_its_drafter() -> None:
-    """The bundled model, whose drafter keeps a cache of its own, which comes along."""
+    """The bundled model: its draft model's cache is stored and restored with the target's."""
     config: dict[str, Any] = dict(device="cpu", threads=1, max_num_seqs=2, max_model_len=192, draft_tokens=2)
     with LLM("kimi-nano", **config, kv_blocks=200) as llm:
         expected = play(llm, sessions=4, turns=2)

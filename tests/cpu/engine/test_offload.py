@@ -1,4 +1,4 @@
-"""The scheduler with KV tiers: the rig of test_scheduler.py, whose runner checks every position of every block table,
+"""The scheduler with KV tiers: the rig of test_scheduler.py with a runner that checks every position of block tables,
 and a mover that copies its KV at random times."""
 
 import random
@@ -72,7 +72,7 @@ class Mover:
 
 
 class TieredRig(Rig):
-    """As Rig; nobody has to run while KV is being copied."""
+    """As Rig; no request has to run while KV is being copied."""
 
     def __init__(self, *, seed=0, rows=20, disk=True, faults=0.0, **more) -> None:
         self.mover = Mover(rows, random.Random(seed), faults)

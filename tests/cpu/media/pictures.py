@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def scene(width: int, height: int) -> Image.Image:
-    """A smooth picture whose four corners differ, so that turning or cutting it wrongly shows."""
+    """A smooth picture with four different corners, so that turning or cutting it wrongly shows."""
     x, y = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
     return Image.fromarray((np.stack([x, y, (1 - x) * y], -1) * 255).round().astype(np.uint8))
 

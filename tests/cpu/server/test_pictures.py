@@ -193,7 +193,7 @@ def test_messages_and_counting() -> None:
 
 BOMB = png(20_000, 20_000, b"")
 TRUNCATED = file(scene(300, 300))[:700]
-LIES = png(300, 300, b"\0" * 900)  # of whose 300 rows one is there
+LIES = png(300, 300, b"\0" * 900)  # One row of 300 is there.
 
 
 BAD: list[tuple[Any, str, str]] = [

@@ -186,7 +186,7 @@ def test_a_collector_that_fails_changes_no_answer(
 
 @needs_packages
 def test_spans_that_no_collector_takes_are_bounded(collector: Collector) -> None:
-    """10,000 requests whose spans wait: what is kept does not grow beyond the queue of 2,048."""
+    """10,000 requests with spans that wait: what is kept does not grow beyond the queue of 2,048."""
     collector.statuses = [0]
     traces = Traces(collector.endpoint, "m")
     call = Call(Account(Grant("")), method="POST", route=CHAT, status=200)

@@ -8,8 +8,8 @@
 // handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. With peers, each of which has
 // some of the heads, a tile's rows are this rank's part: it is sent to the peers as soon as it is there, and when all of
 // a CTA's tiles are sent, each warp that has sent one takes the peers' ones and adds them up. A CTA takes no more than
-// 166 KB and 48 registers a thread, so that it lies beside one of attention's (split_kv_short.cuh), then one of the
-// router's.
+// 166 KB and 48 registers a thread, so that an SM also has room for one of attention's (split_kv_short.cuh), then one of
+// the router's.
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
