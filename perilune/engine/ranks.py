@@ -177,7 +177,7 @@ class Ranks:
         bytes read, bytes to read) of others, from a thread."""
         self._progress = progress
         self._sent = 0  # steps that all ranks are to run
-        self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
+        self._plans: deque[StepPlan] = deque(maxlen=2)  # the last ones, which may be in flight
         self._writer = Writer()
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
@@ -221,7 +221,7 @@ class Ranks:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
         if kind == "plan":
-            self._tokens.append(plan.tokens)
+            self._plans.append(plan)
             self._sent += 1
         for own in plan.slices:
             if own.patches is not None and own.rank > 0:
@@ -351,7 +351,7 @@ class Ranks:
                 rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
                 rank.ended = ended
             rank = max(self._ranks, key=lambda rank: rank.late_seconds)
-            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max(self._tokens, default=0)
+            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max((plan.tokens for plan in self._plans), default=0)
         if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
             self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
         elif rank.late_seconds >= limit:
