@@ -429,10 +429,11 @@ class Ranks:
             if self.on_failure is not None:
                 self.on_failure(why)
             self.failure = f"{why}: start it again"
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
         self._over.set()
         self._changed.set()
+        # Last: NCCL takes seconds to leave a rank that has ended, though its calls in flight end at once.
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
 
 
 def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:
