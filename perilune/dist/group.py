@@ -25,7 +25,6 @@ log = logging.getLogger("perilune.dist")
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
-_unended: list[Any] = []  # process groups that did not end
 
 
 class Group(Protocol):
@@ -214,18 +213,26 @@ class Nccl(_Process):
         super().abort()
 
     def close(self) -> None:
-        """NCCL's orderly end is a collective, which may wait for ranks that have ended. So connections are aborted, which needs no other rank; what has not ended after END_SECONDS is left to the end of the process."""
+        """NCCL's orderly end is a collective, which may wait for ranks that have ended; so connections are aborted,
+        which needs no other rank. The end of torch's object waits for torch's own threads. What has not ended after
+        END_SECONDS is left to the end of the process."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
-        if not self._ended:
-            ending = threading.Thread(target=self._processes.abort, name="perilune-nccl-end", daemon=True)
-            ending.start()
-            ending.join(END_SECONDS)
-            if ending.is_alive():
-                log.warning("NCCL's connections did not end within %.0f s", END_SECONDS)
-                _unended.append(self._processes)
+        held, ended = [self._processes], self._ended  # the thread has the last reference
         super().close()
+
+        def end() -> None:
+            processes = held.pop()
+            if not ended:
+                processes.abort()
+            del processes
+
+        ending = threading.Thread(target=end, name="perilune-nccl-end", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+        if ending.is_alive():
+            log.warning("NCCL's connections did not end within %.0f s", END_SECONDS)
 
 
 class GlooOnGpu(Gloo):
@@ -244,9 +251,7 @@ class GlooOnGpu(Gloo):
         return x.copy_(super().broadcast(x.cpu(), rank))
 
 
-def join(
-    slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = ""
-) -> Group:
+def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = "") -> Group:
     """The group of this rank; waits for the others. `meeting` is a file, not there yet, in a directory that only this
     user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU. `no_peers`:
     why this rank cannot use peer memory."""
@@ -258,6 +263,11 @@ def join(
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # Else a thread of torch's looks into the store every second. Its file is removed once all ranks have joined:
+        # the thread waits for the file for TIMEOUT, and the end of the group waits for the thread.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        # engine/ranks.py says which rank is lost. Torch would end the process that holds the engine, a minute later.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         wanted = torch_dist.ProcessGroupNCCL.Options()
         wanted._timeout = TIMEOUT
         group = Nccl(slicing, torch_dist.ProcessGroupNCCL(store, slicing.rank, slicing.ranks, wanted))
