@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import mmap
 import os
 import struct
 import time
@@ -119,13 +120,9 @@ class Directory:
             size = os.fstat(file.fileno()).st_size
             if size != self.file_bytes:
                 raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
-            header = memoryview(bytearray(HEADER_BYTES))
-            for data in (header, payload):
-                while data:
-                    count = file.readinto(data)
-                    if not count:
-                        raise DamagedFile(f"{path.name} ended while it was read")
-                    data = data[count:]
+            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # at a page's beginning, as O_DIRECT wants it
+            if not _fill(file.fileno(), header, payload):
+                raise DamagedFile(f"{path.name} ended while it was read")
             with contextlib.suppress(OSError):
                 os.utime(file.fileno())  # its age is counted from its last use, also after a restart
         (crc,) = _CRC.unpack_from(header, _HEADER.size)
@@ -191,6 +188,31 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
             raise ConfigError(f"{root} is in use by another engine: stop it, or give a directory of its own") from e
         raise ConfigError(f"{root} cannot be locked: {e.strerror}; give a directory on a local disk") from e
     return lock
+
+
+def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
+    """Reads a file's header and payload; False if it is shorter. From the page cache if all of it is there, else past
+    it: 1.5 GB/s instead of 0.2 to 1.2 with 8 threads on files of 0.67 MB, because the kernel reads ahead by 128 KB."""
+    total = len(header) + len(payload)
+    with contextlib.suppress(OSError):
+        if os.preadv(file, (header, payload), 0, os.RWF_NOWAIT) == total:
+            return True
+    for direct in (True, False):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+            done = 0
+            while done < total:
+                rest = (header[done:], payload) if done < len(header) else (payload[done - len(header) :],)
+                count = os.preadv(file, rest, done)
+                if not count:
+                    return False
+                done += count
+            return True
+        except OSError as e:
+            if not direct or e.errno != errno.EINVAL:  # O_DIRECT: not on this file system, or not at these addresses
+                raise
+    raise AssertionError("the second way returns or raises")
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
