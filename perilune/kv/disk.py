@@ -17,7 +17,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -46,20 +46,23 @@ class Found:
 
 class Directory:
     """The blocks of one fingerprint in `root`, each of `payload_bytes`. ConfigError if the directory cannot be used:
-    another engine has it, it holds other files, it is another user's, or it cannot be written."""
+    another engine has it, it holds other files, it is another user's, or it cannot be written.
 
-    def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int) -> None:
+    lock  False: another process of this engine has locked the directory
+    """
+
+    def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int, *, lock: bool = True) -> None:
         assert len(fingerprint) == FINGERPRINT_BYTES
-        self.root, self._fingerprint, self.payload_bytes = root, fingerprint, payload_bytes
+        self.root, self.fingerprint, self.payload_bytes = root, fingerprint, payload_bytes
         self._own = root / fingerprint.hex()
         self._numbers = itertools.count()
-        self._lock = _locked(root, create=True)
+        self._lock = _locked(root, create=True) if lock else None
         try:
             self._own.mkdir(mode=0o700, exist_ok=True)
             for stale in self._own.glob("*.part"):
                 stale.unlink(missing_ok=True)
         except OSError as e:
-            self._lock.close()
+            self.close()
             raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
 
     @property
@@ -72,11 +75,16 @@ class Directory:
         names = [(stat.st_mtime, name) for path, stat in _files(self._own) if (name := _name_of(path)) is not None]
         return [Found(name, max(now - used, 0.0)) for used, name in sorted(names, key=lambda one: one[0])]
 
-    def shrink_others(self, limit_bytes: int) -> int:
-        """Deletes blocks of other fingerprints, the least recently used first, until they take at most `limit_bytes`;
-        returns what they take then."""
+    def shrink_others(self, limit_bytes: int, own: Sequence[bytes]) -> int:
+        """Deletes blocks of other fingerprints than `own`, the least recently used first, until they take at most
+        `limit_bytes`; returns what they take then."""
+        kept = {fingerprint.hex() for fingerprint in own}
         others = sorted(
-            ((stat.st_mtime, stat.st_size, path) for path, stat in _files(self.root) if self._own not in path.parents),
+            (
+                (stat.st_mtime, stat.st_size, path)
+                for path, stat in _files(self.root)
+                if path.relative_to(self.root).parts[0] not in kept
+            ),
             key=lambda one: one[0],
             reverse=True,
         )
@@ -91,7 +99,7 @@ class Directory:
     def write(self, name: Name, payload: memoryview, checksum: int) -> None:
         """Makes the block's file, whole or not at all. OSError; FileNotFoundError: the directory is gone."""
         header = _HEADER.pack(
-            _MAGIC, self._fingerprint, name.digest, name.first, self.payload_bytes, checksum
+            _MAGIC, self.fingerprint, name.digest, name.first, self.payload_bytes, checksum
         )  # fmt: skip
         header += _CRC.pack(zlib.crc32(header))
         path = self._path(name)
@@ -129,7 +137,7 @@ class Directory:
         magic, fingerprint, digest, first, length, checksum = _HEADER.unpack_from(header)
         if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
             raise DamagedFile(f"{path.name} has a damaged header")
-        if (fingerprint, digest, first, length) != (self._fingerprint, name.digest, name.first, self.payload_bytes):
+        if (fingerprint, digest, first, length) != (self.fingerprint, name.digest, name.first, self.payload_bytes):
             raise DamagedFile(f"{path.name} holds another block, or is of another model")
         return int(checksum)
 
@@ -142,7 +150,8 @@ class Directory:
         return self._own.is_dir()
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _path(self, name: Name) -> Path:
         digest = name.digest.hex()

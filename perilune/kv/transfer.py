@@ -26,10 +26,11 @@ from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.ops.rows import host_rows
 
-STAGED_ROWS = 32  # for blocks on their way from files: half of them read ahead, half being copied
+STAGED_ROWS = 64  # for blocks on their way from files: half of them read ahead, half being copied
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device; blocks to be stored give their pages back later.
 CHECKING_THREADS = 8  # at most; half of the processors
 READING_THREADS = STAGED_ROWS // 2  # Fewer: a disk is asked for less at once.
+MIN_SHARE_BLOCKS = 16  # Fewer for a thread to check: most of its time it waits for Python's lock.
 MEASURED_BLOCKS = 64  # that are copied each way at the start, to know the link
 MEASUREMENTS = 3  # of which the quickest counts: memory is being pinned meanwhile
 # Of the link's measured speed, what copies take of it while steps run. Larger: steps' own copies wait longer.
@@ -104,6 +105,10 @@ class Transfer:
     def wait(self, seconds: float) -> None:
         """Until `poll` has something, at most so long."""
         self._arrived.wait(seconds)
+
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        self._arrived.set()
 
     def close(self) -> None:
         """Waits for what runs, drops what is queued, and gives the memory back."""
@@ -258,7 +263,7 @@ class Transfer:
         self._say([Written(name, error, gone)])
 
     def _shares(self, items: Sequence[_T]) -> list[Sequence[_T]]:
-        size = -(-len(items) // self._workers) or 1
+        size = max(-(-len(items) // self._workers), MIN_SHARE_BLOCKS)
         return [items[first : first + size] for first in range(0, len(items), size)]
 
 
