@@ -7,6 +7,7 @@ python -m runs.kv_transfer [--layers 9 --context 60000 --disk DIR]. Each line is
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import random
 import statistics
@@ -34,7 +35,7 @@ from perilune.kv.copier import block_bytes, copier
 from perilune.kv.disk import Directory
 from perilune.kv.host_memory import HostMemory
 from perilune.kv.tiers import Name, Piece, Restored, Stored, Written
-from perilune.kv.transfer import WINDOW_BLOCKS, Transfer, row_bytes
+from perilune.kv.transfer import READING_THREADS, RESTORE_SHARE, STORE_SHARE, WINDOW_BLOCKS, Transfer, row_bytes
 from perilune.ops.rows import host_rows
 
 SUFFIX_TOKENS = 2242  # new tokens of a turn of an agent's session
@@ -74,7 +75,7 @@ def copies(pages: Tensor, count: int) -> None:
         staging = torch.empty(count, *layered[0].shape, dtype=pages.dtype, device=device)
         index = torch.tensor(blocks, device=device)
         flat = staging.view(count, -1)
-        two = copier([pages])
+        two, second = copier([pages]), copier([pages])
 
         def engines(out: bool) -> None:
             (two.out if out else two.into)(list(zip(blocks, rows)))
@@ -83,6 +84,11 @@ def copies(pages: Tensor, count: int) -> None:
         def pieces(out: bool) -> None:
             here, there = pieces_here, pieces_there
             torch._foreach_copy_(here if out else there, there if out else here, non_blocking=True)
+
+        def queues(out: bool) -> None:
+            for queue, own in ((two, slice(0, None, 2)), (second, slice(1, None, 2))):
+                (queue.out if out else queue.into)(list(zip(blocks, rows))[own])
+            second.wait()
 
         def staged(out: bool) -> None:
             if out:
@@ -96,7 +102,13 @@ def copies(pages: Tensor, count: int) -> None:
             for row in flat:  # one row again and again: what the link does with copies of a block's size
                 (views[0] if out else row).copy_(row if out else views[0], non_blocking=True)
 
-        for name, way in (("link", link), ("2d", engines), ("layer pieces", pieces), ("staged", staged)):
+        for name, way in (
+            ("link", link),
+            ("2d", engines),
+            ("2d, two queues", queues),
+            ("layer pieces", pieces),
+            ("staged", staged),
+        ):
             for out in (True, False):
                 taken = seconds(lambda way=way, out=out: way(out), device)  # type: ignore[misc]  # mypy: defaults
                 say(bench="copy", way=name, to="host" if out else "pages", gb_s=total / taken / 1e9, blocks=count,
@@ -105,23 +117,44 @@ def copies(pages: Tensor, count: int) -> None:
         memory.close()
 
 
-def plain_disk(directory: Path, total: int) -> None:
-    """GB/s of one large file: written and synchronised, read from the disk, and read again from the page cache."""
-    piece, path = bytes(8 << 20), directory / "plain"
+def plain_disk(directory: Path, total: int, block: int) -> None:
+    """GB/s of one large file: written and synchronised, read in large pieces, read past the page cache in pieces of a
+    block's size at random places, and read again from the page cache."""
+    large, path = 8 << 20, directory / "plain"
     directory.mkdir(exist_ok=True)
     begin = time.perf_counter()
     with path.open("wb", buffering=0) as f:
-        for _ in range(total // len(piece)):
-            f.write(piece)
+        for _ in range(total // large):
+            f.write(bytes(large))
         os.fsync(f.fileno())
     say(bench="disk", what="write", gb_s=total / (time.perf_counter() - begin) / 1e9)
-    for what in ("read", "read from the page cache"):
-        with path.open("rb", buffering=0) as f, ThreadPoolExecutor(8) as pool:
-            if what == "read":
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    total = total // large * large
+    for what, size, threads, direct in (
+        ("read", large, 8, False), ("read directly", block, READING_THREADS, True),
+        ("read directly", large, 8, True), ("read from the page cache", large, 8, False),
+    ):  # fmt: skip
+        pieces = list(range(0, total - size + 1, size))
+        random.Random(0).shuffle(pieces)
+        local = threading.local()
+        file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+        def read(at: int, size: int = size, file: int = file, local: Any = local) -> None:
+            if not hasattr(local, "buffer"):
+                local.buffer = mmap.mmap(-1, size)
+            os.preadv(file, [local.buffer], at)
+
+        with ThreadPoolExecutor(threads) as pool:
+            if what != "read from the page cache":
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             begin = time.perf_counter()
-            list(pool.map(lambda at, f=f: os.pread(f.fileno(), len(piece), at), range(0, total, len(piece))))
-            say(bench="disk", what=what, gb_s=total / (time.perf_counter() - begin) / 1e9)
+            list(pool.map(read, pieces))
+            taken = time.perf_counter() - begin
+        if direct and size == large:
+            with path.open("rb", buffering=0) as f:  # for what comes next
+                while f.read(large):
+                    pass
+        os.close(file)
+        say(bench="disk", what=what, piece_kb=size / 1e3, threads=threads, gb_s=len(pieces) * size / taken / 1e9)
     path.unlink()
 
 
@@ -275,16 +308,12 @@ class Copying:
                     event.synchronize()
                 load.moved[way] += here.nbytes
 
-    def flood(self, load: Load, way: int) -> None:
-        """All blocks in one call, as quickly as the driver takes them."""
-        self._blocks(load, way, len(self._pairs[way]), 0.0)
-
     def windows(self, load: Load, way: int) -> None:
         """As quickly as the driver takes them, in windows of which two are in flight."""
         self._blocks(load, way, WINDOW_BLOCKS, 0.0)
 
     def paced(self, share: float) -> Callable[[Load, int], None]:
-        """In windows, at this share of the link's speed."""
+        """As `windows`, at this share of the link's speed."""
         return lambda load, way: self._blocks(load, way, WINDOW_BLOCKS, self.block_seconds[way] / share)
 
     def calls(self, load: Load, way: int) -> None:
@@ -299,7 +328,7 @@ class Copying:
         queue.block_seconds = block_seconds
         while not load.stop.is_set():
             for first in range(0, len(pairs), window):
-                if len(marks) == 2 or (marks and window == len(pairs)):
+                if len(marks) == 2:
                     queue.wait(marks.popleft())
                 (queue.into if way else queue.out)(pairs[first : first + window])
                 marks.append(queue.mark())
@@ -347,22 +376,22 @@ def slowdown(engine: Engine, batch: int, context: int, vocab: int, steps: int) -
             quiet_ms=quiet * 1e3, busy_ms=busy * 1e3, slowdown=busy / quiet - 1,
             out_gb_s=speeds[0], in_gb_s=speeds[1])  # fmt: skip
 
+    def served(load: Load, way: int) -> None:
+        copying.paced((STORE_SHARE, RESTORE_SHARE)[way])(load, way)
+
     for own in ("kernel", "copy engine"):
         if own != "kernel":
             overrides["mapped_copy"] = "reference"
         timed()
-        for ways in ((0, 1), (0,), (1,)):
-            case("large", copying.large, ways, timed)
-        case("flood", copying.flood, (0, 1), timed)
-        case("windows", copying.windows, (0, 1), timed)
+        case("served", served, (0, 1), timed)
+        case("served", served, (1,), timed)
+        case("paced 0.9", copying.paced(0.9), (0, 1), timed)
+        case("paced 0.7", copying.paced(0.7), (0, 1), timed)
         case("paced 0.5", copying.paced(0.5), (0, 1), timed)
+        for ways in ((0, 1), (0,), (1,)):
+            case("windows", copying.windows, ways, timed)
+        case("large", copying.large, (0, 1), timed)
     del overrides["mapped_copy"]
-    for share in (0.9, 0.7, 0.25):
-        case(f"paced {share}", copying.paced(share), (0, 1), timed)
-    case("windows", copying.windows, (0,), timed)
-    case("windows", copying.windows, (1,), timed)
-    case("paced 0.9", copying.paced(0.9), (1,), timed)
-    case("paced 0.5", copying.paced(0.5), (0,), timed)
     case("calls only", copying.calls, (0, 1), timed)
     for rid in range(batch):
         engine.cancel(5000 + rid)
@@ -399,7 +428,7 @@ def main() -> None:
             if "copies" in parts:
                 copies(pages, count)
         if "disk" in parts:
-            plain_disk(where, max(count * row_bytes([pages]), 64 << 20))
+            plain_disk(where, max(count * row_bytes([pages]), 64 << 20), row_bytes([pages]))
             transfer(pages, count, where / "blocks")
         del pages
         config: dict[str, Any] = {"max_num_seqs": 8, "kv_host_gb": 6.0 if cuda else 0.2, "seed": 1}

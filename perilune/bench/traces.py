@@ -127,6 +127,21 @@ def sessions_of(lines: Sequence[dict[str, Any]], *, scale: float = 1.0) -> list[
     return sorted((Session(s.name, s.start - first, s.turns) for s in found), key=lambda s: s.start)
 
 
+def begun(session: Session, turns: int, *, warm_up: bool) -> Session:
+    """The session after so many turns: what was said in them, answers made from a name, is part of its first prompt.
+    `warm_up`: it is a prompt of its own, with an answer of one token, so that it can be computed beforehand."""
+    if turns < 1 or turns >= len(session.turns):
+        raise ConfigError(f"{session.name} has {len(session.turns)} turns: it cannot begin after {turns}")
+    said: list[Piece] = []
+    for index, turn in enumerate(session.turns[:turns]):
+        said += [*turn.pieces, Piece(f"{session.name}, answer {index}", turn.output_tokens)]
+    first, *later = session.turns[turns:]
+    if warm_up:
+        return Session(session.name, session.start, (Turn(tuple(said), 1), first, *later))
+    whole = Turn((*said, *first.pieces), first.output_tokens)
+    return Session(session.name, session.start, (whole, *later))
+
+
 def _turn(line: dict[str, Any], number: int, scale: float) -> tuple[float, Turn]:
     """(timestamp in seconds, the turn)"""
 

@@ -183,3 +183,30 @@ def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
     found = CliRunner().invoke(cli, ["bench", "replay", "agents", fake.url, "--kv-host-gb", "1"])
     assert isinstance(found.exception, ConfigError) and "not for an endpoint" in str(found.exception)
     assert traces.HASH_TOKENS == 512
+
+
+def test_sessions_that_have_gone_on_before() -> None:
+    """What was said before is one prompt, computed beforehand or not; both ask for the same answers after it."""
+    (session,) = sessions_of(generate(Agents(sessions=1, turns=4)))
+    warm, cold = (traces.begun(session, 2, warm_up=warm_up) for warm_up in (True, False))
+    assert [len(t.turns) for t in (warm, cold)] == [3, 2] and warm.turns[0].output_tokens == 1
+    before = [p.tokens for turn in session.turns[:2] for p in turn.pieces]
+    answers = [turn.output_tokens for turn in session.turns[:2]]
+    assert sum(p.tokens for p in warm.turns[0].pieces) == sum(before) + sum(answers)
+    assert cold.turns[0].pieces == (*warm.turns[0].pieces, *warm.turns[1].pieces)
+    assert [t.output_tokens for t in cold.turns] == [t.output_tokens for t in warm.turns[1:]]
+    assert warm.turns[1:] == session.turns[2:]
+    with pytest.raises(ConfigError, match="cannot begin after 4"):
+        traces.begun(session, 4, warm_up=True)
+
+
+def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path) -> None:
+    small = ["--scale", "0.004", "--speed", "0", "--sessions", "5", "--turns", "5", "--max-model-len", "240"]
+    small += ["--set", "kv_blocks=40", "--set", "block_size=8", "--max-num-seqs", "1", "--set", "threads=1"]
+    row, said = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--kv-host-gb", "0.05")
+    assert row["requests"] == 15 and row["failed"] == 0, "three turns of five sessions"
+    assert row["hit_share"] >= 0.85 * row["ideal_share"] and row["ideal_share"] > 0.7, "the warm-up is known"
+    assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
+    assert "20 of 20 requests" in said
+    short, _ = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--seconds", "0.02")
+    assert short["requests"] < 15 and short["failed"] == 0
