@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from typing import Any, Protocol
 
-from perilune.bench.traces import Piece, Session
+from perilune.bench.traces import Piece, Session, Turn
 from perilune.client.endpoint import Endpoint
 from perilune.core.errors import PeriluneError, RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
@@ -62,8 +63,8 @@ class Call:
 
 
 class Conversation(Protocol):
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        """Adds to the conversation, and fills in the call as the answer comes."""
+    async def ask(self, turn: Turn, call: Call) -> None:
+        """Goes on with the conversation, and fills in the call as the answer comes."""
         ...
 
 
@@ -167,8 +168,10 @@ class LocalConversation:
         self._target = target
         self._ids: list[int] = []
 
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        for piece in new:
+    async def ask(self, turn: Turn, call: Call) -> None:
+        if turn.whole:
+            self._ids = []
+        for piece in turn.pieces:
             self._ids += self._target.ids(piece)
         room = self._target.engine.info.max_model_len - len(self._ids)
         if room < 1:
@@ -177,7 +180,7 @@ class LocalConversation:
             )
             return
         call.prompt_tokens = len(self._ids)
-        self._ids += await self._target.generate(self._ids, min(output_tokens, room), call)
+        self._ids += await self._target.generate(self._ids, min(turn.output_tokens, room), call)
 
 
 class Remote:
@@ -195,10 +198,13 @@ class RemoteConversation:
         self._endpoint = endpoint
         self._messages: list[dict[str, str]] = []
 
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        said = " ".join(p.text if p.text is not None else " ".join(_words(p)) for p in new)
-        self._messages.append({"role": "user", "content": said})
-        body = {"messages": self._messages, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    async def ask(self, turn: Turn, call: Call) -> None:
+        if turn.whole:
+            self._messages = []
+        for role, pieces in groupby(turn.pieces, lambda piece: piece.role):
+            said = " ".join(p.text if p.text is not None else " ".join(_words(p)) for p in pieces)
+            self._messages.append({"role": role, "content": said})
+        body = {"messages": self._messages, "max_tokens": turn.output_tokens, "temperature": 0, "ignore_eos": True}
         if self._endpoint.owner not in ("perilune", "vllm", "sglang"):
             del body["ignore_eos"]
         answer: list[str] = []
@@ -248,13 +254,15 @@ class _Player:
         turn = self.session.turns[self._turn]
         call = Call(self._number, self._turn, warm_up=warm_up)
         self._turn += 1
+        if turn.whole:
+            self._text, self._said = 0, []
         for piece in turn.pieces:
             self._text = hash((self._text, piece.name))
             self._said.append((self._text, piece.tokens or max(len(piece.name) // 4, 1)))
         call.prompt = list(self._said)
         call.begin = time.perf_counter()
         try:
-            await self._conversation.ask(turn.pieces, turn.output_tokens, call)
+            await self._conversation.ask(turn, call)
         except PeriluneError as e:
             call.error = str(e)
         if call.error is None and call.arrivals:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from perilune.bench import microscope, replay, traces
+from perilune.bench import microscope, replay, trace_formats, traces
 from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
@@ -100,14 +100,15 @@ def command(
     directory: Path | None,
     **engine: Any,
 ) -> None:
-    """Replay TRACE against MODEL: a file of JSON lines (Mooncake's or AIPerf's), or `agents` for generated sessions.
+    """Replay TRACE against MODEL: a file of JSON lines (Mooncake's, Bailian's, AIPerf's), a directory of Weka traces
+    (AgentX), or `agents` for generated sessions.
 
     MODEL is run in this process, or is the http(s) address of any OpenAI-compatible endpoint.
     """
     lines = _lines(trace, sessions, turns, seed)
     if write is not None:
         _write(write, "".join(json.dumps(line) + "\n" for line in lines))
-    made = _cut(traces.sessions_of(lines, scale=scale), sessions, turns)
+    made = _cut(trace_formats.sessions_of(lines, scale=scale), sessions, turns)
     plain_made = made
     if begin_after is not None:
         plain_made = [traces.begun(session, begin_after, warm_up=False) for session in made]
