@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,12 @@ def test_copies_leave_steps_a_share_of_the_link() -> None:
         mover.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-def test_answers_are_those_of_a_cache_for_all(kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [dict(kv_dtype="bfloat16"), dict(kv_dtype="fp8"), dict(tp=2, gpus="0,0"), dict(tp=2, gpus="0,0", kv_shards=2)],
+    ids=["bfloat16", "fp8", "two ranks", "two ranks, sharded"],
+)
+def test_answers_are_those_of_a_cache_for_all(engine: dict[str, Any]) -> None:
     """Sessions that take turns on a cache for two of them, and on one for all: both find the same blocks, so that no
     prompt is cut otherwise, which would round otherwise. The drafter's cache comes along."""
     rng = random.Random(3)
@@ -97,7 +102,8 @@ def test_answers_are_those_of_a_cache_for_all(kv_dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
     def play(blocks: int, **tiers: float) -> tuple[list[tuple[int, ...]], int]:
-        config = dict(kv_dtype=kv_dtype, max_num_seqs=1, max_model_len=2048, kv_blocks=blocks, seed=1, **tiers)
+        blocks //= engine.get("kv_shards", 1)
+        config = dict(max_num_seqs=1, max_model_len=2048, kv_blocks=blocks, seed=1, **engine, **tiers)
         with LLM("kimi-nano", device="cuda", **config) as llm:
             texts, answers = [list(text) for text in begun], []
             for turn, more in enumerate(turns):
