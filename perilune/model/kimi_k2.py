@@ -46,6 +46,7 @@ from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
+from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
@@ -300,6 +301,8 @@ def _absorbed(w: Attention, step: Step) -> bool:
 
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:
+    if linear_w8a8.applies(w.gate_up, x):
+        return linear_w8a8.mlp(x, w)
     return apply(w.down, swiglu(apply(w.gate_up, x)))
 
 
@@ -321,6 +324,8 @@ def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
     """x w^T as x, or in float32 if `wide`."""
     if w.scale is None:
         return linear(x, w.weight, wide)
+    if linear_w8a8.applies(w, x):
+        return linear_w8a8.linear(x, w)
     if w.format == "fp8":
         return linear_fp8(x, None, w.weight, w.scale, wide=wide)
     y = linear_int4(x, w.weight, w.scale)
@@ -330,6 +335,8 @@ def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
 def _norm_apply(w: Matrix, x: Tensor, norm: Tensor, eps: float) -> Tensor:
     if w.scale is None:
         return rmsnorm_linear(x, norm, w.weight, eps)
+    if linear_w8a8.applies(w, x):
+        return linear_w8a8.linear(x, w, norm, eps)
     if w.format == "fp8":
         return linear_fp8(x, norm, w.weight, w.scale, eps)
     return apply(w, rmsnorm(x, norm, eps))

@@ -39,7 +39,7 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp
-from perilune.ops.linear import skinny_gemm
+from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_grouped, moe_int4_tall
@@ -142,6 +142,8 @@ def _linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _shared(x: Tensor, w: Mlp) -> Tensor:
+    if linear_w8a8.applies(w.gate_up, x):
+        return linear_w8a8.mlp(x, w)
     return _linear(swiglu(_linear(x, w.gate_up)), w.down)
 
 
