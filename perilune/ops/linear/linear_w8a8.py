@@ -22,7 +22,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, 
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_fp8
-from perilune.ops.quantize.quantize_tokens import GROUP, ROWS, quantize_tokens, rows
+from perilune.ops.linear.quantize_tokens import GROUP, ROWS, quantize_tokens, rows
 
 MIN_TOKENS = 129  # fewer are a decode step's, whose time is that of its weights
 SHORT = ROWS // 2  # tokens of the smaller tiles

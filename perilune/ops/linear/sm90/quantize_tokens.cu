@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
     if (p >= pieces) continue;
     float top = __bfloat162float(largest);
     top = top > 0.0f && top < LEAST ? LEAST : top;
-    const float factor = top == 0.0f ? 1.0f : LARGEST / top;
+    const float factor = top == 0.0f ? 1.0f : 1.0f / top * LARGEST;  // as torch divides
     *reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.width + 8 * p) =
         make_uint2(e4m3(value[i].x, value[i].y, factor), e4m3(value[i].z, value[i].w, factor));
     if (p % 16 == 0) a.scale[static_cast<int64_t>(p / 16) * a.scale_rows + row] = top == 0.0f ? 1.0f : top / LARGEST;
