@@ -83,7 +83,7 @@ def reference(x: Tensor, norm: Tensor | None, eps: float, gated: bool) -> tuple[
     largest = torch.where(largest > 0, largest.clamp(min=LEAST), largest)
     empty = largest == 0
     factor = torch.where(empty, 1.0, LARGEST / largest)
-    values = (padded * factor.unsqueeze(-1)).clamp(-LARGEST, LARGEST).view(T, -1)[:, :i]
+    values = (padded * factor.unsqueeze(-1)).clamp(-LARGEST, LARGEST).view(T, groups * GROUP)[:, :i]
     scale = torch.zeros(groups, rows(T), device=x.device)
     scale[:, :T] = torch.where(empty, 1.0, largest / LARGEST).T
     return values.to(torch.float8_e4m3fn), scale

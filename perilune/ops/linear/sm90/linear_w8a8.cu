@@ -23,7 +23,7 @@ template <int WAVES>
 struct Tile {
   static constexpr int TOKENS = WAVES * 128, STAGES = WAVES == 2 ? 4 : 6;
   static constexpr int X = TOKENS * BLOCK, W = OUTPUTS * BLOCK, SCALES = TOKENS * 4;  // bytes of a stage
-  static constexpr int SHARED = 1024 + STAGES * (X + W + SCALES + 16);
+  static constexpr int SHARED = 1024 + STAGES * (X + W + SCALES + 16) + 2 * CONSUMERS * 4;
 };
 
 struct Args {
@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   float* scales = reinterpret_cast<float*>(ws + S::STAGES * S::W);
   uint64_t* full = reinterpret_cast<uint64_t*>(scales + S::STAGES * S::TOKENS);
   uint64_t* empty = full + S::STAGES;
+  float* w_scales = reinterpret_cast<float*>(empty + S::STAGES);  // [2][2 warpgroups][OUTPUTS]
   const int tid = threadIdx.x, rank = cluster_rank(), clusters = gridDim.x / PAIR;
   const int rows = (a.T + S::TOKENS - 1) / S::TOKENS;  // of tiles
   const int pairs = (a.o + PAIR * OUTPUTS - 1) / (PAIR * OUTPUTS), tiles = rows * pairs;
@@ -97,9 +98,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int row = group * (64 * WAVES) + tid / 32 % 4 * 16 + lane / 4;  // of a tile: this thread's first
     const uint64_t x0 = slab_descriptor(xs) + (group * 64 * WAVES * BLOCK >> 4), w0 = slab_descriptor(ws);
     float sums[WAVES][64], part[64];
-    int stage = 0, phase = 0;
-    for (int n = blockIdx.x / PAIR; n < tiles; n += clusters) {
+    int stage = 0, phase = 0, turn = 0;
+    for (int n = blockIdx.x / PAIR; n < tiles; n += clusters, turn ^= 1) {
       const int2 first = place(n);
+      // Asked for now, needed at the end: from memory then, four loads in turn took longer than all stores.
+      const int own = first.y + tid % OUTPUTS;
+      const float w_scale = own < a.o ? a.w_scale[own] : 0.0f;
 #pragma unroll
       for (int v = 0; v < WAVES; v++) {
 #pragma unroll
@@ -129,14 +133,15 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         if (++stage == S::STAGES) stage = 0, phase ^= 1;
       }
+      // Two buffers: a warp can be one tile ahead of the slowest reader, never two.
+      float* of_tile = w_scales + (turn * 2 + group) * OUTPUTS;
+      of_tile[tid % OUTPUTS] = w_scale;
+      named_sync(1 + group, 128);
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {  // four times 8 outputs
         float2 of[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int output = first.y + 8 * (j + i) + 2 * t;
-          of[i] = output < a.o ? *reinterpret_cast<const float2*>(a.w_scale + output) : make_float2(0.0f, 0.0f);
-        }
+        for (int i = 0; i < 4; i++) of[i] = *reinterpret_cast<const float2*>(of_tile + 8 * (j + i) + 2 * t);
         const int output = first.y + 8 * (j + t);
 #pragma unroll
         for (int v = 0; v < WAVES; v++) {
