@@ -14,7 +14,7 @@ from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.model.weights import Weights
-from perilune.ops.attention import mla_rotate_query
+from perilune.ops.attention import mla_prefill, mla_rotate_query, paged_inputs
 from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16, Make
 from perilune.ops.layouts import latent_cache
@@ -113,6 +113,23 @@ def test_adding_up_in_the_norm_gives_the_same_bits() -> None:
     want = add_rmsnorm(one, run(*args.values()), norm, 1e-5)
     got = combine_add_rmsnorm(other, run(*{**args, "rows": True}.values()), norm, 1e-5)
     assert torch.equal(one, other) and torch.equal(got, want) and not torch.equal(one, h)
+
+
+def test_a_request_does_not_depend_on_what_others_hold() -> None:
+    """Nor on slots of its own blocks that no token was written to."""
+    case = mla_prefill.Case((200, 130, 257), (200, 700, 300), 16, 128, 64, 128, 512, 64, big=True)
+    args = mla_prefill.inputs(case, Make(BFLOAT16, torch.device("cuda"), 7))
+    span = args["span"]
+    want = mla_prefill.cuda(**args)
+    assert want.isfinite().all()
+    flat = args["pages"].view(-1, 576)
+    for b, length in enumerate(case.contexts):
+        own = paged_inputs.slots(span.tables[b], torch.arange(length, device="cuda"), 64)
+        broken = torch.full_like(flat, float("nan"))
+        broken[own] = flat[own]
+        rows = slice(*span.query_start[b : b + 2].tolist())
+        got = mla_prefill.cuda(**{**args, "pages": broken.view_as(args["pages"])})
+        assert torch.equal(got[rows], want[rows]), b
 
 
 def test_the_comparison_sees_a_wrong_weight() -> None:
