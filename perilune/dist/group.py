@@ -103,6 +103,18 @@ def largest(group: Group, number: int) -> int:
     return -least(group, -number)
 
 
+def everyone(group: Group, data: bytes) -> list[bytes]:
+    """Every rank's bytes, in order."""
+    if group.ranks == 1:
+        return [data]
+    device = "cuda" if isinstance(group, Nccl) else "cpu"
+    lengths = group.gather(torch.tensor([len(data)], dtype=torch.int64, device=device)).flatten().tolist()
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    rows = group.gather(padded.to(device)).cpu()
+    return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths)]
+
+
 class Alone:
     """One rank, which holds everything."""
 

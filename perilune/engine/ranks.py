@@ -92,7 +92,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "moved", what its KV tiers have done;
+    "failed", with the reason in `text`.
 
     decode_seconds  from the step's frame in memory to its plan
     building        it compiles kernels: with "beat"
@@ -109,6 +110,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     begun: int = 0
     read: int = 0
     to_read: int = 0
+    moved: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class Ranks:
         self._still_seconds = 0.0  # since a rank has computed
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
+        self.on_moved: Callable[[int, bytes], None] | None = None  # gets (rank, report of its KV tiers)
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
         leader = os.getpid() if owns_process else 0
@@ -218,6 +221,11 @@ class Ranks:
         """Of all ranks, in order; empty on a CPU."""
         places = (self.place, *(rank.place for rank in self._ranks))
         return [place.gpu for place in places if place.gpu is not None]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the ranks."""
+        return tuple(rank.place.rank for rank in self._ranks)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -248,6 +256,12 @@ class Ranks:
 
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
+
+    def move(self, body: bytes) -> None:
+        """The ranks move blocks of KV (engine/kv_tiers/ranked.py), behind the steps that rank 0 has read."""
+        with self._lock:
+            unread = self._sent - self._read - len(self._own)
+        self._send(self._writer.order(Order("move", unread, move=body)))
 
     def _send(self, body: bytes) -> None:
         with self.explained():
@@ -394,6 +408,8 @@ class Ranks:
                     with self._lock:
                         rank.digests.append(report.digest)
                         rank.decode_seconds.append(report.decode_seconds)
+                elif report.kind == "moved" and self.on_moved is not None:
+                    self.on_moved(rank.place.rank, report.moved)
                 elif report.kind == "failed":
                     self._fail(report.text)
         except (EOFError, msgspec.DecodeError, EngineError):
