@@ -7,8 +7,6 @@ of that the parameters only where the slot has got another request, and of the b
 
 import struct
 from collections.abc import Sequence
-from itertools import compress, count
-from operator import ne
 
 import msgspec
 
@@ -85,17 +83,16 @@ class Writer:
 
     def _changes(self, work: Sequence[Work], series: list[int]) -> tuple[list[int] | None, list[Row]]:
         """(slots if they are not those of the last plan, rows of works that begin a series)."""
-        slots = [w.slot for w in work]
-        same = slots == self._slots
-        before = self._series
-        if not same:
-            before = [0 if (last := self._known.get(slot)) is None else last.series for slot in slots]  # 0 is none
-        rows = []
-        for i in compress(count(), map(ne, before, series)):
-            rows.append(_row(i, self._known.get(slots[i]), work[i]))
-            self._known[slots[i]] = work[i]
-        self._slots, self._series = slots, series
-        return None if same else slots, rows
+        known, slots = self._known, None
+        changed = [i for i, (before, now) in enumerate(zip(self._series, series)) if before != now]
+        if len(series) != len(self._series) or any(work[i].slot != self._slots[i] for i in changed):
+            slots = self._slots = [w.slot for w in work]
+            changed = [i for i, w in enumerate(work) if w.slot not in known or known[w.slot].series != w.series]
+        rows = [_row(i, known.get(work[i].slot), work[i]) for i in changed]
+        for i in changed:
+            known[work[i].slot] = work[i]
+        self._series = series
+        return slots, rows
 
     def order(self, order: Order) -> bytes:
         return self._encoder.encode(order)
