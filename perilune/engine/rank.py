@@ -42,7 +42,7 @@ class Leader:
     def __init__(self, pulse: socket.socket) -> None:
         self._pulse, self._lock = pulse, threading.Lock()
         self._process = 0
-        self.group: Group = ALONE  # reports its progress
+        self.group: Group = ALONE  # how far it is, beats say
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def watch(self, process: int) -> None:
@@ -57,7 +57,8 @@ class Leader:
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
         while True:
-            self.send("beat", building=ops_build.building(), progress=self.group.progress())
+            state = dict(progress=self.group.progress(), begun=self.group.begun)
+            self.send("beat", building=ops_build.building(), **state)
             end, heard = time.monotonic() + BEAT_SECONDS, False
             while (rest := end - time.monotonic()) > 0:
                 if select.select([self._pulse], [], [], rest)[0]:
