@@ -125,10 +125,13 @@ async def _beside(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, N
         for kind, count in ((short, SHORT_PROMPTS), (long, LONG_PROMPTS)):
             asked = [await kind.new() for _ in range(count)]
             gaps.clear()
-            times = [(await first_token(endpoint, messages))[0] for messages in asked]
+            times = list[float]()
+            for messages in asked:
+                await asyncio.sleep(setting.sizes.every_seconds)
+                times.append((await first_token(endpoint, messages))[0])
             if ended := sum(task.done() for task in users):
                 raise EndpointError(f"{ended} of {DECODING} users' answers ended before the prompts did")
-            row = _pace(kind.tokens, times, sorted(gaps))
+            row = _pace(kind.tokens, times, sorted(gaps)) | {"every_s": setting.sizes.every_seconds}
             if kind is long:
                 row |= {"figure": f"p99 over median of {DECODING} over HTTP", "measured": row["p99_over_median"]}
             yield row
