@@ -7,6 +7,7 @@ in a CUDA graph. Sums have the same bits on every rank, so what is computed from
 import logging
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ log = logging.getLogger("perilune.dist")
 # Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
+TICK_SECONDS = 0.1  # of a process's CPU time. Smaller: threads that only report count as computing.
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
 
 
@@ -55,6 +57,14 @@ class Group(Protocol):
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         """That rank's x, in place."""
+        ...
+
+    def mark(self) -> None:
+        """Called between the layers of a long step."""
+        ...
+
+    def progress(self) -> int:
+        """A number that changes every second while this rank computes a long step. From any thread."""
         ...
 
     def check(self) -> None:
@@ -110,6 +120,11 @@ class Alone:
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
+    def mark(self) -> None: ...
+
+    def progress(self) -> int:
+        return 0
+
     def check(self) -> None: ...
 
     def abort(self) -> None: ...
@@ -157,6 +172,12 @@ class _Process:
         self._wait(self._processes.broadcast([x], options))
         return x
 
+    def mark(self) -> None: ...
+
+    def progress(self) -> int:
+        """On a CPU a rank that waits for others uses no time of it."""
+        return int(time.process_time() / TICK_SECONDS)
+
     def check(self) -> None: ...
 
     def abort(self) -> None:
@@ -189,18 +210,33 @@ class Nccl(_Process):
         super().__init__(slicing, processes)
         self._memory: peer_memory.PeerMemory | None = None
         self._ended = False
+        # Layers of long steps that this rank's GPU has computed: there, and in host memory to which it copies that.
+        self._marks: tuple[Tensor, Tensor] | None = None
+        self._device = torch.device("cuda")
 
     def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
         """From now on partial outputs are added over peer memory; if there is none, one line of the log says why. Every
         rank calls it. `refusal`: why this rank cannot."""
         rank, ranks = self.slicing.rank, self.slicing.ranks
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        self._device = device
         found = peer_memory.connect(rank, ranks, device, swap, TIMEOUT.total_seconds(), refusal=refusal)
         if isinstance(found, peer_memory.PeerMemory):
             self._memory, self.name = found, "peer"
             self.peers = Peers(rank, ranks, self.gather, found.mailboxes)
         elif rank == 0:
             log.warning("%d ranks add partial outputs through NCCL, not over peer memory: %s", ranks, found)
+
+    def mark(self) -> None:
+        if self._marks is None:
+            host = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+            self._marks = torch.zeros_like(host, device=self._device), host
+        marks, host = self._marks
+        host.copy_(marks.add_(1), non_blocking=True)
+
+    def progress(self) -> int:
+        """Of a GPU: a host that waits for one uses time of its CPU too."""
+        return 0 if self._marks is None else int(self._marks[1])
 
     def check(self) -> None:
         if self._memory is not None:

@@ -106,6 +106,17 @@ def test_connections_that_do_not_end_do_not_keep_an_engine_from_closing(
     assert after.wait(5) == waits
 
 
+def test_layers_of_long_steps_are_the_progress_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Nccl(Slicing(0, 2), Processes([]))
+    made._device = torch.device("cpu")
+    assert made.progress() == 0
+    found = []
+    for _ in range(3):
+        made.mark()
+        found.append(made.progress())
+    assert found == [1, 2, 3]
+
+
 def test_torch_looks_for_nothing_in_the_store_once_ranks_have_joined(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
