@@ -11,6 +11,7 @@ from typing import Any
 from perilune.bench import aa, ledger
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.client.target import serving
+from perilune.core.config import EngineConfig, build
 from runs.four_gpus.setting import CACHED_SHARE, DECODING, Setting
 
 BEGIN_SECONDS = 120.0  # until all users have their first token
@@ -33,6 +34,7 @@ async def rows(path: Path, setting: Setting, start: str, parts: str) -> AsyncGen
         started = time.perf_counter() - begin
         common = setting.keys() | {"shape": setting.shape, "layers": setting.layers, "kv_layout": "replicated"}
         common |= {"kv_dtype": setting.kv_dtype, "rest_dtype": "fp8", "expert_format": "int4-compact"}
+        common |= {"decode_stretch": build(EngineConfig, setting.engine(start)).decode_stretch}
         common |= {"start_s": round(started, 1), "model": endpoint.model, **endpoint.marks}
         if setting.shape is not None:
             common["layers"] = setting.depth

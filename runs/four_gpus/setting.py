@@ -132,7 +132,8 @@ class Setting:
             return config | {"max_num_seqs": max(sizes.batches) + 2, "max_model_len": max(longest, 2 * sizes.prompt)}
         config |= {"max_num_seqs": 1 if start == "plain" else DECODING + 8}
         if start == "served":
-            config |= {"draft": "eagle3", "draft_tokens": DRAFTS}
+            # Prompts beside users come at once, as fast as they can: part d bounds users' intervals instead.
+            config |= {"decode_stretch": 0, "draft": "eagle3", "draft_tokens": DRAFTS}
             config |= {} if self.model else {"declared_acceptance": ACCEPTED}
         return config
 
