@@ -64,7 +64,7 @@ from perilune.ops.pointwise.embed_norm import embed_norm, resolved
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
-LONG_STEP_TOKENS = 1024  # Fewer: marks between layers cost more than they show; a smaller step takes under a second.
+LONG_STEP_TOKENS = 1024  # Smaller: two launches a layer to report progress, in steps that take under a second.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
