@@ -64,6 +64,8 @@ from perilune.ops.pointwise.embed_norm import embed_norm, resolved
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
+LONG_STEP_TOKENS = 1024  # Smaller: two launches a layer to report progress, in steps that take under a second.
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span(operands.Span):
@@ -141,8 +143,11 @@ class KimiK2:
         parts: Tensor | ExpertRows = x  # of a layer's output
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
+        long = len(step.tokens) >= LONG_STEP_TOKENS
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
+            if long:
+                self.group.mark()
             if i > 0 and self._fused_over_sums and _absorbed(w, step):
                 assert isinstance(parts, Tensor)
                 q_full = mla_pre_attention(h, parts, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
