@@ -6,7 +6,7 @@ on the tensor cores ("cuda", linear_w8a8.cu), their sums times the token's scale
 result, which is rounded once. A row's result does not depend on the others.
 
 `linear` and `mlp` round activations first, in the kernel that norms or gates them if there is one. Normal activations
-of any size then give results that differ from linear_fp8's, whose activations are not rounded, by 2.6 % (rms).
+of any size then give results that differ by 2.6 % (rms) from linear_fp8's, which rounds no activations.
 """
 
 import functools
@@ -24,7 +24,7 @@ from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_fp8
 from perilune.ops.linear.quantize_tokens import GROUP, ROWS, quantize_tokens, rows
 
-MIN_TOKENS = 129  # fewer are a decode step's, whose time is that of its weights
+MIN_TOKENS = 129  # fewer are a decode step's, which takes as long as its weights
 SHORT = ROWS // 2  # tokens of the smaller tiles
 PAIR = 256  # outputs of two CTAs
 
