@@ -26,7 +26,7 @@ from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix
 from perilune.ops.moe.chosen import Chosen
-from perilune.ops.moe.moe_int4 import moe_int4
+from perilune.ops.moe.moe_int4 import op as moe_int4
 from perilune.ops.pointwise.swiglu import swiglu
 
 SHAPE = "kimi-k2.5"
@@ -134,7 +134,7 @@ def measure(
         x = torch.randn(count, config.hidden_size, device=DEVICE, generator=generator).to(BFLOAT16)
         problem = Problem(x, Chosen(ids, weights))
         theirs = peer.prepare(problem)
-        ours = functools.partial(_ours, problem, gate_up, down)
+        ours = functools.partial(moe_int4, x, problem.chosen, gate_up, down, None, True)
         error = _apart(theirs(), ours(), weights)
         if error > MAX_ERROR:
             raise ConfigError(f"{PACKAGE} computes something else at {count} tokens: {error:.3f} apart")
@@ -171,12 +171,6 @@ def _weights(experts: int, rows: int, width: int, generator: torch.Generator) ->
     )
     scale = torch.rand(experts, rows, width // GROUP, device=DEVICE, generator=generator) * 0.5 + 0.75
     return Matrix(words, (scale * (width**-0.5 / 4.6)).to(BFLOAT16))
-
-
-def _ours(problem: Problem, gate_up: Matrix, down: Matrix) -> Tensor:
-    y = moe_int4(problem.x, problem.chosen, gate_up, down, None)
-    assert isinstance(y, Tensor)
-    return y
 
 
 def _apart(pairs: Tensor, y: Tensor, weights: Tensor) -> float:
