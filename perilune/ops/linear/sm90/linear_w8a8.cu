@@ -5,8 +5,8 @@
 // the tokens' scales of that block, in fp32. So no sum on the tensor cores, which keep some 14 bits of e4m3's, is longer
 // than 128 products. While one warpgroup adds, the other one multiplies.
 //
-// Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both: without
-// it the second-level cache would have to deliver 48 bytes a clock to each processor, and delivers some 30 to 40.
+// Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both, so that the
+// second-level cache delivers 32 KB instead of 48 for a stage of 256 tokens.
 #include "cuda/tensor_map.cuh"
 
 using namespace hopper;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int stage = 0, phase = 0, turn = 0;
     for (int n = blockIdx.x / PAIR; n < tiles; n += clusters, turn ^= 1) {
       const int2 first = place(n);
-      // Asked for now, needed at the end: from memory then, four loads in turn took longer than all stores.
+      // Asked for now, needed at the end: loaded then, 10,000 tokens of q_b took 413 us instead of 389.
       const int own = first.y + tid % OUTPUTS;
       const float w_scale = own < a.o ? a.w_scale[own] : 0.0f;
 #pragma unroll
