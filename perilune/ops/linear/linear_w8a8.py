@@ -8,8 +8,8 @@ result, which is rounded once. A row's result does not depend on the others.
 `linear` and `mlp` round activations first, in the kernel that norms or gates them if there is one. Normal activations
 of any size then give results that differ by 2.6 % (rms) from linear_fp8's, which rounds no activations.
 
-On an H200, 10,000 tokens of K2.5's matrices take, us, with the library in bf16 beside: qkv_a 292 (395), q_b 354 (499), o
-935 (1,445), gate and up 558 (823), down 303 (439), and rounding what they multiply 266 in all.
+On an H200, 10,000 tokens of K2.5's matrices take, us, with the library in bf16 beside: qkv_a 292 (395), q_b 354 (499),
+o 935 (1,445), gate and up 558 (823), down 303 (439), and rounding what they multiply 266 in all.
 """
 
 import functools
