@@ -129,7 +129,7 @@ def make(path: Path, *, patch_limit: int = 256, **text: Any) -> Seeing:
         "vision_config": vision, "tie_word_embeddings": False, "media_placeholder_token_id": PAD,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(outer))
-    limits = {"media_proc_cfg": {"in_patch_limit": patch_limit}}
+    limits = {"media_proc_cfg": {"in_patch_limit": patch_limit, "in_patch_limit_each_frame": patch_limit // 4}}
     (path / "preprocessor_config.json").write_text(json.dumps(limits))
     named = {f"language_model.{name}": t for name, t in load_file(path / "model.safetensors").items()}
     save_file(named | weights, path / "model.safetensors", metadata={"format": "pt"})

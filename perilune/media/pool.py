@@ -1,11 +1,16 @@
-"""Several decoders for the pictures of many requests: each decodes one picture at a time, off the event loop."""
+"""Several decoders for the pictures and videos of many requests: each decodes one file at a time, off the event
+loop."""
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
+from perilune.core.messages import Video
 from perilune.media.decoder import TURN_SECONDS, Decoder, Picture
 from perilune.media.limits import Limits
 from perilune.media.refusal import busy
 
+T = TypeVar("T")
 INTERRUPT_SECONDS = 0.1  # between two tries to end a worker that was not started yet at the first
 
 
@@ -20,6 +25,13 @@ class DecoderPool:
 
     async def decode(self, data: bytes) -> Picture:
         """As Decoder.decode. A caller that is cancelled ends the work on its picture."""
+        return await self._run(Decoder.decode, data)
+
+    async def decode_video(self, data: bytes) -> Video:
+        """As Decoder.decode_video; else as `decode`."""
+        return await self._run(Decoder.decode_video, data)
+
+    async def _run(self, decode: Callable[[Decoder, bytes], T], data: bytes) -> T:
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._room.acquire()
@@ -27,7 +39,7 @@ class DecoderPool:
             raise busy("too many images are being decoded: try again") from None
         decoder = self._idle.pop() if self._idle else Decoder(self._limits)
         self.active += 1
-        work = asyncio.ensure_future(asyncio.to_thread(decoder.decode, data))
+        work = asyncio.ensure_future(asyncio.to_thread(decode, decoder, data))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

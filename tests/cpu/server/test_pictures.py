@@ -212,7 +212,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": 5}, "must be {'url'", "invalid_value"),
     (part(detail="tiny"), "detail must be one of", "invalid_value"),
-    ({"type": "video_url", "video_url": {"url": "data:,"}}, "video is not served yet", "unsupported_media"),
+    ({"type": "video_url", "video_url": {"url": "data:,"}}, "its URL must be 'data:video/mp4", "invalid_video"),
     ({"type": "image", "source": {}}, "'type': 'image_url'", "unsupported_media"),
 ]  # fmt: skip
 

@@ -1,0 +1,114 @@
+"""Pictures and videos that a program gives to `LLM`: in content parts of messages, or beside raw prompts.
+
+A program may name files of this machine, which a client of the server must not: nothing of this is used by it.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from PIL.Image import Image as PilImage
+
+from perilune.core.errors import RequestError
+from perilune.core.messages import EngineInfo, Picture, Video
+from perilune.engine.client import blind
+from perilune.media.data_url import of_data_url
+from perilune.media.decoder import MAX_FILE_BYTES, Decoder
+from perilune.media.limits import Limits
+from perilune.text.history import shown
+from perilune.text.tools import show
+
+Medium = bytes | str | Path | PilImage | Picture | Video | Mapping[str, Any]
+KINDS = {
+    "image_url": "image_url", "image": "image", "input_image": "image_url", "video_url": "video_url", "video": "video",
+}  # fmt: skip
+
+
+class Reader:
+    """Decodes what one call has. A context manager; the decoding process starts at the first file."""
+
+    def __init__(self, model_dir: Path, info: EngineInfo) -> None:
+        self._info = info
+        self._decoder = Decoder(Limits.from_directory(model_dir))
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._decoder.close()
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Picture | Video]]:
+        """The messages as chat templates take them, with the pictures and videos of their parts, in order."""
+        made, found = list(messages), list[Picture | Video]()
+        for i, message in enumerate(made):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if not isinstance(content, list | tuple):
+                continue
+            parts = list(content)
+            for j, part in enumerate(parts):
+                where = f"messages[{i}].content[{j}]"
+                if (medium := self._part(part, where)) is not None:
+                    found.append(medium)
+                    parts[j] = shown(medium)
+            made[i] = {**message, "content": parts}
+        return made, found
+
+    def item(self, given: Any, where: str) -> Picture | Video:
+        """A content part, or a picture as `medium` takes it."""
+        part = self._part(given, where)
+        return self.medium(given, False, where) if part is None else part
+
+    def _part(self, part: Any, where: str) -> Picture | Video | None:
+        """That of a content part; None if it is none of a picture or a video."""
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or (field := KINDS.get(kind)) is None:
+            return None
+        given = part.get(field)
+        if isinstance(given, Mapping):
+            given = given.get("url")
+        return self.medium(given, kind.startswith("video"), where)
+
+    def medium(self, given: Any, is_video: bool, where: str) -> Picture | Video:
+        """One picture, or video: a file's bytes or path, a data: URL, a PIL image, or one that is decoded already.
+
+        RequestError names the part: `where`.
+        """
+        if self._info.media_pad is None:
+            raise blind(self._info)
+        if isinstance(given, Video) or hasattr(given, "patches"):
+            return cast(Picture | Video, given)
+        try:
+            data = _bytes(given, is_video)
+            return self._decoder.decode_video(data) if is_video else self._decoder.decode(data)
+        except RequestError as e:
+            raise RequestError(f"{where}: {e}", param=where, code=e.code, status=e.status) from e
+
+
+def _bytes(given: Any, is_video: bool) -> bytes:
+    what = "video" if is_video else "picture"
+    if isinstance(given, PilImage) and not is_video:
+        out = io.BytesIO()
+        given.convert(_mode(given)).save(out, "PNG", compress_level=1, exif=given.getexif())
+        return out.getvalue()
+    if isinstance(given, bytes | bytearray | memoryview):
+        return bytes(given)
+    if isinstance(given, str) and given[:5].lower() == "data:":
+        return of_data_url(given, is_video)
+    if isinstance(given, str) and given[:8].lower().startswith(("http://", "https://")):
+        raise RequestError(f"LLM fetches no {what}: download it, and give its path or bytes", code="invalid_value")
+    if not isinstance(given, str | Path):
+        kinds = "bytes, a path or a data: URL" if is_video else "bytes, a path, a data: URL or a PIL image"
+        raise RequestError(f"a {what} is given as {kinds}, not {show(type(given).__name__)}", code="invalid_value")
+    path = Path(str(given).removeprefix("file://")).expanduser()
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
+        return path.read_bytes()
+    except OSError as e:
+        raise RequestError(f"cannot read the {what} {path}: {e.strerror}", code="invalid_value") from e
+
+
+def _mode(image: PilImage) -> str:
+    """PNG has no CMYK, YCbCr, HSV or LAB; alpha and 16-bit gray stay, for the decoder treats them as in files."""
+    return image.mode if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "RGB"
