@@ -1,8 +1,8 @@
 """From the bytes of a video file to chunks of frames, cut into patches. Runs in the worker process (worker.py), never
 in a server: files come from anyone.
 
-The format is chosen by the file's first bytes. The library would also guess playlists, which name other files and
-addresses. Frames are turned upright as the file says; sound is not read.
+The format is chosen by the file's first bytes. Left to itself the library also takes playlists, which name other files
+and addresses. Frames are turned upright as the file says; sound is not read.
 """
 
 import io

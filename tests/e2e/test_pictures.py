@@ -16,10 +16,12 @@ from click.testing import CliRunner
 from perilune.cli import chat, generate
 from perilune.core.errors import RequestError
 from perilune.engine.client import EngineClient
+from perilune.media.kinds import reads_video
 from tests import scripted_engine
 from tests.cpu.media.pictures import file, scene
 from tests.e2e.server import Server
 
+SEEN = ["text", "image", "video"] if reads_video() else ["text", "image"]
 PAD = 163605
 SHOT, PHOTO = file(scene(1920, 1080)), file(scene(640, 480), "JPEG")
 TOKENS = 2691 + 414
@@ -73,7 +75,7 @@ def test_chat(seeing: Server) -> None:
         create(model="kimi", messages=bad)
     assert (e.value.param, e.value.code) == ("messages[0].content[0]", "invalid_image")
     (listed,) = seeing.openai.models.list().data
-    assert (listed.model_extra or {})["capabilities"]["input"] == ["text", "image"]
+    assert (listed.model_extra or {})["capabilities"]["input"] == SEEN
 
 
 def test_responses(seeing: Server) -> None:
