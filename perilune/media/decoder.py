@@ -28,7 +28,7 @@ from perilune.media.refusal import busy, refused
 
 MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3 MB
 DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
-VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 H.264 at 30 frames per second takes about 12 s
+VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
 TURN_SECONDS = 30.0  # to wait for the images of other requests
 REPLY_BYTES = 1 << 20  # of the worker's answer: 100 for each chunk of a video, of which there are at most 4,096
 PART_BYTES = 1 << 16  # of it, read at once

@@ -17,7 +17,7 @@ MEANINGS: Mapping[str, str] = {
     "model": "the served model's name; left out: the one that is served",
     # chat
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
-    "parts may be pictures and videos, if the model sees",
+    "parts may be pictures, in chat also videos, if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
     "tool_choice": '"auto", "none", "required" or the one function that has to be called',
     "parallel_tool_calls": "false: at most one call in an answer",

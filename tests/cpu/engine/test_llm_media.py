@@ -1,7 +1,9 @@
 """Pictures and videos given to `LLM.chat` and `LLM.generate`, against transformers on the same weights."""
 
 import base64
+import runpy
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,19 @@ def test_a_video(checkpoint: Seeing, llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"the prompt has 0 times .* and videos are 1"):
         llm.generate(HEAD + TAIL, GREEDY, pictures=[part])
     assert pictures_of([decoded]) == [first, second]
+
+
+def test_the_example(
+    checkpoint: Seeing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene(40, 40).save(tmp_path / "a.png")
+    (tmp_path / "b.mp4").write_bytes(video(colours(2)))
+    asked = []
+    chat = LLM.chat
+    monkeypatch.setattr(LLM, "chat", lambda llm, *args: asked.append(chat(llm, *args)) or asked[0])
+    monkeypatch.setattr(sys, "argv", ["", str(checkpoint.path), str(tmp_path / "a.png"), str(tmp_path / "b.mp4")])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples/pictures.py"))
+    assert asked and capsys.readouterr().out == asked[0].content + "\n"
 
 
 def test_what_cannot_be_used_is_one_line(llm: LLM, tiny: Path, tmp_path: Path) -> None:
