@@ -46,9 +46,10 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
     if (kind := video_kind_of(data)) is None:
         raise _refused(f"it is none of {KINDS}, or its header is damaged")
     try:
-        with av.open(io.BytesIO(data), format=FORMATS[kind]) as container:
+        how = {"format": FORMATS[kind], "metadata_errors": "ignore"}  # titles may be of any encoding
+        with av.open(io.BytesIO(data), **how) as container:
             count, fps = _measured(container, _track(container))
-        with av.open(io.BytesIO(data), format=FORMATS[kind]) as container:
+        with av.open(io.BytesIO(data), **how) as container:
             yield from _cut(container, limits, count, fps)
     except RequestError:
         raise

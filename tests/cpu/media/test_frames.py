@@ -116,6 +116,12 @@ class TestChunks:
         corner = lying.reshape(2, 4, 3, -1).mean(3), upright.reshape(4, 2, 3, -1).mean(3)
         assert np.abs(corner[0][0, 0] - corner[1][0, 1]).max() < 8, "the first corner is at the right above"
 
+    @pytest.mark.parametrize(("form", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9")])
+    def test_metadata_of_any_bytes(self, form: str, codec: str) -> None:
+        data = video(scenes(2), form=form, codec=codec)
+        assert b"Lavf" in data
+        assert len(list(chunks(data.replace(b"Lavf", b"\xffavf"), LIMITS))) == 1
+
     def test_sound_beside_pictures_is_not_read(self) -> None:
         assert [grid for _, grid, _ in chunks(video(scenes(4), sound=True), LIMITS)] == [(2, 2, 4)]
 
