@@ -46,10 +46,9 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
     if (kind := video_kind_of(data)) is None:
         raise _refused(f"it is none of {KINDS}, or its header is damaged")
     try:
-        how = {"format": FORMATS[kind], "metadata_errors": "ignore"}  # titles may be of any encoding
-        with av.open(io.BytesIO(data), **how) as container:
+        with _opened(av, data, kind) as container:
             count, fps = _measured(container, _track(container))
-        with av.open(io.BytesIO(data), **how) as container:
+        with _opened(av, data, kind) as container:
             yield from _cut(container, limits, count, fps)
     except RequestError:
         raise
@@ -57,6 +56,11 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
         raise _refused("decoding it takes too much memory: send a smaller one") from None
     except Exception as e:  # PyAV has a type for each of FFmpeg's errors
         raise _refused(f"it is damaged or truncated ({type(e).__name__})") from None
+
+
+def _opened(av: Any, data: bytes, kind: str) -> Any:
+    """The container. Titles and the like, which are not read, may be of any encoding."""
+    return av.open(io.BytesIO(data), format=FORMATS[kind], metadata_errors="ignore")
 
 
 def _track(container: Any) -> Any:
