@@ -1,7 +1,9 @@
 """Videos: which frames are taken, their times and sizes; files that are damaged, lie or are too much."""
 
+import asyncio
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from perilune.media.frames import chunks, clock
 from perilune.media.kinds import video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.patches import digest, patches_of
+from perilune.media.pool import DecoderPool
 from tests.cpu.media.pictures import file, scene
 from tests.cpu.media.videos import colours, scenes, turned, video
 
@@ -209,3 +212,25 @@ class TestWorker:
             size = Path(f"/proc/{decoder._worker.pid}/statm").read_text().split()[0]
             assert int(size) * os.sysconf("SC_PAGE_SIZE") < 1.5 * 2**30, "of 2 GB, PyAV leaves enough for frames"
             assert not module.Decoder.decode_video(decoder, data).chunks[0].patches.flags.writeable
+
+
+def test_videos_leave_decoders_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four decoders, two at most have videos."""
+    begun, go_on = [], threading.Event()
+
+    def slow(self: Decoder, data: bytes) -> Video:
+        begun.append(data)
+        assert go_on.wait(30)
+        return Video((), ())
+
+    async def test() -> None:
+        pool = DecoderPool(LIMITS, 4)
+        videos = [asyncio.create_task(pool.decode_video(b"%d" % i)) for i in range(5)]
+        assert (await pool.decode(file(scene(9, 9)))).tokens == 1
+        assert sorted(begun) == [b"0", b"1"] and pool.active == 2
+        go_on.set()
+        assert len(await asyncio.gather(*videos)) == len(begun) == 5 and pool.active == 0
+        pool.close()
+
+    monkeypatch.setattr(Decoder, "decode_video", slow)
+    asyncio.run(test())
