@@ -87,7 +87,12 @@ class Limits:
     @property
     def max_patches(self) -> int:
         """Of a picture or of all frames of a chunk, before padding."""
-        return max(self.in_patch_limit, self.temporal_merge_kernel_size * self.in_patch_limit_each_frame)
+        return max(self.in_patch_limit, self.temporal_merge_kernel_size * self._frame_limit)
+
+    @property
+    def _frame_limit(self) -> int:
+        """A frame is no larger than a picture: the cache of the engine has room for one picture at least."""
+        return min(self.in_patch_limit_each_frame, self.in_patch_limit)
 
     def fit(self, width: int, height: int, *, frames: int = 0) -> Fit:
         """Where a picture of width x height pixels ends up; it is never enlarged. `frames`: it is one of so many of a
@@ -98,7 +103,7 @@ class Limits:
         if min(width, height) < 1:
             raise ValueError(f"a picture of {width} x {height} pixels")
         side = self.patch_limit_on_one_side * self.patch_size
-        limit = self.in_patch_limit_each_frame if frames else self.in_patch_limit
+        limit = self._frame_limit if frames else self.in_patch_limit
         if frames and self.in_patch_limit_video is not None:
             limit = max(1, min(round(self.in_patch_limit_video / frames), limit))
         patches = max(1, width // self.patch_size) * max(1, height // self.patch_size)

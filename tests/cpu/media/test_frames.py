@@ -79,6 +79,8 @@ class TestFrames:
         assert bounded.fit(1000, 1000, frames=4).rows ** 2 <= 12**2 < bounded.fit(1000, 1000, frames=1).rows ** 2
         assert bounded.fit(1000, 1000).tokens == LIMITS.fit(1000, 1000).tokens, "of pictures nothing changes"
         assert LIMITS.max_patches == 16384
+        small = Limits(in_patch_limit=100)
+        assert small.fit(1000, 1000, frames=4).tokens == small.fit(1000, 1000).tokens and small.max_patches == 400
 
     def test_the_preprocessor_of_a_checkpoint(self) -> None:
         found = Limits.from_dict({"sample_fps": 1, "temporal_merge_kernel_size": 2, "timestamp_mode": "hh:mm:ss.fff"})
