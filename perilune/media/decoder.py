@@ -126,6 +126,8 @@ class Decoder:
             raise refused(f"decoding it takes longer than {seconds:g} s: send a smaller one", what) from None
         except (OSError, EOFError):
             raise self._died(what) from None
+        if reply["full"]:
+            self._end()
         if "error" in reply:
             raise RequestError(str(reply["error"]), code=str(reply["code"]))
         (memory,) = handles

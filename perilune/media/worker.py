@@ -3,7 +3,8 @@
 Its address space is bounded, and it ends by itself when a file takes longer than the parent waits, or the parent is
 gone. Over the Unix socket, which is inherited, come a REQUEST and the file; back go 4 bytes of length and JSON:
 {"error", "code"}, or {"grids", "digests", "times"} with the descriptor of a memory that holds the patches of all chunks
-one after the other. A picture is a single chunk without a time.
+one after the other, and "full": whether to start another process for the next file. A picture is a single chunk without
+a time.
 """
 
 import fcntl
@@ -26,6 +27,7 @@ from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
 ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels; PyAV's libraries 0.3 GB
+FULL_BYTES = 1 << 30  # of address space between two files: FFmpeg loses some with damaged ones. 0.3 GB are usual
 Patches = NDArray[np.uint8]
 SPARE_SECONDS = 2  # beyond the parent's patience, for the case that the parent is gone
 
@@ -58,9 +60,9 @@ def main() -> None:
         except (RequestError, MemoryError) as e:
             what = "video" if is_video else "image"
             error = e if isinstance(e, RequestError) else refused("it takes too much memory: send a smaller one", what)
-            _send(link, {"error": str(error), "code": error.code}, [])
+            _send(link, {"error": str(error), "code": error.code, "full": _full()}, [])
         else:
-            _send(link, {"grids": grids, "digests": digests, "times": times}, [memory])
+            _send(link, {"grids": grids, "digests": digests, "times": times, "full": _full()}, [memory])
         os.close(memory)
         del data
         signal.alarm(0)
@@ -89,6 +91,13 @@ def _send(link: socket.socket, message: dict[str, object], descriptors: list[int
     sent = socket.send_fds(link, [whole], descriptors)
     if left := whole[sent:]:
         link.sendall(left)
+
+
+def _full() -> bool:
+    if sys.platform != "linux":
+        return False
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() > FULL_BYTES
 
 
 def _memory() -> int:

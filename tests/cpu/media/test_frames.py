@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,3 +237,22 @@ def test_videos_leave_decoders_for_pictures(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Decoder, "decode_video", slow)
     asyncio.run(test())
+
+
+def test_a_worker_that_has_grown_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Decoder._reply
+
+    def grown(self: Decoder, *args: Any) -> Any:
+        reply, handles = real(self, *args)
+        return {**reply, "full": True}, handles
+
+    with Decoder(LIMITS) as decoder:
+        assert decoder.decode(file(scene(9, 9))).tokens == 1
+        first = decoder._worker
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_reply", grown)
+            assert decoder.decode(file(scene(9, 9))).tokens == 1 and decoder._worker is None
+            with pytest.raises(RequestError, match="none of PNG"):
+                decoder.decode(b"x")
+        assert first is not None and first.poll() == 0
+        assert decoder.decode(file(scene(9, 9))).tokens == 1
