@@ -109,12 +109,14 @@ def _cut(container: Any, limits: Limits, count: int, fps: float) -> Iterator[Chu
             f"its {len(wanted):,} frames ({limits.sample_fps:g} a second) take {total >> 20:,} MB, and at most "
             f"{MAX_PATCH_BYTES >> 20} are read: send a shorter or smaller one"
         )
-    frames = _upright(container, track, wanted)
+    frames, total = _upright(container, track, wanted), 0
     for first in range(0, len(wanted), size):
         own = [next(frames) for _ in wanted[first : first + size]]
         parts = [cut(image, limits, frames=len(own), size=own[0].size) for image in own]
         _, rows, columns = parts[0][1]
         patches = np.concatenate([patches for patches, _ in parts])
+        if (total := total + patches.nbytes) > MAX_PATCH_BYTES:  # frames may be larger than the header says
+            raise _refused(f"its frames take more than {MAX_PATCH_BYTES >> 20} MB: send a shorter or smaller one")
         yield patches, (len(own), rows, columns), clock(wanted[first] / fps)
 
 

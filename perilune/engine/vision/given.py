@@ -11,6 +11,7 @@ from typing import Any, cast
 from PIL.Image import Image as PilImage
 
 from perilune.core.errors import RequestError
+from perilune.core.files import read_regular
 from perilune.core.messages import EngineInfo, Picture, Video
 from perilune.engine.client import blind
 from perilune.media.data_url import of_data_url
@@ -23,6 +24,8 @@ Medium = bytes | str | Path | PilImage | Picture | Video | Mapping[str, Any]
 KINDS = {
     "image_url": "image_url", "image": "image", "input_image": "image_url", "video_url": "video_url", "video": "video",
 }  # fmt: skip
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # others, such as CMYK, are converted to RGB
+UNSCALED = ("I", "F")  # no range says which value is white
 
 
 class Reader:
@@ -40,18 +43,15 @@ class Reader:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Picture | Video]]:
         """The messages as chat templates take them, with the pictures and videos of their parts, in order."""
-        made, found = list(messages), list[Picture | Video]()
+        made, found = list(messages or ()), list[Picture | Video]()
         for i, message in enumerate(made):
             content = message.get("content") if isinstance(message, Mapping) else None
-            if not isinstance(content, list | tuple):
-                continue
-            parts = list(content)
-            for j, part in enumerate(parts):
-                where = f"messages[{i}].content[{j}]"
-                if (medium := self._part(part, where)) is not None:
+            for j, part in enumerate(content if isinstance(content, list) else ()):
+                if (medium := self._part(part, f"messages[{i}].content[{j}]")) is not None:
                     found.append(medium)
+                    parts = list(made[i]["content"])
                     parts[j] = shown(medium)
-            made[i] = {**message, "content": parts}
+                    made[i] = {**message, "content": parts}
         return made, found
 
     def item(self, given: Any, where: str) -> Picture | Video:
@@ -88,9 +88,7 @@ class Reader:
 def _bytes(given: Any, is_video: bool) -> bytes:
     what = "video" if is_video else "picture"
     if isinstance(given, PilImage) and not is_video:
-        out = io.BytesIO()
-        given.convert(_mode(given)).save(out, "PNG", compress_level=1, exif=given.getexif())
-        return out.getvalue()
+        return _png(given)
     if isinstance(given, bytes | bytearray | memoryview):
         return bytes(given)
     if isinstance(given, str) and given[:5].lower() == "data:":
@@ -104,11 +102,21 @@ def _bytes(given: Any, is_video: bool) -> bytes:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as e:
         raise RequestError(f"cannot read the {what} {path}: {e.strerror}", code="invalid_value") from e
 
 
-def _mode(image: PilImage) -> str:
-    """PNG has no CMYK, YCbCr, HSV or LAB; alpha and 16-bit gray stay, for the decoder treats them as in files."""
-    return image.mode if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "RGB"
+def _png(image: PilImage) -> bytes:
+    """As a file, which the decoder then treats as any other: alpha, 16-bit gray and the EXIF orientation stay."""
+    if image.mode in UNSCALED:
+        raise RequestError(
+            f"the image's pixels are 32-bit (mode {image.mode}): convert it to RGB", code="invalid_image"
+        )
+    out = io.BytesIO()
+    try:
+        image = image if image.mode in PNG_MODES else image.convert("RGB")
+        image.save(out, "PNG", compress_level=1, exif=image.getexif())
+    except (OSError, ValueError) as e:  # an opened file is read only now
+        raise RequestError(f"the image cannot be read: {e}", code="invalid_image") from e
+    return out.getvalue()

@@ -1,6 +1,7 @@
 """Pictures and videos given to `LLM.chat` and `LLM.generate`, against transformers on the same weights."""
 
 import base64
+import io
 import runpy
 import shutil
 import sys
@@ -155,12 +156,21 @@ def test_what_cannot_be_used_is_one_line(llm: LLM, tiny: Path, tmp_path: Path) -
         ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "LLM fetches no picture: download"),
         ({"type": "image", "image": b"no picture"}, "none of PNG"),
         ({"type": "image_url"}, "a picture is given as"),
+        ({"type": "image", "image": Image.new("F", (9, 9))}, "pixels are 32-bit"),
+        (
+            {"type": "image", "image": Image.open(io.BytesIO(file(scene(300, 300))[:2000]))},
+            "cannot be read: .*truncated",
+        ),
+        ({"type": "image", "image": tmp_path}, "cannot read the picture"),
     ):
         with pytest.raises(RequestError, match=where + f".*{says}") as e:
             said(llm, part, ASK)
         assert "\n" not in str(e.value)
     with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].type: must be|must be 'text', not"):
         said(llm, {"type": "audio"}, ASK)
+    for messages in (None, "Hi", [], [None]):
+        with pytest.raises(RequestError, match=r"^messages"):
+            llm.chat(messages)  # type: ignore[arg-type]  # what is wrong with it is said
     big = tmp_path / "big.png"
     with big.open("wb") as f:
         f.truncate((32 << 20) + 1)

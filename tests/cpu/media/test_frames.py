@@ -24,7 +24,7 @@ from perilune.media.limits import Limits
 from perilune.media.patches import digest, patches_of
 from perilune.media.pool import DecoderPool
 from tests.cpu.media.pictures import file, scene
-from tests.cpu.media.videos import colours, scenes, turned, video
+from tests.cpu.media.videos import colours, growing, scenes, turned, video
 
 LIMITS = Limits()
 
@@ -163,6 +163,12 @@ class TestRefused:
         assert refused(data).startswith("its frames have 56 x 28 pixels")
         monkeypatch.setattr(frames, "CODECS", ("vp9",))
         assert refused(data).startswith("its codec h264 is not read")
+
+    def test_frames_larger_than_the_header_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = growing((28, 28), (280, 280))
+        assert [grid for _, grid, _ in chunks(data, LIMITS)] == [(4, 2, 2), (4, 20, 20)]
+        monkeypatch.setattr(frames, "MAX_PATCH_BYTES", 4 * (4 + 300) * 588)
+        assert "take more than 0 MB" in refused(data)
 
     def test_without_pyav(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "av", None)

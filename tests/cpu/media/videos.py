@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,27 @@ def colours(count: int, size: tuple[int, int] = (56, 28)) -> list[Image.Image]:
 
 def scenes(count: int, size: tuple[int, int] = (56, 28)) -> list[Image.Image]:
     return [scene(*size)] * count
+
+
+def growing(*sizes: tuple[int, int]) -> bytes:
+    """An AVI file at 2 frames a second with four frames of each size; its header has the first."""
+    av = pytest.importorskip("av", reason="PyAV is not installed (the extra `video`)")
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as container:
+        track = container.add_stream("mjpeg", rate=2)
+        track.width, track.height = sizes[0]
+        track.pix_fmt = "yuvj420p"
+        for i, size in enumerate(sizes):
+            coder = av.CodecContext.create("mjpeg", "w")
+            coder.width, coder.height, coder.pix_fmt = *size, "yuvj420p"
+            coder.framerate, coder.time_base = 2, Fraction(1, 2)
+            for j, image in enumerate(scenes(4, size)):
+                frame = av.VideoFrame.from_image(image)
+                frame.pts, frame.time_base = 4 * i + j, Fraction(1, 2)
+                for packet in coder.encode(frame):
+                    packet.stream = track
+                    container.mux(packet)
+    return out.getvalue()
 
 
 def turned(data: bytes) -> bytes:
