@@ -100,6 +100,7 @@ class LLM:
         self.path = path
         self.info = self._engine.info
         self.config = self._engine.config
+        self._reader = Reader(path, self.info)
         self.tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
         ends = self.tokenizer.stop_ids if self.tokenizer is not None else frozenset[int]()
         self._end_tokens = ends | set(self.info.stop_token_ids)
@@ -206,8 +207,7 @@ class LLM:
             "preserve_thinking": preserve_thinking,
             "continue_final_message": continue_final_message,
         }
-        with Reader(self.path, self.info) as reader:
-            messages, seen = reader.messages(messages)
+        messages, seen = self._reader.messages(messages)
         prompt = template.read(tokenizer, messages, **options)
         begun = prompt.beginning
         params = params or SamplingParams()
@@ -269,6 +269,7 @@ class LLM:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+                self._reader.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -348,13 +349,12 @@ class LLM:
         if (pad := self.info.media_pad) is None:
             raise blind(self.info)
         asked, seen = [], []
-        with Reader(self.path, self.info) as reader:
-            for prompt, items in zip(prompts, lists):
-                media = [reader.item(item, f"pictures[{i}]") for i, item in enumerate(items)]
-                if isinstance(prompt, str):
-                    prompt = with_videos(prompt, [v for v in map(shown, media) if isinstance(v, Video)])
-                seen.append(pictures_of(media))
-                asked.append(placeholders.expanded(self._encode(prompt), pad, [p.tokens for p in seen[-1]]))
+        for prompt, items in zip(prompts, lists):
+            media = [self._reader.item(item, f"pictures[{i}]") for i, item in enumerate(items)]
+            if isinstance(prompt, str):
+                prompt = with_videos(prompt, [v for v in map(shown, media) if isinstance(v, Video)])
+            seen.append(pictures_of(media))
+            asked.append(placeholders.expanded(self._encode(prompt), pad, [p.tokens for p in seen[-1]]))
         return asked, seen
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:

@@ -29,16 +29,14 @@ UNSCALED = ("I", "F")  # no range says which value is white
 
 
 class Reader:
-    """Decodes what one call has. A context manager; the decoding process starts at the first file."""
+    """Of one model. The decoding process starts at the first file and ends with `close`. Any thread may call it."""
 
     def __init__(self, model_dir: Path, info: EngineInfo) -> None:
         self._info = info
-        self._decoder = Decoder(Limits.from_directory(model_dir))
+        # The limits of a model that does not see are not read: nothing may be wrong with them.
+        self._decoder = Decoder(Limits() if info.media_pad is None else Limits.from_directory(model_dir))
 
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._decoder.close()
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Picture | Video]]:
