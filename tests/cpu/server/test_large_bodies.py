@@ -56,6 +56,27 @@ def test_what_cannot_be_a_request_is_refused_before_it_is_decoded(
     assert refused.value.code == code and refused.value.status == 400
 
 
+def test_counting_values_takes_no_longer_for_escapes_in_an_open_string() -> None:
+    """A search for strings that began again inside of one took quadratic time: days for 12 MB."""
+    raw = b'{"messages":"' + b'\\",' * 1_500_000 + b"\\"
+    begun = time.thread_time()
+    with pytest.raises(RequestError) as refused:
+        parse(ChatBody, raw, context=CONTEXT)
+    assert refused.value.code == "invalid_json" and time.thread_time() - begun < 2
+
+
+def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of any size find the same number, wherever they cut strings and escapes."""
+    texts = ["", "a, [b] {c}", '"', "\\", '\\"', ',"', "\\\\,", "\\\\\\[", "\n,"]
+    raw = json.dumps({"messages": [{text: [text, 1, {text: text}]} for text in texts]}).encode()
+    values = 2 + 6 * len(texts) - 1  # the body, the list; of each text two objects, a list, two commas, one between
+    for size in range(1, 40):
+        monkeypatch.setattr(bodies, "_WINDOW_BYTES", size)
+        bodies._check_values(raw, values)
+        with pytest.raises(RequestError, match=f"more than {values - 1} values"):
+            bodies._check_values(raw, values - 1)
+
+
 def test_what_can_fit_is_decoded() -> None:
     code = 'if (x) { f(a, "b"); }\n' * 100_000  # many braces and commas, all of them in one string
     wide = Context(tokens=262_144, token_bytes=128)
