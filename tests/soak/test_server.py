@@ -188,6 +188,7 @@ def test_kills_of_the_engine_under_load(server: Server, share: float) -> None:
             waits.append(time.monotonic() - begin)
     print(f"{kills} kills: ready again after {min(waits):.1f} to {max(waits):.1f} s; {dict(outcomes)}")
     assert not outcomes["cut"] and outcomes["answered"]
+    assert server.metric("perilune_engine_restarts_total") == kills
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "an orphan"
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     assert len(children) == 1
