@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from perilune.server.body import Context, parse
 from perilune.server.limits import SMALL_BYTES, BodyBudget, BodyShare
 from perilune.server.openai.protocol import ChatBody, CompletionBody
 from perilune.server.service import Service
-from tests.serving import CHAT, HELLO, TEXT, Served, serve
+from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve
 
 CONTEXT = Context(tokens=4096, token_bytes=32)
 MB = 1 << 20
@@ -103,6 +104,26 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
         )
         assert reply.status == 400 and reply.error["param"] == field
         assert reply.error["code"] == "context_length_exceeded" and "512 tokens" in reply.error["message"]
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_prompt_is_not_tokenized_much_beyond_the_context(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long token of the vocabulary lets texts pass that hold thousands of times the context."""
+    monkeypatch.setattr(BYTES, "longest_bytes", 1 << 20)
+
+    async def test(s: Served) -> None:
+        for words, counted in ((1_000_000, 400_000), (300, 600)):
+            text = "a " * words
+            reply = await s.client.post(
+                path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+            )
+            assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+            found = re.search(r"too long: (at least )?(\d+) tokens", reply.error["message"])
+            assert found and bool(found[1]) == (words > 1000) and counted <= int(found[2]) < 1.1 * counted
+        cut = {"prompt": "a " * 1_000_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+        assert path == CHAT or (await s.client.post(path, cut)).status == 200
 
     serve(test)
 
