@@ -41,7 +41,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
              "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
              last, in `number` rounds, for measurements; "pixels": the picture with which the next plan has rank
-             `number` begin; "close": end
+             `number` begin; "move": blocks of KV, as `move` says, when at most `number` steps are in flight; "close":
+             end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     slots    of the plan's work, in order; None: those of the plan before
     starts   of the plan's work
@@ -61,6 +62,7 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     slices: Sequence[Cut] = ()
     dropped: tuple[bytes, ...] = ()
     pixels: tuple[bytes, memoryview] | None = None
+    move: bytes = b""
 
 
 class Writer:
