@@ -58,7 +58,7 @@ def measure(
             kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
             block_size=BLOCK,
             prefix_cache=cached > 0,
-            **rest_keys(rest),
+            **rest_settings(rest),
         )
         try:
             prefix = random_prompt(engine, cached, 0)
@@ -107,11 +107,6 @@ def measure(
     return row
 
 
-def rest_keys(rest: str) -> dict[str, Any]:
-    """Keys of EngineConfig for one of RESTS."""
-    return {"rest_dtype": "dtype" if rest == "bf16" else "fp8", "fp8_activations": rest == "w8a8"}
-
-
 def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
     """Of one MoE layer: its matrix products, and causal attention in the plain form."""
     d, h = c.hidden_size, c.num_attention_heads
@@ -142,6 +137,11 @@ def compacted(weights: Weights) -> Weights:
         return dataclasses.replace(old, ffn=dataclasses.replace(old.ffn, experts=made))
 
     return dataclasses.replace(weights, layers=[layer(old) for old in weights.layers])
+
+
+def rest_settings(rest: str) -> dict[str, Any]:
+    """Keys of EngineConfig for one of RESTS."""
+    return {"rest_dtype": "dtype" if rest == "bf16" else "fp8", "fp8_activations": rest == "w8a8"}
 
 
 def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
