@@ -334,7 +334,8 @@ def _allocate(
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
-        loss = to_fp8(weights, None if group.ranks == 1 else lambda x: group.gather(x).amax(0))
+        agree = None if group.ranks == 1 else lambda x: group.gather(x).amax(0)
+        loss = to_fp8(weights, agree, activations=config.fp8_activations)
         choices.note(
             "rest_dtype",
             "fp8",
