@@ -58,16 +58,15 @@ def measure(
             kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
             block_size=BLOCK,
             prefix_cache=cached > 0,
-            rest_dtype="dtype" if rest == "bf16" else "fp8",
-            fp8_activations=rest == "w8a8",
+            **rest_settings(rest),
         )
         try:
-            prefix = _prompt(engine, cached, 0)
+            prefix = random_prompt(engine, cached, 0)
             engine.scheduler.adopt(prefix)
-            seconds = [_seconds(engine, prefix + _prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
+            seconds = [_seconds(engine, prefix + random_prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
             ms[layers] = statistics.median(seconds[1:]) * 1e3
             if kernels and layers == bench.layers:
-                for line in _kernels(engine, prefix + _prompt(engine, tokens, PROMPTS + 1)):
+                for line in step_kernels(engine, prefix + random_prompt(engine, tokens, PROMPTS + 1)):
                     report(line)
         finally:
             engine.close()
@@ -140,7 +139,13 @@ def compacted(weights: Weights) -> Weights:
     return dataclasses.replace(weights, layers=[layer(old) for old in weights.layers])
 
 
-def _prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
+def rest_settings(rest: str) -> dict[str, Any]:
+    """Keys of EngineConfig for one of RESTS."""
+    return {"rest_dtype": "dtype" if rest == "bf16" else "fp8", "fp8_activations": rest == "w8a8"}
+
+
+def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
+    """So many token ids, the same for a seed."""
     rng = random.Random(seed)
     return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
 
@@ -154,7 +159,7 @@ def _seconds(engine: Engine, prompt: tuple[int, ...]) -> float:
     return time.perf_counter() - begin
 
 
-def _kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
+def step_kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
     """What each kernel adds, from its predecessor's end to its own, from the experts of the last MoE layer but one to
     those of the last; and the sums of the layers before.
 

@@ -31,9 +31,7 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
     show_default=True,
     help="Weights besides the routed experts; w8a8: fp8, with --fp8-activations.",
 )
-@click.option(
-    "--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached, --rest-dtype and --kernels."
-)
+@click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 @click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
@@ -56,11 +54,12 @@ def command(
     """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU, or several)."""
     lengths, name = numbers(tokens, "--tokens"), shape or next(iter(SHAPES))
     if max(tp, ep) > 1:
-        if cached or kernels or rest_dtype != "bf16":
-            raise click.BadParameter("goes without --cached, --rest-dtype and --kernels", param_hint="--tp, --ep")
+        if cached:
+            raise click.BadParameter("goes without --cached", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
-        finish(over_ranks.prefill(name, layers, config, lengths, say), directory)
+        config |= bench.rest_settings(rest_dtype)
+        finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return
     slices = microscope.Bench(name, layers)
     cached -= cached % bench.BLOCK
