@@ -4,8 +4,10 @@ Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs
 nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
 every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
 nothing for SILENT_SECONDS, that has not ended a step so long after rank 0 has, or that chooses other tokens ends the
-group: all are killed, and every request in flight gets the reason. A step that no rank ends may take as long as its
-tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is late.
+group: all are killed, and every request in flight gets the reason. So does a step that no rank ends, if no rank has
+computed for STILL_SECONDS: every second each rank reports its progress (Group.progress). A step during which ranks
+compute may take as long as its tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is
+late.
 """
 
 import contextlib
@@ -46,8 +48,9 @@ Progress = Callable[[int, int, int], None]
 RANK_MODULE = "perilune.engine.rank"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
+STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
 # For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
-# their error when a step never ends on ranks that are there otherwise.
+# their error when ranks compute without an end.
 STEP_SECONDS = 30.0
 SECONDS_PER_TOKEN = 0.02
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
@@ -89,10 +92,12 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "moved", what its KV tiers have done;
+    "failed", with the reason in `text`.
 
     decode_seconds  from the step's frame in memory to its plan
     building        it compiles kernels: with "beat"
+    progress, begun   of the rank's Group: with "beat"
     read, to_read   bytes of weights: with "loading"
     """
 
@@ -101,8 +106,11 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     text: str = ""
     decode_seconds: float = 0.0
     building: bool = False
+    progress: int = 0
+    begun: int = 0
     read: int = 0
     to_read: int = 0
+    moved: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ class _Rank:
         self.loaded = False
         self.silent_seconds = self.late_seconds = 0.0
         self.ended = 0  # steps, when they were last looked at
-        self.building = False
+        self.beat = Report("beat")  # the last one
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -177,7 +185,7 @@ class Ranks:
         bytes read, bytes to read) of others, from a thread."""
         self._progress = progress
         self._sent = 0  # steps that all ranks are to run
-        self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
+        self._plans: deque[StepPlan] = deque(maxlen=2)  # the last ones, which may be in flight
         self._writer = Writer()
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
@@ -189,8 +197,11 @@ class Ranks:
         self._changed = threading.Event()
         self._over = threading.Event()
         self._closing = self._watching_silence = False
+        self._progressed: list[int] = []  # all ranks' progress when it was last looked at
+        self._still_seconds = 0.0  # since a rank has computed
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
+        self.on_moved: Callable[[int, bytes], None] | None = None  # gets (rank, report of its KV tiers)
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
         leader = os.getpid() if owns_process else 0
@@ -212,6 +223,11 @@ class Ranks:
         return [place.gpu for place in places if place.gpu is not None]
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the ranks."""
+        return tuple(rank.place.rank for rank in self._ranks)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         return tuple(rank.process.pid for rank in self._ranks)
 
@@ -221,7 +237,7 @@ class Ranks:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
         if kind == "plan":
-            self._tokens.append(plan.tokens)
+            self._plans.append(plan)
             self._sent += 1
         for own in plan.slices:
             if own.patches is not None and own.rank > 0:
@@ -240,6 +256,12 @@ class Ranks:
 
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
+
+    def move(self, body: bytes) -> None:
+        """The ranks move blocks of KV (engine/kv_tiers/ranked.py), behind the steps that rank 0 has read."""
+        with self._lock:
+            unread = self._sent - self._read - len(self._own)
+        self._send(self._writer.order(Order("move", unread, move=body)))
 
     def _send(self, body: bytes) -> None:
         with self.explained():
@@ -342,27 +364,43 @@ class Ranks:
 
     def _watch_steps(self) -> None:
         """Called every BEAT_SECONDS."""
-        building = build.building() or any(rank.building for rank in self._ranks)
+        building = build.building() or any(rank.beat.building for rank in self._ranks)
+        progressed = [self._group.progress(), *(rank.beat.progress for rank in self._ranks)]
+        still, self._progressed = progressed == self._progressed, progressed  # none computes, or ends a step
         with self._lock:
             own = self._read + len(self._own)
             for rank in self._ranks:
                 ended = self._compared[rank.place.rank] + len(rank.digests)
                 late = ended == rank.ended and ended < self._sent and not building
+                still &= ended == rank.ended
                 rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
                 rank.ended = ended
             rank = max(self._ranks, key=lambda rank: rank.late_seconds)
-            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max(self._tokens, default=0)
+            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max((plan.tokens for plan in self._plans), default=0)
+        self._still_seconds = self._still_seconds + BEAT_SECONDS if still and rank.late_seconds else 0.0
         if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
             self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
+        elif self._still_seconds >= STILL_SECONDS:
+            self._fail(f"{self._behind()} for {rank.late_seconds:.0f} s, and no rank computes")
         elif rank.late_seconds >= limit:
             self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
+
+    def _behind(self) -> str:
+        """Of a step that no rank ends: which rank the others wait for, if that is known."""
+        begun = [self._group.begun, *(rank.beat.begun for rank in self._ranks)]
+        if begun.count(min(begun)) > 1:
+            return "a step has ended on no rank"
+        number = begun.index(min(begun))
+        rank = self._ranks[number - 1] if number else f"rank 0 of {len(begun)}"
+        return f"{rank} has not begun an exchange in which others wait"
 
     def _hear(self, rank: _Rank) -> None:
         try:
             for frame in rank.frames.arrived():
                 report = msgspec.msgpack.decode(frame, type=Report)
-                rank.building = report.building and report.kind == "beat"
-                if report.kind == "loading" and self._progress is not None:
+                if report.kind == "beat":
+                    rank.beat = report
+                elif report.kind == "loading" and self._progress is not None:
                     self._progress(rank.place.rank, report.read, report.to_read)
                 elif report.kind == "loaded":
                     rank.loaded = True
@@ -370,6 +408,8 @@ class Ranks:
                     with self._lock:
                         rank.digests.append(report.digest)
                         rank.decode_seconds.append(report.decode_seconds)
+                elif report.kind == "moved" and self.on_moved is not None:
+                    self.on_moved(rank.place.rank, report.moved)
                 elif report.kind == "failed":
                     self._fail(report.text)
         except (EOFError, msgspec.DecodeError, EngineError):
@@ -405,10 +445,11 @@ class Ranks:
             if self.on_failure is not None:
                 self.on_failure(why)
             self.failure = f"{why}: start it again"
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
         self._over.set()
         self._changed.set()
+        # Last: NCCL takes seconds to leave a rank that has ended, though its calls in flight end at once.
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
 
 
 def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:

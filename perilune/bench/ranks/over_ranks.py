@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from perilune.bench import ledger
 from perilune.bench.decode import expert_format, footprint
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, slice_of
-from perilune.bench.prefill import PROMPTS, layer_flops
+from perilune.bench.prefill import PROMPTS, layer_flops, random_prompt, step_kernels
 from perilune.bench.shapes import shape
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, build
@@ -32,7 +34,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Timed:
     """Of one engine and batch size: seconds of a replay on the device (None: without graphs), seconds of a step, bytes
     that rank 0 must read in a step."""
 
@@ -46,20 +48,23 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for each batch size. `config`: keys of EngineConfig, with tp or ep."""
     settings = {"max_num_seqs": max(batches), "max_model_len": context + WARM_UP + STEPS + 64, **config}
-    found: list[dict[int, _Run]] = []
+    found: list[dict[int, Timed]] = []
     common: dict[str, Any] = {}
     apart = _apart(layers)
     for engine in _engines(name, layers, settings, report):
         engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
-        found.append({batch: _run(engine, batch, context) for batch in batches})
-        common = common or _common(engine, name, layers)
+        found.append({batch: timed(engine, batch, context) for batch in batches})
+        common = common or common_keys(engine, name, layers)
     return [_row(common, found[0][b], found[1][b], (b, context, apart), report) for b in batches]
 
 
 def prefill(
-    name: str, layers: int, config: Mapping[str, Any], lengths: list[int], report: Report
+    name: str, layers: int, config: Mapping[str, Any], lengths: list[int], report: Report, *, kernels: bool = False
 ) -> list[dict[str, Any]]:
-    """As `measure`: one row for each length of a prompt, which is computed in one step."""
+    """As `measure`: one row for each length of a prompt, which is computed in one step. `kernels`: what each kernel of
+    a layer adds on rank 0, exchanges included, is reported too."""
+    if kernels and not torch.cuda.is_available():
+        raise ConfigError("--kernels shows what runs on a GPU, and there is none here: leave it out")
     longest = max(lengths)
     settings = {
         "max_num_seqs": 1,
@@ -72,9 +77,13 @@ def prefill(
     found: list[dict[int, float]] = []
     common: dict[str, Any] = {}
     for engine in _engines(name, layers, settings, report):
-        times = {n: [_prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
+        times = {n: [prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
-        common = common or _common(engine, name, layers)
+        if kernels and not common:
+            for n in lengths:
+                for line in step_kernels(engine, random_prompt(engine, n, PROMPTS + 1)):
+                    report(line)
+        common = common or common_keys(engine, name, layers)
     rows, apart = [], _apart(layers)
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
@@ -122,7 +131,7 @@ def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) 
                 engine.close()
 
 
-def _prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
+def prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
     """Of a prompt, until its first token has come."""
     rng = random.Random(turn)
     prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
@@ -134,7 +143,7 @@ def _prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
     return time.perf_counter() - begin
 
 
-def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
+def common_keys(engine: Engine, name: str, layers: int) -> dict[str, Any]:
     info, config, weights = engine.info, engine.config, engine.runner.model.weights
     foot = footprint(engine.runner.model, engine.runner.pages.data)
     total = foot.always + weights.embed.nbytes + foot.per_expert * foot.moe_layers * foot.routed
@@ -146,7 +155,7 @@ def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
         "tp": info.tp,
         "ep": info.ep,
         "exchange": engine.runner.group.name,
-        "kv_layout": "replicated",
+        "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
         "kv_dtype": config.kv_dtype,
         "expert_format": expert_format(engine.runner.model),
         "rest_dtype": "fp8" if config.rest_dtype == "fp8" else config.dtype,
@@ -163,7 +172,7 @@ def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
     }
 
 
-def _row(common: dict[str, Any], more: _Run, less: _Run, at: tuple[int, int, int], report: Report) -> dict[str, Any]:
+def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, int], report: Report) -> dict[str, Any]:
     batch, context, apart = at
     on_device = more.device is not None and less.device is not None
     taken = [run.device if on_device and run.device is not None else run.step for run in (more, less)]
@@ -189,7 +198,7 @@ def _row(common: dict[str, Any], more: _Run, less: _Run, at: tuple[int, int, int
     return row
 
 
-def _run(engine: Engine, batch: int, context: int) -> _Run:
+def timed(engine: Engine, batch: int, context: int) -> Timed:
     """`batch` requests decode from `context` tokens on, which are taken to be in the cache."""
     rng, model = random.Random(batch), engine.runner.model
     vocabulary = model.config.vocab_size
@@ -214,4 +223,4 @@ def _run(engine: Engine, batch: int, context: int) -> _Run:
     while engine.busy:
         engine.step()
     nbytes = footprint(model, engine.runner.pages.data).step_bytes(batch, context)
-    return _Run(device, step, nbytes)
+    return Timed(device, step, nbytes)
