@@ -181,11 +181,19 @@ def _filled(rng: Random, form: str) -> str:
     )  # fmt: skip
 
 
-def _event(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    """A sentence about something done, and questions with their answers."""
+def _definite(rng: Random) -> str:
+    """One thing with an article."""
+    while True:
+        thing = _thing(rng)
+        if thing.startswith("the "):
+            return thing
+
+
+def _event(rng: Random, thing: str = "") -> tuple[str, list[tuple[str, str]]]:
+    """A sentence about something done (to `thing`), and questions with their answers."""
     base, past, done = pick(rng, _VERBS)
     who = _person(rng) if rng.random() < 0.6 else pick(rng, _GROUPS)
-    what = _thing(rng)
+    what = thing or _thing(rng)
     when = _filled(rng, pick(rng, _TIMES)) if rng.random() < 0.7 else ""
     where = _filled(rng, pick(rng, _WHERES)) if rng.random() < 0.55 else ""
     why = _filled(rng, pick(rng, _WHYS)) if rng.random() < 0.25 else ""
@@ -222,14 +230,14 @@ def _event(rng: Random) -> tuple[str, list[tuple[str, str]]]:
     return sentence, asked
 
 
-def _fact(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    form, questions, answer = pick(rng, _FACTS)
-    thing = "five"
-    while not thing.startswith("the "):
-        thing = _thing(rng)
+def _fact(
+    rng: Random, fact: tuple[str, tuple[str, ...], str] | None = None, subject: str = ""
+) -> tuple[str, list[tuple[str, str]]]:
+    form, questions, answer = fact or pick(rng, _FACTS)
+    thing, person = subject or _definite(rng), subject if subject and form.startswith("{p}") else _person(rng)
     hour = 1 + int(rng.random() * 11)
     words = {
-        "x": thing, "n": _number(rng), "m": pick(rng, _MATERIALS), "p": _person(rng), "p2": _person(rng),
+        "x": thing, "n": _number(rng), "m": pick(rng, _MATERIALS), "p": person, "p2": _person(rng),
         "h": pick(rng, (f"{hour}", f"{hour}:30", f"{hour} am", f"{hour:02d}:15", f"{hour} o'clock")),
         "h2": f"{hour + 1} pm", "c": pick(rng, _COLOURS), "w": made_up(rng).capitalize(),
         "w2": f"{pick(rng, ADJECTIVES)} {pick(rng, OBJECTS)}", "city": pick(rng, CITIES), "v": pick(rng, _VEHICLES),
@@ -241,15 +249,42 @@ def _fact(rng: Random) -> tuple[str, list[tuple[str, str]]]:
     return sentence.rstrip("."), [(q.format(**words), answer.format(**words)) for q in questions]
 
 
+def _passive(rng: Random, thing: str) -> tuple[str, list[tuple[str, str]]]:
+    """A sentence about something done to `thing`, which it begins with."""
+    while True:
+        sentence, asked = _event(rng, thing)
+        if sentence.startswith(f"{thing} was "):
+            return sentence, asked
+
+
+def _about_one(rng: Random) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sentences about one thing or one person, named first and then mostly meant by a pronoun."""
+    person = rng.random() < 0.35
+    subject = _person(rng) if person else _definite(rng)
+    forms = [fact for fact in _FACTS if fact[0].startswith("{p}" if person else "{x}") and "{p}'s" not in fact[0]]
+    pronoun, made = pick(rng, ("She", "He")) if person else "It", []
+    for i, fact in enumerate(rng.sample(forms, 2 + int(rng.random() * 4))):
+        done = not person and rng.random() < 0.4
+        sentence, asked = _passive(rng, subject) if done else _fact(rng, fact, subject)
+        if i and rng.random() < 0.7:
+            sentence = pronoun + sentence.removeprefix(subject)
+        made.append((sentence, asked))
+    return made
+
+
 def report(rng: Random) -> Report:
     """A paragraph of two to six sentences and a question that exactly one of them answers."""
     while True:
-        made = [_event(rng) if rng.random() < 0.55 else _fact(rng) for _ in range(2 + int(rng.random() * 5))]
+        one = rng.random() < 0.5
+        if one:
+            made = _about_one(rng)
+        else:
+            made = [_event(rng) if rng.random() < 0.55 else _fact(rng) for _ in range(2 + int(rng.random() * 5))]
         at = int(rng.random() * len(made))
         question, answer = pick(rng, made[at][1])
         sentences = []
         for sentence, _ in made:
-            opening = pick(rng, _SOURCES)
+            opening = "" if one else pick(rng, _SOURCES)
             sentences.append((opening + sentence if opening else sentence[0].upper() + sentence[1:]) + ".")
         text = pick(rng, (" ", " ", " ", "\n")).join(sentences)
         if answer in sentences[at] and text.count(answer) == 1:
