@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.more_programs import KINDS, ORDINALS
+from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.program_forms import MORE
 from perilune.tasks.wordings import bare, phrase
@@ -373,7 +374,10 @@ _KINDS: Final[tuple[Callable[[Random, str, bool], Run], ...]] = (
 def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
-        if widely(split) and rng.random() < 0.45:
+        roll = rng.random() if widely(split) else 1.0
+        if roll < 0.2:
+            key, question, trace, content = (loop if roll < 0.05 else pipeline)(rng)
+        elif roll < 0.55:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
         else:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from perilune.tasks import arithmetic, catalog, forms, records, reports, wordings
+from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
@@ -145,6 +145,20 @@ def test_programs_are_carried_out_right() -> None:
         assert str(eval(code)) == p.reply.content, p
         right += 1
     assert right > 100
+
+
+def test_programs_of_several_steps_give_what_python_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(8)
+    ran = 0
+    for i in range(300):
+        _, question, trace, answer = (pipelines.loop if i % 4 == 0 else pipelines.pipeline)(rng)
+        code = re.search(r"(?ms)^\w+ = .*?^print\(.*?\)$", question)
+        assert answer and trace
+        if code:
+            exec(code[0], {})
+            assert capsys.readouterr().out.strip() == answer, question
+            ran += 1
+    assert ran > 100
 
 
 def test_a_system_message_may_hold_what_is_asked() -> None:
