@@ -12,11 +12,12 @@ from typing import Any, NoReturn, TypedDict, Unpack
 from perilune.core.errors import CheckpointError, RequestError
 from perilune.text.beginning import Beginning, beginning
 from perilune.text.family import K26, Member, NotOfTheFamily, member_named, recognise
-from perilune.text.history import Image, Turn, next_counter, read_turns
+from perilune.text.history import Image, Turn, Video, next_counter, read_turns
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Declared, Tool, declaration, parse_tools
 
 PLACEHOLDER = "<|media_pad|>"
+VIDEO_PLACEHOLDER = "<|kimi_k25_video_placeholder|>"  # plain text, which the vendor's templates write for a video
 _ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
 
 
@@ -237,13 +238,35 @@ def _body(turn: Turn) -> list[Piece]:
     """The parts of a message; a picture's placeholder is repeated once for each of its tokens (docs/formats.md 4.3)."""
     out: list[Piece] = []
     for part in turn.parts:
-        if isinstance(part, Image):
-            pads = Special(PLACEHOLDER, part.tokens)
-            out += [Special("<|media_begin|>"), "image", Special("<|media_content|>"), pads]
-            out += [Special("<|media_end|>"), "\n"]
-        else:
-            out.append(part)
+        match part:
+            case Image(tokens):
+                out += [*_media("image", tokens), "\n"]
+            case Video(chunks):
+                for time, tokens in chunks:
+                    out += [time, *_media("video", tokens)]
+                out.append("\n")
+            case _:
+                out.append(part)
     return out
+
+
+def _media(word: str, tokens: int) -> list[Piece]:
+    pads = Special(PLACEHOLDER, tokens)
+    return [Special("<|media_begin|>"), word, Special("<|media_content|>"), pads, Special("<|media_end|>")]
+
+
+def with_videos(prompt: str, videos: Sequence[Video]) -> str:
+    """A raw prompt with each video in the place of its VIDEO_PLACEHOLDER: one PLACEHOLDER for each chunk.
+
+    RequestError if there are not as many of the one as of the other.
+    """
+    before, *texts = prompt.split(VIDEO_PLACEHOLDER)
+    if len(texts) != len(videos):
+        raise RequestError(f"the prompt has {len(texts)} times {VIDEO_PLACEHOLDER}, and videos are {len(videos)}",
+                           param="pictures")  # fmt: skip
+    media = "<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
+    shown = ["".join(time + media for time, _ in video.chunks) for video in videos]
+    return before + "".join(video + text for video, text in zip(shown, texts))
 
 
 def _calls(turn: Turn) -> list[Piece]:
