@@ -1,6 +1,6 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
-catalog.txt has a block per tool: `# verb noun | other names | descriptions`, then `= parameter kind descriptions`
+data/catalog.txt has a block per tool: `# verb noun | other names | descriptions`, then `= parameter kind descriptions`
 (`!` after a required one; kinds are those of records.py and of this file, or a list of choices with commas), then
 `- request`. A request gives the parameters that it has in braces; `[name=value]` at its end gives one that is implied.
 """

@@ -1,6 +1,6 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-records.txt and new_records.txt have a block per kind of record. `= slot kind keys | questions` declares a slot: its
+data/records.txt and new_records.txt have a block per kind. `= slot kind keys | questions` declares a slot: its
 JSON keys and questions that its value answers. `- sentence` states the slots in braces. `! slot keys | sentences if
 true / sentences if false` is a yes-or-no slot. record_questions.txt has questions that name another slot.
 
@@ -43,8 +43,8 @@ class Kind:
 
 
 def lines(name: str) -> str:
-    """The text of a data file of this folder."""
-    return Path(__file__).with_name(name).read_text("utf-8")
+    """The text of a file in data/."""
+    return (Path(__file__).parent / "data" / name).read_text("utf-8")
 
 
 def parse(text: str) -> tuple[Kind, ...]:

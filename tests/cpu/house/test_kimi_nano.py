@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
+from perilune.tasks import words
 from perilune.tasks.families import check, problems, training_mix
 from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import train as trainer
@@ -40,6 +41,12 @@ def options(out: Path, **changes: object) -> Options:
     return Options(out, **(fixed | changes))
 
 
+@pytest.fixture(autouse=True)
+def no_words_are_left_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks learn words for the whole process, and other tests expect the problems of a fresh one."""
+    monkeypatch.setattr(words, "_learnt", ())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four steps."""
@@ -47,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = sorted(Path(trainer.__file__).parent.glob("*.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "library_files", lambda: files)
+        patch.setattr(words, "_learnt", ())
         train(options(out), time.monotonic())
     return out
 
