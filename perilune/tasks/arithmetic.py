@@ -27,7 +27,28 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.problem import Answer, Problem, Reply, partition, pick, user
+from perilune.tasks.forms import (
+    CHAIN_ENDS,
+    CHAIN_STARTS,
+    CHAIN_STEPS,
+    DIVIDE_FORMS,
+    DOUBLE,
+    HALF_FORMS,
+    LARGEST_FORMS,
+    MORE_ADD,
+    MORE_EXPRESSION,
+    MORE_LARGER,
+    MORE_SMALLER,
+    MORE_SUBTRACT,
+    MORE_TIMES,
+    MORE_UNIT,
+    OPERATOR_WORDS,
+    SMALLEST_FORMS,
+    SPOKEN,
+    SUM_OF_FORMS,
+)
+from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.wordings import bare, numeral, phrase
 
 Tokens = list[int | str]  # an expression: numbers, "+", "-", "*", "(" and ")"
 Step = tuple[str, int, int, str]  # operator, operands, and the whole expression in which it is the next step
@@ -78,6 +99,17 @@ def subtract_trace(a: int, b: int) -> str:
     return "\n".join([*lines, labelled(str(a - b).zfill(len(x))), f"={sign}{a - b}"])
 
 
+def divide_trace(a: int, k: int) -> str:
+    """a is a multiple of k, one digit: from the left, the rest before each digit, e.g. `b14/6=2r2`."""
+    digits = str(a)
+    rest, lines, quotient = 0, [f"{a}/{k}", labelled(a)], ""
+    for place, p in zip(PLACES[len(digits) - 1 :: -1], digits):
+        whole = 10 * rest + int(p)
+        quotient, rest = quotient + str(whole // k), whole % k
+        lines.append(f"{place}{whole}/{k}={whole // k}r{rest}")
+    return "\n".join([*lines, labelled(quotient), f"={a // k}"])
+
+
 def multiply_trace(a: int, k: int) -> str:
     """k: one digit, one digit and zeros, or two digits (then two partial products are added)."""
     if k < 10:
@@ -100,12 +132,14 @@ def multiply_trace(a: int, k: int) -> str:
 _TRACES: Final[dict[str, Callable[[int, int], str]]] = {
     "+": add_trace,
     "-": subtract_trace,
-    "*": multiply_trace,
+    "*": lambda a, b: multiply_trace(a, b) if b < 100 else multiply_trace(b, a),
+    "/": divide_trace,
 }
 _RESULTS: Final[dict[str, Callable[[int, int], int]]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
+    "/": lambda a, b: a // b,
 }
 
 
@@ -113,10 +147,17 @@ def unseen_lengths(a: int, b: int) -> bool:
     return tuple(sorted((len(str(a)), len(str(b))))) == _UNSEEN_LENGTHS
 
 
-def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
-    """The value and the steps: parentheses, then `*`, then from the left.
+def _multipliable(a: int, b: int) -> bool:
+    """Whether one factor has at most two digits, and its parts add up to lengths that training may show."""
+    a, k = (a, b) if b < 100 else (b, a)
+    return k < 10 or (k < 100 and not unseen_lengths(a * (k // 10 * 10), a * (k % 10)))
 
-    None if a step would be negative or too long, or would add or subtract numbers of the lengths kept from training.
+
+def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
+    """The value and the steps: parentheses, then `*` and `/`, then from the left.
+
+    None if a step would be negative, too long, or a division by more than one digit or with a rest, or would add or
+    subtract numbers of the lengths kept from training.
     """
     steps: list[Step] = []
     rest = list(tokens)
@@ -125,11 +166,15 @@ def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
             at, size = rest.index("("), 5
             left, operator, right = rest[at + 1 : at + 4]
         else:
-            at, size = (rest.index("*") if "*" in rest else 1) - 1, 3
+            at, size = next((i for i, t in enumerate(rest) if t in ("*", "/")), 1) - 1, 3
             left, operator, right = rest[at : at + 3]
         assert isinstance(left, int) and isinstance(right, int) and isinstance(operator, str)
+        if operator == "*" and not _multipliable(left, right):
+            return None
+        if operator == "/" and (not 1 < right < 10 or left % right):
+            return None
         value = _RESULTS[operator](left, right)
-        if not 0 <= value < 100_000 or (operator != "*" and unseen_lengths(left, right)):
+        if not 0 <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):
             return None
         steps.append((operator, left, right, "".join(map(str, rest))))
         rest[at : at + size] = [value]
@@ -197,22 +242,42 @@ def spelling(rng: Random, text: str) -> str:
     return text
 
 
+_KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
+_KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
+_EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
+
+
+def asked_in(rng: Random, form: str, kept: tuple[str, ...], **numbers: int) -> str:
+    """The form as people write it, its numbers in digits mostly."""
+    words = 0.06 if form[-1] in ".?" else 0.0
+    return phrase(rng, form, kept).format(**{name: numeral(rng, n, words) for name, n in numbers.items()})
+
+
 def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
     while True:
         new_lengths = split == "structural" and rng.random() < 0.5
-        lengths = _LENGTHS if split == "train" else _EXAMINED_UNSEEN if new_lengths else _EXAMINED
+        lengths = _LENGTHS if widely(split) else _EXAMINED_UNSEEN if new_lengths else _EXAMINED
         first, second = pick(rng, lengths)
         a, b, plus = number(rng, first), number(rng, second), rng.random() < 0.5
         if not plus and a < b and rng.random() < 0.85:
             a, b = b, a
         key = ("+", min(a, b), max(a, b)) if plus else ("-", a, b)
-        if partition(key) == split:
+        if belongs(key, split):
             break
-    if split == "structural" and not new_lengths:
-        form = pick(rng, NEW_ADD_FORMS if plus else NEW_SUBTRACT_FORMS)
+    forms, more, kept = (
+        (ADD_FORMS, MORE_ADD, NEW_ADD_FORMS) if plus else (SUBTRACT_FORMS, MORE_SUBTRACT, NEW_SUBTRACT_FORMS)
+    )
+    if not widely(split):
+        unseen = split == "structural" and not new_lengths
+        question = spelling(rng, pick(rng, kept if unseen else forms).format(a=a, b=b))
     else:
-        form = pick(rng, ADD_FORMS if plus else SUBTRACT_FORMS)
-    question = spelling(rng, form.format(a=a, b=b))
+        form = pick(rng, more if rng.random() < 0.7 else forms)
+        while not plus and a < b and _EITHER.search(form):
+            form = pick(rng, forms)
+        turned = not plus and _EITHER.search(form) and rng.random() < 0.4  # the difference of 45 and 120 is 75 as well
+        question = asked_in(
+            rng, form, _KEPT_ADD if plus else _KEPT_SUBTRACT, a=b if turned else a, b=a if turned else b
+        )
     reasoning = (add_trace if plus else subtract_trace)(a, b) if thinking else ""
     content = f"{a} {'+' if plus else '-'} {b} = {a + b if plus else a - b}"
     return Problem("add_sub", split, key, (user(question),), Reply(reasoning, content), thinking=thinking)
@@ -258,80 +323,186 @@ _PATTERNS: Final = (
     "a+b+c", "a+b-c", "a-b+c", "a-b-c", "a*k+b", "a*k-b", "b+a*k", "b-a*k", "(a+b)*k", "(a-b)*k", "a*k+b*m",
     "a+b+c-d", "a*k+b-c", "(a+b)*k-c", "a-b*k", "(a-b)*k+c", "a+b+c+d",
 )  # fmt: skip
+_MORE_PATTERNS: Final = (
+    "a*k+c*m",
+    "a/k", "a/k+b", "a/k-b", "b+a/k", "b-a/k", "(a+b)/k", "(a-b)/k", "a*k*m", "a-b+c-d", "a-(b+c)", "a+(b-c)",
+    "a-(b-c)",
+    "k*(a+b)", "k*(a-b)",
+)  # fmt: skip
 
 
 def sample_arithmetic(rng: Random, split: str, thinking: bool) -> Problem:
-    new = split == "structural"
+    kinds: tuple[Callable[[Random, str], Drawn], ...]
     kinds = (_expression, _expression, _expression, _product, _product, _comparison, _units)
+    if widely(split):
+        kinds = (*kinds, _expression, _quotient)
     while True:
-        key, question, trace, content = pick(rng, kinds)(rng, new)
-        if partition(key) == split:
+        key, question, trace, content = pick(rng, kinds)(rng, split)
+        if belongs(key, split):
             break
     reply = Reply(trace() if thinking else "", content)
-    return Problem("arithmetic", split, key, (user(spelling(rng, question)),), reply, thinking=thinking)
+    question = question if widely(split) else spelling(rng, question)
+    return Problem("arithmetic", split, key, (user(question),), reply, thinking=thinking)
 
 
 Drawn = tuple[tuple[Any, ...], str, Callable[[], str], str]  # key, question, trace, content
 
+_KEPT_EXPRESSION: Final = tuple(map(bare, NEW_EXPRESSION_FORMS))
+_KEPT_TIMES: Final = tuple(map(bare, NEW_TIMES_FORMS))
+_KEPT_LARGER: Final = tuple(map(bare, NEW_LARGER_FORMS))
+_KEPT_SMALLER: Final = tuple(map(bare, NEW_SMALLER_FORMS))
+_KEPT_UNIT: Final = tuple(map(bare, NEW_UNIT_FORMS))
+_IN_PARENTHESES: Final = re.compile(r"\((.)(.)(.)\)")
 
-def _expression(rng: Random, new: bool) -> Drawn:
+
+def drawn_numbers(rng: Random, pattern: str) -> dict[str, int]:
+    """A number for each letter of a pattern: k, m and j one digit, and what is divided by k a multiple of k."""
+    found: dict[str, int] = {}
+    for c in pattern:
+        if c in "kmj":
+            found[c] = 2 + int(rng.random() * 8)
+        elif c.isalpha() and c not in found:
+            found[c] = number(rng, pick(rng, (1, 2, 2, 2, 3, 3)))
+    at = pattern.find("/")
+    if at > 0:
+        if pattern[at - 1] == ")":
+            first, operator, second = list(pattern[at - 4 : at - 1])
+            total = found[first] + (found[second] if operator == "+" else -found[second])
+            found[first] += -total % found["k"]
+        else:
+            found[pattern[at - 1]] = found["k"] * number(rng, pick(rng, (1, 2, 2)))
+    return found
+
+
+def _expression(rng: Random, split: str) -> Drawn:
     while True:
-        pattern = pick(rng, _PATTERNS)
-        tokens: Tokens = []
-        for c in pattern:
-            if c in "km":
-                tokens.append(2 + int(rng.random() * 8))
-            elif c.isalpha():
-                tokens.append(number(rng, pick(rng, (1, 2, 2, 2, 3, 3))))
-            else:
-                tokens.append(c)
+        pattern = pick(rng, _PATTERNS + _MORE_PATTERNS if widely(split) else _PATTERNS)
+        numbers = drawn_numbers(rng, pattern)
+        tokens: Tokens = [numbers.get(c, c) for c in pattern]
         solved = solve(tokens)
         if solved is not None:
             break
     value, steps = solved
     tight = "".join(map(str, tokens))
-    spaced = re.sub(r"([-+*])", r" \1 ", tight)
+    spaced = re.sub(r"([-+*/])", r" \1 ", tight)
     shown = tight if rng.random() < 0.25 else spaced
-    question = pick(rng, NEW_EXPRESSION_FORMS if new else EXPRESSION_FORMS).format(e=shown)
+    if widely(split):
+        question = _put(rng, pattern, numbers, shown)
+    else:
+        question = pick(rng, NEW_EXPRESSION_FORMS if split == "structural" else EXPRESSION_FORMS).format(e=shown)
     return ("expression", tight), question, lambda: solve_trace(steps), f"{spaced} = {value}"
 
 
-def _product(rng: Random, new: bool) -> Drawn:
-    a, k = number(rng, pick(rng, (1, 2, 2, 3, 3, 4))), 2 + int(rng.random() * 8)
-    if rng.random() < 0.4:
-        form = pick(rng, NEW_TIMES_FORMS if new else TIMES_FORMS)
-    else:
-        form = pick(rng, NEW_EXPRESSION_FORMS if new else EXPRESSION_FORMS).format(e="{a} * {k}")
-    return ("expression", f"{a}*{k}"), form.format(a=a, k=k), lambda: multiply_trace(a, k), f"{a} * {k} = {a * k}"
-
-
-def _comparison(rng: Random, new: bool) -> Drawn:
-    a = number(rng, pick(rng, (2, 3, 3, 4, 4, 5)))
+def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
+    """An expression as a question: in symbols, with the operators in words, in words altogether, or step by step."""
     roll = rng.random()
-    if roll < 0.5:  # equal lengths, often a common beginning
-        shared = int(rng.random() * len(str(a)))
-        b = int(str(a)[:shared] + "".join([str(int(rng.random() * 10)) for _ in str(a)[shared:]]))
+    if roll < 0.3 and pattern in SPOKEN:
+        return asked_in(rng, pick(rng, SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
+    if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
+        said = [numeral(rng, n, 0.03) for n in numbers.values()]
+        listed = ", ".join(said) if rng.random() < 0.3 else f"{', '.join(said[:-1])} and {said[-1]}"
+        return phrase(rng, pick(rng, SUM_OF_FORMS), _KEPT_EXPRESSION).format(x=listed)
+    if roll < 0.5 and (flat := _flat(pattern)):
+        steps = [(flat[i], numbers[flat[i + 1]]) for i in range(1, len(flat), 2)]
+        text = pick(rng, CHAIN_STARTS).format(a=numbers[flat[0]])
+        join = pick(rng, (", ", ", ", " and ", ". "))
+        for operator, n in steps:
+            text += join + pick(rng, CHAIN_STEPS[operator]).format(x=n)
+        return phrase(rng, text + pick(rng, CHAIN_ENDS))
+    if roll < 0.68:
+        shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, OPERATOR_WORDS[m[1]]), shown)
+    elif roll < 0.74:
+        shown = shown.replace("*", pick(rng, ("x", "×", "·"))).replace("/", pick(rng, (":", "÷")))
+    form = pick(rng, MORE_EXPRESSION if rng.random() < 0.6 else EXPRESSION_FORMS)
+    return phrase(rng, form, _KEPT_EXPRESSION).format(e=shown)
+
+
+def _flat(pattern: str) -> str:
+    """The pattern without parentheses if it is still worked from the left, else nothing."""
+    first = _IN_PARENTHESES.sub("a", pattern, count=1) if pattern[0] == "(" else pattern
+    if "(" in first or re.search(r"[-+]\w[*/]", first):
+        return ""
+    return pattern.replace("(", "").replace(")", "")
+
+
+def _product(rng: Random, split: str) -> Drawn:
+    new, wide = split == "structural", widely(split)
+    while True:
+        a, k = number(rng, pick(rng, (1, 2, 2, 3, 3, 4))), 2 + int(rng.random() * 8)
+        if wide and rng.random() < 0.25:
+            a, k = number(rng, pick(rng, (1, 2, 2, 2, 3))), 10 + int(rng.random() * 90)
+        if _multipliable(a, k):
+            break
+    if wide and k < 4 and rng.random() < 0.5:
+        question = asked_in(rng, pick(rng, DOUBLE[k - 2]), _KEPT_TIMES, a=a)
+    elif wide and rng.random() < 0.5:
+        form = pick(rng, MORE_TIMES if rng.random() < 0.7 else TIMES_FORMS)
+        question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
+    elif wide:
+        question = _put(rng, "a*k", {"a": a, "k": k}, f"{a} * {k}")
+    elif rng.random() < 0.4:
+        question = pick(rng, NEW_TIMES_FORMS if new else TIMES_FORMS).format(a=a, k=k)
     else:
-        b = number(rng, pick(rng, (2, 3, 4, 5)))
-    if a == b:
-        b += 1
+        question = pick(rng, NEW_EXPRESSION_FORMS if new else EXPRESSION_FORMS).format(e=f"{a} * {k}")
+    return ("expression", f"{a}*{k}"), question, lambda: _TRACES["*"](a, k), f"{a} * {k} = {a * k}"
+
+
+def _quotient(rng: Random, split: str) -> Drawn:
+    k = 2 if rng.random() < 0.2 else 2 + int(rng.random() * 8)
+    a = k * number(rng, pick(rng, (1, 2, 2, 3)))
+    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else DIVIDE_FORMS)
+    question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
+    return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
+
+
+def _comparison(rng: Random, split: str) -> Drawn:
+    wide = widely(split)
+    a = number(rng, pick(rng, (2, 3, 3, 4, 4, 5)))
+    found = [a]
+    while len(found) < 2 or (wide and len(found) < 4 and rng.random() < 0.25):
+        if rng.random() < 0.5:  # equal lengths, often a common beginning
+            shared = int(rng.random() * len(str(a)))
+            b = int(str(a)[:shared] + "".join([str(int(rng.random() * 10)) for _ in str(a)[shared:]]))
+        else:
+            b = number(rng, pick(rng, (2, 3, 4, 5)))
+        found.append(b + 1 if b in found else b)
     larger = rng.random() < 0.5
-    forms = (NEW_LARGER_FORMS if larger else NEW_SMALLER_FORMS) if new else (LARGER_FORMS if larger else SMALLER_FORMS)
-    question, content = pick(rng, forms).format(a=a, b=b), str(max(a, b) if larger else min(a, b))
+    if len(found) > 2:
+        shown = ", ".join(map(str, found[:-1])) + pick(rng, (" and ", " or ", ", ")) + str(found[-1])
+        question = phrase(rng, pick(rng, LARGEST_FORMS if larger else SMALLEST_FORMS)).format(x=shown)
+    elif not wide:
+        new = split == "structural"
+        forms = (
+            (NEW_LARGER_FORMS if larger else NEW_SMALLER_FORMS) if new else (LARGER_FORMS if larger else SMALLER_FORMS)
+        )
+        question = pick(rng, forms).format(a=a, b=found[1])
+    else:
+        more, forms = (MORE_LARGER, LARGER_FORMS) if larger else (MORE_SMALLER, SMALLER_FORMS)
+        form = pick(rng, more if rng.random() < 0.7 else forms)
+        question = asked_in(rng, form, _KEPT_LARGER if larger else _KEPT_SMALLER, a=a, b=found[1])
 
     def trace() -> str:
-        verdict = f"{a}{'<' if a < b else '>'}{b}"
-        return "\n".join((labelled(a), labelled(b), comparison_line(a, b), verdict))
+        """Pair by pair: the best number so far with the next one."""
+        best, blocks = a, []
+        for b in found[1:]:
+            blocks += [labelled(best), labelled(b), comparison_line(best, b), f"{best}{'<' if best < b else '>'}{b}"]
+            best = max(best, b) if larger else min(best, b)
+        return "\n".join(blocks)
 
-    return ("compare", larger, min(a, b), max(a, b)), question, trace, content
+    key = ("compare", larger, *sorted(found))
+    return key, question, trace, str(max(found) if larger else min(found))
 
 
-def _units(rng: Random, new: bool) -> Drawn:
+def _units(rng: Random, split: str) -> Drawn:
     large, small, factor = pick(rng, UNITS)
     n = max(2, number(rng, pick(rng, (1, 2, 2, 3))))
     while unseen_lengths(n * (factor // 10 * 10), n * (factor % 10)):  # a factor of two digits is added up from parts
         n = max(2, number(rng, pick(rng, (1, 2, 2, 3))))
-    question = pick(rng, NEW_UNIT_FORMS if new else UNIT_FORMS).format(n=n, large=large, small=small)
+    if widely(split):
+        form = phrase(rng, pick(rng, MORE_UNIT if rng.random() < 0.7 else UNIT_FORMS), _KEPT_UNIT)
+    else:
+        form = pick(rng, NEW_UNIT_FORMS if split == "structural" else UNIT_FORMS)
+    question = form.format(n=n, large=large, small=small)
     key = ("units", large, small, n)
     return key, question, lambda: f"{large}: {factor} {small}\n{multiply_trace(n, factor)}", f"{n * factor} {small}"
 

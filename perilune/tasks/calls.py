@@ -9,8 +9,21 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.fields import Field, fields, said, value, written
-from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, partition, pick, user
-from perilune.tasks.tools import Request, confusable, how_many, others, request, shuffled, tool, worded
+from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, user, widely
+from perilune.tasks.tools import (
+    Request,
+    Tool,
+    catalog_tool,
+    confusable,
+    how_many,
+    others,
+    request,
+    shuffled,
+    together,
+    tool,
+    worded,
+)
+from perilune.tasks.wordings import small
 
 REFUSAL: Final = "None of the declared tools can do that."
 
@@ -21,22 +34,25 @@ def call_key(call: ToolCall) -> tuple[str, str]:
     return call.name, json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
 
 
+def _any_tool(rng: Random, split: str) -> Tool:
+    return catalog_tool(rng) if widely(split) and rng.random() < 0.45 else tool(rng, split)
+
+
 def _request(rng: Random, split: str) -> Request:
     """A request whose call belongs to the split."""
-    new = split == "structural"
-    target = tool(rng, new)
+    target = _any_tool(rng, split)
     for attempt in range(1, 10_000):
-        made = request(rng, target, new)
-        if partition(("call", *call_key(made.call))) == split:
+        made = request(rng, target, split)
+        if belongs(("call", *call_key(made.call)), split):
             return made
         if attempt % 40 == 0:  # a tool with one boolean has too few calls to belong everywhere
-            target = tool(rng, new)
+            target = _any_tool(rng, split)
     raise AssertionError(f"no call found for {split}")
 
 
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     asked = _request(rng, split)
-    declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split == "structural")]
+    declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)]
     reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
     return Problem("tool_call", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
@@ -45,6 +61,16 @@ def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
 # ---- tools_multi -------------------------------------------------------------------------------------------------
 
 _JOINS: Final = (" Also ", " And ", " Then ", " After that ", "\n")
+_SMALL_JOINS: Final = (
+    " and ",
+    " and then ",
+    ", and also ",
+    " and ",
+    ", then ",
+    ", plus ",
+    " and after that ",
+    ", also ",
+)
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
@@ -53,9 +79,12 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     return kind(rng, split, thinking)
 
 
-def _joined(rng: Random, texts: list[str]) -> str:
+def _joined(rng: Random, texts: list[str], split: str) -> str:
     out = texts[0]
     for text in texts[1:]:
+        if widely(split) and rng.random() < 0.4 and "\n" not in out[-12:]:
+            out = out.rstrip(".!") + pick(rng, _SMALL_JOINS) + small(text)
+            continue
         join = pick(rng, _JOINS)
         out += join + (text if join == "\n" or text.startswith("I ") else text[0].lower() + text[1:])
     return out
@@ -63,13 +92,15 @@ def _joined(rng: Random, texts: list[str]) -> str:
 
 def _several(rng: Random, split: str, count: int) -> list[Request]:
     """Requests for one tool with different values, or for different tools. The first one decides the split."""
-    first, new = _request(rng, split), split == "structural"
+    first = _request(rng, split)
     made, one_tool = [first], rng.random() < 0.5
     while len(made) < count:
-        if one_tool:
-            more = worded(rng, first.tool, {f.name: value(rng, f) for f in _given(first)}, new)
+        if one_tool and first.tool.entry:
+            more = request(rng, first.tool, split)
+        elif one_tool:
+            more = worded(rng, first.tool, {f.name: value(rng, f) for f in _given(first)}, split)
         else:
-            more = request(rng, tool(rng, new), new)
+            more = request(rng, _any_tool(rng, split), split)
         clash = any(m.call == more.call or (m.tool is not more.tool and confusable(m.tool, more.tool)) for m in made)
         if clash:  # a tool with few values may have only one call
             one_tool = one_tool and rng.random() < 0.8
@@ -85,12 +116,19 @@ def _given(asked: Request) -> list[Field]:
 def _declared(rng: Random, asked: list[Request], split: str) -> tuple[dict[str, Any], ...]:
     targets = list({id(a.tool): a.tool for a in asked}.values())
     more = max(0, how_many(rng, split) - len(targets))
-    return shuffled(rng, [*targets, *others(rng, targets, more, split == "structural")])
+    return shuffled(rng, [*targets, *others(rng, targets, more, split)])
 
 
 def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
-    asked = _several(rng, split, 2 if rng.random() < 0.65 else 3)
-    text = _joined(rng, [a.text for a in asked])
+    count = 2 if rng.random() < 0.65 else 3
+    asked: list[Request] = []
+    text = ""
+    if widely(split) and rng.random() < 0.25:
+        made = together(rng, catalog_tool(rng), count)
+        if made and belongs(("call", *call_key(made[1][0].call)), split):
+            text, asked = made
+    asked = asked or _several(rng, split, count)
+    text = text or _joined(rng, [a.text for a in asked], split)
     trace = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
@@ -130,7 +168,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
             contents.append(json.dumps(values, ensure_ascii=False))
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
-    text = f"{_joined(rng, [a.text for a in asked])} {question}"
+    text = f"{_joined(rng, [a.text for a in asked], split)} {question}"
     thought = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)] if len(asked) > 1 else [asked[0].trace()])
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
@@ -148,7 +186,7 @@ _WHAT: Final = (
 def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
     """No declared tool fits, though some come close."""
     asked = _request(rng, split)
-    declared = others(rng, [asked.tool], how_many(rng, split), split == "structural")
+    declared = others(rng, [asked.tool], how_many(rng, split), split)
     reply = Reply(f"{asked.need}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
     return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
@@ -157,9 +195,8 @@ def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
 def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     """A finished exchange with a tool, then another request: the next call, numbered on."""
     last = _request(rng, split)
-    new = split == "structural"
     while True:
-        first = request(rng, last.tool if rng.random() < 0.5 else tool(rng, new), new)
+        first = request(rng, last.tool if rng.random() < 0.5 else _any_tool(rng, split), split)
         if first.tool is last.tool or not confusable(first.tool, last.tool):
             break
     known = fields(rng, 2, 0.0)

@@ -7,12 +7,15 @@ Structure: structural problems have new keys, at least half of them, and half of
 """
 
 import json
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.fields import Field, fields, said, value, written
-from perilune.tasks.problem import Answer, Problem, Reply, partition, pick, user
+from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.records import iso_of, record
+from perilune.tasks.wordings import phrase
 from perilune.tasks.words import CITIES, NAMES, PLAIN, SURNAMES, made_up
 
 Facts = list[tuple[Field, Any]]
@@ -141,6 +144,56 @@ _PROMPTS: Final = (
     "Give me {schema} as one JSON object.\nText: {text}",
     "{schema}\n\nFind these in the text and write JSON.\n\n{text}",
 )  # fmt: skip
+# {keys}: names in a line; {schema}: any layout of them.
+_ASKS: Final = (
+    "Give me {keys} as JSON.\n\n{text}", "give me {keys} as json: {text}",
+    "Extract {keys} from this text as JSON: {text}",
+    "I need the fields {keys} from the text below as a JSON object.\n\n{text}",
+    "{text}\n\nTurn this into JSON with {keys}.", "Return only a JSON object with the keys {keys}.\n\n{text}",
+    "json with {keys} pls: {text}", "Pull out {keys} and answer in JSON only.\n---\n{text}\n---",
+    "Parse this into JSON ({keys}): {text}", "What are {keys} here? JSON please.\n{text}",
+    "\"{text}\" -> JSON with the fields {keys}", "Make a JSON object with {keys} from: {text}",
+    "Text: {text}\n\nJSON keys: {keys}",
+    "{text}\n\nGive {keys} as JSON.", "{text}\nExtract: {keys}. Format: JSON.",
+    "Read this message and give me back {keys} in JSON format:\n\n{text}",
+    "I got this e-mail:\n\n{text}\n\nPut {keys} into a JSON object.",
+    "Create JSON from the sentence: {text} Keys: {keys}",
+    "Convert the following to a JSON object that has {keys}: {text}", "From this note: {text} I want {keys} as JSON.",
+    "{text} Answer as JSON with {keys}.",
+    "Fill a JSON object. Fields: {keys}. Source: {text}",
+    "Our system needs {keys} as JSON. Here is what the customer wrote: {text}",
+    "Please find {keys} in the text and output JSON.\n\nText:\n{text}", "Output JSON only: {keys}.\n{text}",
+    "Here is a message.\n\n{text}\n\nWhich {keys} does it state? Answer with a JSON object.",
+    "Take the text \"{text}\" and return {keys} in JSON.",
+    "Can you read {keys} out of this and give them to me as JSON? {text}",
+    "Summarise as JSON with exactly these keys: {keys}\n\n{text}", "JSON, fields {keys}:\n{text}",
+    "Structured data please ({keys}), as JSON: {text}", "The object should have {keys}. Text: {text}",
+    "Extract the following as JSON: {keys}. {text}",
+    "Only JSON. Keys are {keys}. {text}", "{keys} as JSON from \"{text}\"",
+    "Write a JSON object. It must contain {keys}. Use this text: {text}",
+    "Get {keys} out of the following lines and reply with JSON.\n{text}", "{text}\n\n=> JSON: {keys}",
+    "I'd like a JSON with {keys} from this: {text}",
+    "Could you give me a JSON object with {keys}? The text is: {text}", "Record this as JSON, with {keys}: {text}",
+    "Use {keys} as keys. Text to convert to JSON: {text}", "Message: {text}\nTask: return {keys} as JSON.",
+    "We store {keys}. Make the JSON entry for: {text}",
+    "Turn the text into a JSON object having {keys}, nothing else. {text}", "Tell me {keys} in JSON. {text}",
+    "Here's the text: {text}\n\nAnd the keys: {keys}\n\nJSON:", "Make me JSON of this, keys {keys}. {text}",
+)  # fmt: skip
+_BLOCK_ASKS: Final = (
+    "Extract this as JSON.\n\n{text}\n\nFields:\n{schema}", "{text}\n\nI need JSON like this:\n{schema}",
+    "Use this schema:\n{schema}\n\nInput: {text}",
+    "Give me a JSON object for this text.\n\n{text}\n\nSchema: {schema}",
+    "Follow the schema {schema} and extract: {text}",
+    "The JSON must have the form {schema}. The text: {text}", "Output format:\n{schema}\n\nInput:\n{text}",
+    "Fields I need:\n{schema}\n\nHere is the e-mail:\n{text}", "{schema}\nFill this in as JSON with: {text}",
+    "Extract structured data.\n\nSchema: {schema}\nInput: {text}\nOutput:",
+    "Answer in JSON that fits this schema: {schema}\n\n{text}",
+    "Please answer in this format:\n{schema}\n\nThe message was:\n{text}",
+    "Turn the message into JSON as described.\n{schema}\n\nMessage: {text}",
+    "\"{text}\"\n\nReturn the JSON for it. Keys:\n{schema}",
+)  # fmt: skip
+_KEEP_ISO: Final = (" Write dates as YYYY-MM-DD.", " Dates in ISO format (YYYY-MM-DD), please.",
+    " Use YYYY-MM-DD for dates.", " (date as YYYY-MM-DD)", " The date must be in the format YYYY-MM-DD.")  # fmt: skip
 _NEW_PROMPTS: Final = (
     "Schema: {schema}\n\nExtract a JSON object from this text:\n{text}",
     "Text:\n{text}\n\nReturn the data as a JSON object with {schema}.",
@@ -154,28 +207,163 @@ _OR_NULL: Final = (
 
 
 def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
-    new = split == "structural"
+    new, wide = split == "structural", widely(split)
     while True:
-        stated = fields(rng, 2 + int(rng.random() * 5), 0.6 if new else 0.0, camel=rng.random() < 0.15)
-        wanted = stated if rng.random() < 0.6 else stated[: 1 + int(rng.random() * len(stated))]
-        optional = rng.random() < 0.15
-        values = {f.name: value(rng, f) for f in stated}
-        absent = {f.name for f in wanted if optional and rng.random() < 0.3}
-        expected = {f.name: None if f.name in absent else values[f.name] for f in wanted}
+        from_record = wide and rng.random() < 0.55
+        if from_record:
+            prompt, wanted, expected = _record_prompt(rng, split == "wide" and rng.random() < 0.3)
+        else:
+            stated, wanted, expected, optional = _labelled(rng, new)
         content = json.dumps(expected, ensure_ascii=False)
         key = ("json", content)
-        if partition(key) == split:
+        if belongs(key, split):
             break
-    facts = [(f, values[f.name]) for f in stated if f.name not in absent]
+    if not from_record:
+        prompt = _or_null(rng, _labelled_prompt(rng, stated, wanted, split), optional)
+    reasoning = "\n".join(_copied(f, expected[f.name]) for f in wanted) if thinking else ""
+    asks, _, text = prompt.rpartition(_THEN)
+    messages = ({"role": "system", "content": asks}, user(text)) if asks else (user(prompt),)
+    return Problem("json_extract", split, key, messages, Reply(reasoning, content), thinking=thinking)
+
+
+def _labelled(rng: Random, new: bool) -> tuple[Facts, list[Field], dict[str, Any], bool]:
+    """What a text is to state, the keys in order, the object, and whether values may be missing."""
+    stated = fields(rng, 2 + int(rng.random() * 5), 0.6 if new else 0.0, camel=rng.random() < 0.15)
+    wanted = stated if rng.random() < 0.6 else stated[: 1 + int(rng.random() * len(stated))]
+    optional = rng.random() < 0.15
+    values = {f.name: value(rng, f) for f in stated}
+    absent = {f.name for f in wanted if optional and rng.random() < 0.3}
+    expected = {f.name: None if f.name in absent else values[f.name] for f in wanted}
+    return [(f, values[f.name]) for f in stated if f.name not in absent], wanted, expected, optional
+
+
+def _labelled_prompt(rng: Random, facts: Facts, wanted: list[Field], split: str) -> str:
+    """A text that names its values, as in the layouts above."""
+    new = split == "structural"
     rng.shuffle(facts)
     how = 1 + int(rng.random() * 3) if new and rng.random() < 0.5 else 0  # 1: the text, 2: the schema, 3: the prompt
     text = pick(rng, _TEXTS)(rng, facts, how == 1) if facts else pick(rng, _FILLERS)(rng)
-    schema = _numbered(rng, wanted) if how == 2 else pick(rng, _SCHEMAS)(rng, wanted)
-    prompt = pick(rng, _NEW_PROMPTS if how == 3 else _PROMPTS).format(text=text, schema=schema)
+    if not widely(split) or rng.random() < 0.5:
+        schema = _numbered(rng, wanted) if how == 2 else pick(rng, _SCHEMAS)(rng, wanted)
+        return pick(rng, _NEW_PROMPTS if how == 3 else _PROMPTS).format(text=text, schema=schema)
+    # A list of keys does not say which numbers are texts.
+    plain = not any(isinstance(v, str) and v.isdigit() for _, v in facts)
+    return _wide_prompt(rng, text, wanted, typed=not plain)
+
+
+def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, Any]]:
+    """The prompt with a text of records.py, which does not name its values; the keys in order; the object."""
+    while True:
+        stated = record(rng, new)
+        if stated.found:
+            break
+    known = list(stated.found.values())
+    if rng.random() < 0.3:
+        rng.shuffle(known)
+    if len(known) > 1 and rng.random() < 0.35:
+        known = known[: 1 + int(rng.random() * len(known))]
+    optional = rng.random() < 0.12
+    note, expected, wanted = "", {}, []
+    for f, v, shown in known:
+        iso = iso_of(shown)
+        if iso and (note or rng.random() < 0.5):
+            note = note or pick(rng, _KEEP_ISO)
+            v = iso
+        expected[f.name] = v
+        wanted.append(f)
+    if note:  # then every date must be one that can be so written
+        wanted = [
+            f
+            for f in wanted
+            if f.kind != "title" or not _DAY.search(str(expected[f.name])) or _ISO.fullmatch(expected[f.name])
+        ]
+        expected = {f.name: expected[f.name] for f in wanted}
     if optional:
-        prompt = f"{prompt}\n{pick(rng, _OR_NULL)}" if rng.random() < 0.5 else f"{pick(rng, _OR_NULL)} {prompt}"
-    reasoning = "\n".join(_copied(f, expected[f.name]) for f in wanted) if thinking else ""
-    return Problem("json_extract", split, key, (user(prompt),), Reply(reasoning, content), thinking=thinking)
+        missing = [s for s in stated.kind.slots if s not in stated.found and stated.kind.slots[s].kind != "flag"]
+        taken = {k for s in stated.found for k in stated.kind.slots[s].keys}
+        keys = [k for s in missing for k in stated.kind.slots[s].keys if k not in taken]
+        if keys:
+            extra = Field((key := pick(rng, keys)), key.replace("_", " "), "title")
+            wanted.insert(int(rng.random() * (len(wanted) + 1)), extra)
+            expected = {f.name: expected.get(f.name) for f in wanted}
+    if rng.random() < 0.35:
+        schema = pick(rng, _SCHEMAS)(rng, wanted)
+        prompt = pick(rng, _PROMPTS if rng.random() < 0.5 else _BLOCK_ASKS).format(text=stated.text, schema=schema)
+    else:
+        prompt = _wide_prompt(rng, stated.text, wanted, typed=rng.random() < 0.25)
+    prompt = note.strip() + " " + prompt if note and _THEN in prompt else prompt + note
+    return _or_null(rng, prompt, optional), wanted, expected
+
+
+_DAY: Final = re.compile(r"\d[./-]\d|Jan|Feb|March|April|May|June|July|Aug|Sept|Oct|Nov|Dec")
+_ISO: Final = re.compile(r"\d{4}-\d\d-\d\d")
+
+
+def _or_null(rng: Random, prompt: str, optional: bool) -> str:
+    if not optional:
+        return prompt
+    after = rng.random() < 0.5 and _THEN not in prompt
+    return f"{prompt}\n{pick(rng, _OR_NULL)}" if after else f"{pick(rng, _OR_NULL)} {prompt}"
+
+
+_TYPE_WORDS: Final = {
+    "string": ("string", "string", "text"), "integer": ("integer", "number", "int", "whole number"),
+    "number": ("number", "float", "decimal number"),
+    "boolean": ("boolean", "true/false", "bool"), "array": ("array of strings", "list", "list of strings"),
+}  # fmt: skip
+_KEY_FORMS: Final = ("{n}", "{n}", "{n}", "{n}", '"{n}"', "`{n}`", "the {n}", "'{n}'", "*{n}*", "its {n}", "{l}",
+    "the {l}")  # fmt: skip
+_TYPED_FORMS: Final = ("{n} ({t})", "{n} ({t})", "{n}: {t}", '"{n}" ({t})', "a {t} {n}", "{n} as {t}", "`{n}` ({t})",
+    "{n} which is a {t}", "{n}, a {t},")  # fmt: skip
+
+
+def _key_list(rng: Random, wanted: list[Field], typed: bool) -> str:
+    """Keys in a line of prose."""
+    form = pick(rng, _TYPED_FORMS if typed else _KEY_FORMS)
+    shown = [form.format(n=f.name, l=f.label, t=pick(rng, _TYPE_WORDS[f.json_type])) for f in wanted]
+    roll = rng.random()
+    if len(shown) == 1 or roll < 0.2:
+        return ", ".join(shown)
+    if roll < 0.25:
+        return pick(rng, (" / ", "; ", " + ", " | ")).join(shown)
+    if roll < 0.3:
+        return "(" + ", ".join(shown) + ")" if roll < 0.275 else "{" + ", ".join(shown) + "}"
+    return (
+        ", ".join(shown[:-1]) + pick(rng, (" and ", " and ", " and ", ", and ", " plus ", " as well as ")) + shown[-1]
+    )
+
+
+_THEN: Final = "\0"  # between what the system message asks and the user's text
+_SYSTEM_ASKS: Final = (
+    "Extract {keys} from the user's message as JSON.", "You turn messages into JSON objects with {keys}.",
+    "Answer with a JSON object. Keys: {keys}.", "Read the user's text and return {keys} as JSON, nothing else.",
+    "For every message give {keys} in JSON.", "You are a parser. Output JSON with the fields {keys}.",
+    "The user sends a text. Reply only with JSON: {keys}.", "Convert each message to JSON with the keys {keys}.",
+)  # fmt: skip
+
+
+def _wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool) -> str:
+    if rng.random() < 0.1:
+        return pick(rng, _SYSTEM_ASKS).format(keys=_key_list(rng, wanted, typed)) + _THEN + text
+    if not typed and rng.random() < 0.2:
+        schema = pick(rng, (_blank, _listed, _listed))(rng, wanted)
+        return phrase(rng, pick(rng, _BLOCK_ASKS)).format(text=text, schema=schema)
+    return phrase(rng, pick(rng, _ASKS)).format(text=text, keys=_key_list(rng, wanted, typed))
+
+
+def _blank(rng: Random, wanted: list[Field]) -> str:
+    """An object to fill in."""
+    empty = pick(rng, ("...", "?", "<{n}>", ""))
+    return (
+        "{"
+        + ", ".join([f'"{f.name}": ' + (f'"{empty.format(n=f.name)}"' if empty != "..." else "...") for f in wanted])
+        + "}"
+    )
+
+
+def _listed(rng: Random, wanted: list[Field]) -> str:
+    form = pick(rng, ("- {n}", "* {n}", "{n}", "{i}. {n}", "- `{n}`", "{i}) {n}"))
+    return "\n".join([form.format(n=f.name, i=i) for i, f in enumerate(wanted, 1)])
 
 
 def _copied(field: Field, value: Any) -> str:

@@ -52,14 +52,14 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
     """All families; `doc_questions` asks about these paragraphs (documents.passages) besides invented ones."""
     questions = DocQuestions(passages)
     families = (
-        Family("add_sub", 0.08, 70, True, sample_add_sub, same_number),
-        Family("arithmetic", 0.07, 70, True, sample_arithmetic, same_number),
-        Family("word_problems", 0.13, 85, True, sample_word_problems, same_number),
-        Family("tool_call", 0.28, 440, True, sample_tool_call, same_calls),
-        Family("tools_multi", 0.15, 515, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.17, 190, True, sample_json_extract, same_object),
-        Family("doc_questions", 0.06, 130, True, questions, same_text),
-        Family("programs", 0.05, 65, True, sample_programs, same_result),
+        Family("add_sub", 0.05, 75, True, sample_add_sub, same_number),
+        Family("arithmetic", 0.09, 85, True, sample_arithmetic, same_number),
+        Family("word_problems", 0.15, 115, True, sample_word_problems, same_number),
+        Family("tool_call", 0.20, 440, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.14, 515, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.18, 190, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.11, 130, True, questions, same_text),
+        Family("programs", 0.07, 65, True, sample_programs, same_result),
         Family("chat", 0.01, 85, False, sample_chat, same_reply),
     )
     return {f.name: f for f in families}
@@ -137,13 +137,18 @@ def copy_baseline(problem: Problem) -> Answer:
 # ---- the training mix --------------------------------------------------------------------------------------------
 
 THINKING_SHARE: Final = 0.65
-JOINED_SHARE: Final = 0.12  # conversations of two or three problems
+JOINED_SHARE: Final = 0.14  # conversations of two or three problems
 SYSTEM_SHARE: Final = 0.15
 IDLE_TOOLS_SHARE: Final = 0.04  # problems that need no tool, with tools declared
 SYSTEM_PROMPTS: Final = (
     "You are a helpful assistant.", "You are kimi-nano.", "Answer briefly.", "Be concise.", "You are Kimi.",
     "You are a careful assistant. Check every step.", "Answer the question.", "You are kimi-nano, a small model.",
-    "Use the tools when they fit.", "You are a helpful assistant that answers in English.",
+    "Use the tools when they fit.", "You are a helpful assistant that answers in English.", "Think step by step.",
+    "You are an assistant in a shop.", "You help customers.", "You are a calculator.", "Be polite.", "Keep it short.",
+    "You are the assistant of a small company. Use the tools if you need them.", "Reply in plain text.",
+    "You help with travel plans.", "You work for a bank.", "You are a home assistant.", "You are a maths tutor.",
+    "You are an agent with tools. Call them when the user needs it.", "Answer only what is asked.",
+    "Today is Monday.", "The user is in Berlin.", "You are a friendly assistant called Nano.", "Do not guess.",
 )  # fmt: skip
 
 
@@ -157,17 +162,18 @@ def training_mix(rng: Random, families: Mapping[str, Family] = FAMILIES) -> Prob
     chosen = rng.choices(members, shares)[0]
     problem = chosen.sample(rng, "train", rng.random() < THINKING_SHARE)
     messages = problem.messages
-    if rng.random() < JOINED_SHARE:
+    instructed = messages[0]["role"] == "system"
+    if rng.random() < JOINED_SHARE and not instructed:
         earlier: tuple[dict[str, Any], ...] = ()
         for _ in range(1 if rng.random() < 0.7 else 2):
             before = chosen if rng.random() < 0.4 else rng.choices(members, shares)[0]
             turn = before.sample(rng, "train", rng.random() < THINKING_SHARE)
-            if not turn.tools:  # a conversation declares its tools once
+            if not turn.tools and turn.messages[0]["role"] != "system":  # a conversation declares its tools once
                 earlier += (*turn.messages, assistant(turn.reply))
         messages = earlier + messages
-    if rng.random() < SYSTEM_SHARE:
+    if rng.random() < SYSTEM_SHARE and not instructed:
         messages = ({"role": "system", "content": pick(rng, SYSTEM_PROMPTS)}, *messages)
     tools = problem.tools
     if not tools and rng.random() < IDLE_TOOLS_SHARE:
-        tools = shuffled(rng, others(rng, [], how_many(rng, "train"), False))
+        tools = shuffled(rng, others(rng, [], how_many(rng, "train"), "train"))
     return replace(problem, messages=messages, tools=tools)

@@ -1,8 +1,9 @@
 """One problem: a conversation up to the assistant's turn, the tools declared, and the turn that is expected.
 
 Which split a problem may belong to is decided by a hash of its key, never by its wording: one key in twenty is kept
-from training, half of them for `heldout` (drawn like training) and half for `structural` (drawn from what training
-never shows: unseen length pairs, wordings, tools, keys). Samplers draw until `partition(key)` is the split asked for.
+from training, half of them for `heldout` (plain wordings) and half for `structural` (drawn from what training never
+shows: unseen length pairs, wordings, tools, keys). Training has wider wordings besides the plain ones; `wide` has them
+with the keys of `heldout`. Samplers draw until `belongs(key, split)`.
 """
 
 import json
@@ -13,7 +14,7 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 SEED: Final = 20261121  # published: it decides which keys are held out, and is the default of every sampler
-SPLITS: Final = ("train", "heldout", "structural")
+SPLITS: Final = ("train", "heldout", "structural", "wide")
 HELD_OUT_SHARE: Final = 20  # one key in twenty
 
 T = TypeVar("T")
@@ -59,10 +60,20 @@ class Answer:
 
 
 def partition(key: tuple[Any, ...]) -> str:
-    """The only split in which a problem with this key may occur."""
+    """The split in which a problem with this key may occur; that of `heldout` may occur in `wide` too."""
     digest = blake2b(f"{SEED}:{key!r}".encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "big") % (2 * HELD_OUT_SHARE)
     return "heldout" if place == 0 else "structural" if place == 1 else "train"
+
+
+def belongs(key: tuple[Any, ...], split: str) -> bool:
+    """Whether a problem with this key may occur in the split."""
+    return partition(key) == ("heldout" if split == "wide" else split)
+
+
+def widely(split: str) -> bool:
+    """Whether the split's problems are worded widely (wordings.py, stories.py, records.py, catalog.py)."""
+    return split in ("train", "wide")
 
 
 def pick(rng: Random, choices: Sequence[T]) -> T:

@@ -11,7 +11,11 @@ from datetime import date, timedelta
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.problem import Answer, Problem, Reply, partition, pick, user
+from perilune.tasks.more_programs import KINDS, ORDINALS
+from perilune.tasks.pipelines import loop, pipeline
+from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.program_forms import MORE
+from perilune.tasks.wordings import bare, phrase
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Run = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -21,8 +25,24 @@ _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
-def _form(rng: Random, forms: Forms, new: bool, **words: Any) -> str:
-    return pick(rng, forms[1 if new else 0]).format(**words)
+def _form(rng: Random, forms: Forms, split: str, **words: Any) -> str:
+    if not widely(split):
+        return pick(rng, forms[1 if split == "structural" else 0]).format(**words)
+    form = pick(rng, _MORE_OF[forms] if rng.random() < 0.65 else forms[0])
+    return _asked(rng, form, tuple(map(bare, forms[1])), words)
+
+
+def _asked(rng: Random, form: str, kept: tuple[str, ...], words: dict[str, Any]) -> str:
+    """The form as people write it; a list without its brackets now and then. Code is left as it is."""
+    if any(mark in form for mark in ("(", "[", "*", "==")):
+        return form.format(**words)
+    if "x" in words and rng.random() < 0.45:
+        inside = str(words["x"])[1:-1]
+        head, _, tail = inside.rpartition(", ")
+        forms = (inside, inside, inside.replace(",", ""), f"{head} and {tail}", inside.replace(", ", ","),
+                 inside.replace(",", ";"), f"({inside})", f"{{{inside}}}")  # fmt: skip
+        words["x"] = pick(rng, forms)
+    return phrase(rng, form, kept).format(**words)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -45,26 +65,26 @@ def _indexed(letters: str) -> str:
     return "".join([f"{i}{c}" for i, c in enumerate(letters, 1)])
 
 
-def _reverse(rng: Random, new: bool, long: bool) -> Run:
+def _reverse(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     back = "".join([f"{i}{w[i - 1]}" for i in range(len(w), 0, -1)])
-    return ("reverse", w), _form(rng, _REVERSE, new, w=w), f"{_indexed(w)}\n{back}", w[::-1]
+    return ("reverse", w), _form(rng, _REVERSE, split, w=w), f"{_indexed(w)}\n{back}", w[::-1]
 
 
-def _alternate(rng: Random, new: bool, long: bool) -> Run:
+def _alternate(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     kept = "".join([f"{i}{w[i - 1]}" for i in range(1, len(w) + 1, 2)])
-    return ("alternate", w), _form(rng, _ALTERNATE, new, w=w), f"{_indexed(w)}\n{kept}", w[::2]
+    return ("alternate", w), _form(rng, _ALTERNATE, split, w=w), f"{_indexed(w)}\n{kept}", w[::2]
 
 
-def _upper(rng: Random, new: bool, long: bool) -> Run:
+def _upper(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
-    return ("upper", w), _form(rng, _UPPER, new, w=w), f"{_indexed(w)}\n{_indexed(w.upper())}", w.upper()
+    return ("upper", w), _form(rng, _UPPER, split, w=w), f"{_indexed(w)}\n{_indexed(w.upper())}", w.upper()
 
 
-def _length(rng: Random, new: bool, long: bool) -> Run:
+def _length(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
-    return ("length", w), _form(rng, _LENGTH, new, w=w), _indexed(w), str(len(w))
+    return ("length", w), _form(rng, _LENGTH, split, w=w), _indexed(w), str(len(w))
 
 
 def _counted(w: str, wanted: str) -> str:
@@ -75,25 +95,25 @@ def _counted(w: str, wanted: str) -> str:
     return f"{_indexed(w)}\n{trace}"
 
 
-def _count_letter(rng: Random, new: bool, long: bool) -> Run:
+def _count_letter(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     c = pick(rng, w) if rng.random() < 0.85 else pick(rng, _LETTERS)
-    return ("count", w, c), _form(rng, _COUNT, new, w=w, c=c), _counted(w, c), str(w.count(c))
+    return ("count", w, c), _form(rng, _COUNT, split, w=w, c=c), _counted(w, c), str(w.count(c))
 
 
-def _vowels(rng: Random, new: bool, long: bool) -> Run:
+def _vowels(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     n = sum(c in "aeiou" for c in w)
-    return ("vowels", w), _form(rng, _VOWELS, new, w=w), _counted(w, "aeiou"), str(n)
+    return ("vowels", w), _form(rng, _VOWELS, split, w=w), _counted(w, "aeiou"), str(n)
 
 
-def _initials(rng: Random, new: bool, long: bool) -> Run:
+def _initials(rng: Random, split: str, long: bool) -> Run:
     words = [
         pick(rng, PLAIN) if rng.random() < 0.7 else pick(rng, NAMES).lower() for _ in range(2 + int(rng.random() * 4))
     ]
     text = " ".join(words)
     trace = "\n".join([f"{w}: {w[0]}" for w in words])
-    return ("initials", text), _form(rng, _INITIALS, new, w=text), trace, "".join([w[0] for w in words])
+    return ("initials", text), _form(rng, _INITIALS, split, w=text), trace, "".join([w[0] for w in words])
 
 
 # ---- lists -------------------------------------------------------------------------------------------------------
@@ -108,7 +128,7 @@ def _shown(items: list[int]) -> str:
     return "[" + ", ".join(map(str, items)) + "]"
 
 
-def _sort(rng: Random, new: bool, long: bool) -> Run:
+def _sort(rng: Random, split: str, long: bool) -> Run:
     items, down = _items(rng, long), rng.random() < 0.35
     rest, lines = list(items), []
     while rest:
@@ -117,64 +137,64 @@ def _sort(rng: Random, new: bool, long: bool) -> Run:
         rest.remove(best)
     forms = _SORT_DOWN if down else _SORT
     answer = _shown(sorted(items, reverse=down))
-    return ("sort", down, *items), _form(rng, forms, new, x=_shown(items)), "\n".join(lines), answer
+    return ("sort", down, *items), _form(rng, forms, split, x=_shown(items)), "\n".join(lines), answer
 
 
-def _extreme(rng: Random, new: bool, long: bool) -> Run:
+def _extreme(rng: Random, split: str, long: bool) -> Run:
     items, largest = _items(rng, long), rng.random() < 0.5
     lines, best = [], items[0]
     for x in items:
         best = max(x, best) if largest else min(x, best)
         lines.append(f"{x}:{best}")
     forms = _MAXIMUM if largest else _MINIMUM
-    return ("extreme", largest, *items), _form(rng, forms, new, x=_shown(items)), "\n".join(lines), str(best)
+    return ("extreme", largest, *items), _form(rng, forms, split, x=_shown(items)), "\n".join(lines), str(best)
 
 
 def _numbered(items: list[int]) -> list[str]:
     return [f"{i}:{x}" for i, x in enumerate(items, 1)]
 
 
-def _reverse_list(rng: Random, new: bool, long: bool) -> Run:
+def _reverse_list(rng: Random, split: str, long: bool) -> Run:
     items = _items(rng, long)
     there = _numbered(items)
     trace = f"{','.join(there)}\n{','.join(there[::-1])}"
-    return ("reverse list", *items), _form(rng, _REVERSE_LIST, new, x=_shown(items)), trace, _shown(items[::-1])
+    return ("reverse list", *items), _form(rng, _REVERSE_LIST, split, x=_shown(items)), trace, _shown(items[::-1])
 
 
-def _every_second(rng: Random, new: bool, long: bool) -> Run:
+def _every_second(rng: Random, split: str, long: bool) -> Run:
     items = _items(rng, long)
     there = _numbered(items)
     trace = f"{','.join(there)}\n{','.join(there[::2])}"
-    return ("every second", *items), _form(rng, _SECOND, new, x=_shown(items)), trace, _shown(items[::2])
+    return ("every second", *items), _form(rng, _SECOND, split, x=_shown(items)), trace, _shown(items[::2])
 
 
-def _nth(rng: Random, new: bool, long: bool) -> Run:
+def _nth(rng: Random, split: str, long: bool) -> Run:
     items = _items(rng, long)
     n = 1 + int(rng.random() * len(items))
     trace = ",".join(_numbered(items))
     return (
         ("nth", n, *items),
-        _form(rng, _NTH, new, x=_shown(items), n=n),
+        _form(rng, _NTH, split, x=_shown(items), n=n, o=ORDINALS[n - 1]),
         f"{trace}\n{n}:{items[n - 1]}",
         str(items[n - 1]),
     )
 
 
-def _size(rng: Random, new: bool, long: bool) -> Run:
+def _size(rng: Random, split: str, long: bool) -> Run:
     items = _items(rng, long)
-    return ("size", *items), _form(rng, _SIZE, new, x=_shown(items)), ",".join(_numbered(items)), str(len(items))
+    return ("size", *items), _form(rng, _SIZE, split, x=_shown(items)), ",".join(_numbered(items)), str(len(items))
 
 
-def _above(rng: Random, new: bool, long: bool) -> Run:
+def _above(rng: Random, split: str, long: bool) -> Run:
     items, k = _items(rng, long), 10 + int(rng.random() * 80)
     lines, seen = [], 0
     for x in items:
         seen += x > k
         lines.append(f"{x}{'>' if x > k else '<' if x < k else '='}{k}:{seen}")
-    return ("above", k, *items), _form(rng, _ABOVE, new, x=_shown(items), k=k), "\n".join(lines), str(seen)
+    return ("above", k, *items), _form(rng, _ABOVE, split, x=_shown(items), k=k), "\n".join(lines), str(seen)
 
 
-def _unique(rng: Random, new: bool, long: bool) -> Run:
+def _unique(rng: Random, split: str, long: bool) -> Run:
     items = _items(rng, long, top=7)
     kept: list[int] = []
     lines = []
@@ -182,7 +202,7 @@ def _unique(rng: Random, new: bool, long: bool) -> Run:
         if x not in kept:
             kept.append(x)
         lines.append(f"{x}:{','.join(map(str, kept))}")
-    return ("unique", *items), _form(rng, _UNIQUE, new, x=_shown(items)), "\n".join(lines), _shown(kept)
+    return ("unique", *items), _form(rng, _UNIQUE, split, x=_shown(items)), "\n".join(lines), _shown(kept)
 
 
 # ---- dates -------------------------------------------------------------------------------------------------------
@@ -196,17 +216,17 @@ def _month_length(day: date) -> int:
     return (date(day.year + day.month // 12, day.month % 12 + 1, 1) - day.replace(day=1)).days
 
 
-def _days_after(rng: Random, new: bool, long: bool) -> Run:
+def _days_after(rng: Random, split: str, long: bool) -> Run:
     start, n = _day(rng), 1 + int(rng.random() * 28)
     end, total, length = start + timedelta(n), start.day + n, _month_length(start)
     lines = [f"{start.day}+{n}={total}", f"{start:%Y-%m} has {length}"]
     if total > length:
         lines.append(f"{total}-{length}={end.day}")
     lines.append(end.isoformat())
-    return ("days after", str(start), n), _form(rng, _AFTER, new, d=start, n=n), "\n".join(lines), end.isoformat()
+    return ("days after", str(start), n), _form(rng, _AFTER, split, d=start, n=n), "\n".join(lines), end.isoformat()
 
 
-def _between(rng: Random, new: bool, long: bool) -> Run:
+def _between(rng: Random, split: str, long: bool) -> Run:
     start = _day(rng)
     end = start + timedelta(1 + int(rng.random() * 60))
     lines, total, month = [], 0, start
@@ -225,10 +245,10 @@ def _between(rng: Random, new: bool, long: bool) -> Run:
             month += timedelta(length)
         lines.append(f"{end:%Y-%m} {end.day}: {total}+{end.day}={total + end.day}")
         total += end.day
-    return ("between", str(start), str(end)), _form(rng, _BETWEEN, new, d=start, e=end), "\n".join(lines), str(total)
+    return ("between", str(start), str(end)), _form(rng, _BETWEEN, split, d=start, e=end), "\n".join(lines), str(total)
 
 
-def _weekday(rng: Random, new: bool, long: bool) -> Run:
+def _weekday(rng: Random, split: str, long: bool) -> Run:
     first, n = int(rng.random() * 7), 1 + int(rng.random() * 34)
     rest, lines = n, []
     while rest >= 7:
@@ -239,7 +259,7 @@ def _weekday(rng: Random, new: bool, long: bool) -> Run:
     answer = _DAYS[(first + n) % 7]
     style = int(rng.random() * 60)  # so that there are enough different questions: the day's name of the date
     day = date(2024, 1, 1) + timedelta(style)
-    question = _form(rng, _WEEKDAY, new, w=_DAYS[first], n=n, d=f"{day:%d}".lstrip("0"), e=f"{day:%B}")
+    question = _form(rng, _WEEKDAY, split, w=_DAYS[first], n=n, d=f"{day:%d}".lstrip("0"), e=f"{day:%B}")
     return ("weekday", first, n, style), question, "\n".join(lines), answer
 
 
@@ -338,7 +358,14 @@ _WEEKDAY: Final[Forms] = (
     ("{e} {d} is a {w}. What day is it {n} days later?", "If {e} {d} is a {w}, which weekday is it in {n} days?"),
 )  # fmt: skip
 
-_KINDS: Final[tuple[Callable[[Random, bool, bool], Run], ...]] = (
+_MORE_OF: Final[dict[Forms, tuple[str, ...]]] = {
+    _REVERSE: MORE["reverse"], _ALTERNATE: MORE["alternate"], _UPPER: MORE["upper"], _LENGTH: MORE["length"],
+    _COUNT: MORE["count"], _VOWELS: MORE["vowels"], _INITIALS: MORE["initials"], _SORT: MORE["sort"],
+    _SORT_DOWN: MORE["sort down"], _MAXIMUM: MORE["max"], _MINIMUM: MORE["min"], _REVERSE_LIST: MORE["reverse list"],
+    _SECOND: MORE["second"], _NTH: MORE["nth"], _SIZE: MORE["size"], _ABOVE: MORE["above"], _UNIQUE: MORE["unique"],
+    _AFTER: MORE["after"], _BETWEEN: MORE["between"], _WEEKDAY: MORE["weekday"],
+}  # fmt: skip
+_KINDS: Final[tuple[Callable[[Random, str, bool], Run], ...]] = (
     _reverse, _reverse, _alternate, _upper, _length, _count_letter, _vowels, _initials, _sort, _sort, _extreme,
     _reverse_list, _every_second, _nth, _size, _above, _unique, _days_after, _between, _weekday,
 )  # fmt: skip
@@ -347,8 +374,15 @@ _KINDS: Final[tuple[Callable[[Random, bool, bool], Run], ...]] = (
 def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
-        key, question, trace, content = pick(rng, _KINDS)(rng, new, new and rng.random() < 0.5)
-        if partition(key) == split:
+        roll = rng.random() if widely(split) else 1.0
+        if roll < 0.2:
+            key, question, trace, content = (loop if roll < 0.05 else pipeline)(rng)
+        elif roll < 0.55:
+            kind, key, words, trace, content = pick(rng, KINDS)(rng)
+            question = _asked(rng, pick(rng, MORE[kind]), (), words)
+        else:
+            key, question, trace, content = pick(rng, _KINDS)(rng, split, new and rng.random() < 0.5)
+        if belongs(key, split):
             break
     reply = Reply(trace if thinking else "", content)
     return Problem("programs", split, key, (user(question),), reply, thinking=thinking)

@@ -12,7 +12,11 @@ from typing import Any, Final
 
 from perilune.tasks.calls import plain
 from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
-from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, pick, user
+from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.records import question as ask
+from perilune.tasks.records import record
+from perilune.tasks.reports import report
+from perilune.tasks.wordings import careless, phrase
 
 Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
 Asker = Callable[[Random, str, bool], Asked | None]  # None: this paragraph cannot be asked that
@@ -27,6 +31,16 @@ PROMPTS: Final = (
     "{p}\n\n{q}", "{p}\n\n{q}", "{p}\n\nQuestion: {q}", "Read this:\n{p}\n\n{q}", "{q}\n\n{p}",
     "Text:\n{p}\n\nQuestion: {q}",
     "Answer from the text.\n\n{p}\n\n{q}", "Documentation:\n{p}\n\n{q}", "\"{p}\"\n\n{q}",
+)  # fmt: skip
+_MORE_PROMPTS: Final = (
+    "{p} {q}", "{p}\n{q}", "{q}\n{p}", "{q} {p}", "Here is a text: {p}\n\n{q}", "{p}\n\nQ: {q}\nA:",
+    "I read this: \"{p}\" {q}", "Text: {p}\nQuestion: {q}\nAnswer:", "{q}\n\nText: {p}",
+    "Based on the text, {q}\n\n{p}",
+    "According to this paragraph: {p}\n\n{q}", "{p}\n\nMy question: {q}", "Someone wrote:\n{p}\n\n{q}",
+    "From the mail below: {q}\n\n{p}", "{p}\n---\n{q}", "Context: {p}\n\nQuestion: {q}", "{q} Here's the text: {p}",
+    "Please read: {p}\n\nNow tell me: {q}",
+    "Answer with a few words. {p} {q}", "Use only this text.\n\n{p}\n\n{q}", "Paragraph:\n{p}\n\n{q} Answer briefly.",
+    "{p}\n\n{q} Only the answer please.", "> {p}\n\n{q}",
 )  # fmt: skip
 _FORMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # question: (trained wordings, new ones)
     "signature": (
@@ -157,6 +171,52 @@ _ASKERS: Final[tuple[Asker, ...]] = (
 _MAX_PASSAGE: Final = 1600
 
 
+_AMOUNT: Final = re.compile("how (long|much|heavy|warm|far|big|high)|(what|how) "
+    ".*(cost|price|fare|rent|fee|salary|amount|weigh|temperature|paid|pay)|what is "
+    "(it|one)", re.IGNORECASE)  # fmt: skip
+
+
+def _with_unit(text: str, question: str, answer: str) -> str:
+    """12.50 -> 12.50 euros, if an amount is asked for and the text has it so."""
+    if not answer.replace(",", "").replace(".", "").isdigit() or not _AMOUNT.search(question):
+        return answer
+    found = re.search(
+        rf"\$?(?<![\d,.]){re.escape(answer)}( "
+        rf"(?:euros|dollars|EUR|USD|minutes|degrees|kg|km|nights|hours|kilograms|pages|GBP)\b)?",
+        text,
+    )
+    return found[0] if found else answer
+
+
+def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
+    """A question about a text of records.py; texts belong to splits by their hash, as paragraphs do."""
+    while True:
+        stated = record(rng, split == "wide" and rng.random() < 0.3)
+        if not belongs(passage_key(stated.text), split) or (asked := ask(rng, stated)) is None:
+            continue
+        question, slot, content = asked
+        if content in stated.text:
+            break
+    content = _with_unit(stated.text, question, content)
+    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
+    prompt = form.format(p=stated.text, q=careless(rng, question))
+    reply = Reply(f"{stated.found[slot][0].label}: {content}" if thinking else "", content)
+    return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
+
+
+def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
+    """A question about a paragraph of reports.py; the thought is the sentence that answers."""
+    while True:
+        made = report(rng)
+        if belongs(passage_key(made.text), split):
+            break
+    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
+    prompt = form.format(p=made.text, q=careless(rng, made.question))
+    key = (*passage_key(made.text), made.question)
+    reply = Reply(made.sentence if thinking else "", made.answer)
+    return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
+
+
 class DocQuestions:
     """Samples questions about the given paragraphs and about invented ones."""
 
@@ -169,19 +229,25 @@ class DocQuestions:
         self._given_share = min(0.6, len(self._passages["train"]) / 1000)
 
     def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
-        given, new = self._passages[split], split == "structural"
+        if widely(split):
+            roll = rng.random()
+            if roll < 0.7:
+                return (_about_record if roll < 0.3 else _about_report)(rng, split, thinking)
+        given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:
             if given and rng.random() < self._given_share:
                 text = pick(rng, given)
             else:
                 text = invented(rng, new)
-                if passage_split(text) != split:
+                if not belongs(passage_key(text), split):
                     continue
             asked = pick(rng, _ASKERS)(rng, text, new)
             if asked is not None:
                 break
         about, question, trace, content = asked
-        prompt = pick(rng, PROMPTS).format(p=text, q=question)
+        prompt = pick(rng, _MORE_PROMPTS if widely(split) and rng.random() < 0.5 else PROMPTS).format(
+            p=text, q=question
+        )
         reply = Reply(trace if thinking else "", content)
         key = (*passage_key(text), *about)
         return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)

@@ -7,7 +7,7 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.calls import plain
-from perilune.tasks.problem import Answer, Problem, Reply, partition, pick, user
+from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user
 from perilune.tasks.words import CITIES, NAMES, PLAIN
 
 ABILITIES: Final = (
@@ -67,7 +67,7 @@ def sample_chat(rng: Random, split: str, thinking: bool) -> Problem:
         if text[-1] not in ".?!":
             text += pick(rng, _AFTER)
         key = ("chat", text)
-        if partition(key) == split:
+        if belongs(key, split):
             break
     return Problem("chat", split, key, (user(text),), Reply(thought if thinking else "", content), thinking=thinking)
 

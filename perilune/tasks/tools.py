@@ -2,7 +2,7 @@
 
 Verbs come in classes of equal meaning; a request may use another verb of the class than the tool's name. No other
 tool of a prompt has both the class and the noun of the one that is meant, but some share one of the two. Some tools
-have a name that says nothing and are recognised by their description.
+have a name that says nothing and are recognised by their description. In training many tools come from catalog.py.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks import catalog
 from perilune.tasks.fields import Field, fields, named, said, value, written
-from perilune.tasks.problem import SEED, ToolCall, pick
+from perilune.tasks.problem import SEED, ToolCall, pick, widely
+from perilune.tasks.wordings import bare, phrase
 from perilune.tasks.words import NEW_NOUNS, NOUNS, invents_more, made_up
 
 VERBS: Final = (
@@ -45,9 +47,30 @@ NEW_REQUESTS: Final = (
     "Now I want to {v} the {n}{c}.",
 )  # fmt: skip
 # For the first class of verbs, without a verb; the need is then "get".
-QUESTIONS: Final = ("What is the {n}{c}?", "What's the {n}{c}?", "Tell me the {n}{c}.", "How is the {n}{c}?", "{n}{c}?")
+QUESTIONS: Final = ("What is the {n}{c}?", "What's the {n}{c}?", "Tell me the {n}{c}.", "How is the {n}{c}?",
+    "{n}{c}?")  # fmt: skip
+# Without the tool's verb, by class of verbs; the need is then the class's first verb.
+INDIRECT: Final[dict[int, tuple[str, ...]]] = {
+    0: ("I'd like to know the {n}{c}.", "Let me see the {n}{c}.", "What about the {n}{c}?", "Do you have the {n}{c}?",
+        "Give me the {n}{c}.", "I need the {n}{c}.", "Can I have the {n}{c}?", "How does the {n} look{c}?",
+        "What do you know about the {n}{c}?",
+        "I'm interested in the {n}{c}.", "I wonder about the {n}{c}.", "Is there a {n}{c}?", "What {n} do we have{c}?",
+        "Where can I find the {n}{c}?"),
+    1: ("I need a new {n}{c}.", "There should be a {n}{c}.", "We need a {n}{c}.", "Set up a {n}{c}.",
+        "A new {n} please{c}.", "Save a {n}{c}.", "I'd like to have a new {n}{c}.", "Please put in a {n}{c}."),
+    2: ("Get rid of the {n}{c}.", "I don't need the {n}{c} any more.", "The {n} can go{c}.", "Take the {n} out{c}.",
+        "We no longer want the {n}{c}.", "Clear the {n}{c}.", "Throw away the {n}{c}."),
+    3: ("The {n} needs new data{c}.", "The {n} is wrong{c}, correct it.", "Set the {n}{c}.", "Correct the {n}{c}.",
+        "The {n} should be different{c}."),
+    4: ("Pass on the {n}{c}.", "The {n} has to go out{c}.", "Get the {n} out{c}.", "Let them have the {n}{c}."),
+    5: ("Which {n}s are there{c}?", "Show all {n}s{c}.", "Give me every {n}{c}.", "I want to see all the {n}s{c}."),
+    8: ("I want a {n}{c}.", "Get me a {n}{c}.", "Hold a {n}{c}."),
+    9: ("How many {n}s are there{c}?", "What is the number of {n}s{c}?"),
+}  # fmt: skip
+_KEPT: Final = tuple([bare(form.split("{v}")[0]) for form in NEW_REQUESTS])
 _OPENINGS: Final = (" with ", " with the ", ", ", " for ", ": ", " using ", " where the ", " - ")
-_CLAUSES: Final = ("{l} {s}", "{l} {s}", "{l} {s}", "{l}: {s}", "{l} = {s}", "{l} set to {s}", "{l} is {s}")
+_CLAUSES: Final = ("{l} {s}", "{l} {s}", "{l} {s}", "{l}: {s}", "{l} = {s}", "{l} set to {s}",
+    "{l} is {s}")  # fmt: skip
 _NATURAL: Final[dict[str, tuple[str, ...]]] = {
     "city": (" in {s}", " for {s}", " of {s}"), "location": (" in {s}", " at {s}"), "place": (" in {s}", " at {s}"),
     "town": (" in {s}",), "destination": (" to {s}",), "origin": (" from {s}",), "recipient": (" to {s}",),
@@ -64,7 +87,11 @@ _NATURAL: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared."""
+    """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared.
+
+    `entry`: where it comes from if it is one of the catalog, whose verbs need not have a class (then `verbs` is -1);
+    `iso`: its dates must be YYYY-MM-DD.
+    """
 
     name: str
     verbs: int
@@ -73,11 +100,13 @@ class Tool:
     required: tuple[Field, ...]
     optional: tuple[Field, ...]
     spec: dict[str, Any]
+    entry: catalog.Entry | None = None
+    iso: bool = False
 
 
-def tool(rng: Random, new: bool, *, verbs: int | None = None, noun: str | None = None, plain: bool = False) -> Tool:
+def tool(rng: Random, split: str, *, verbs: int | None = None, noun: str | None = None, plain: bool = False) -> Tool:
     """A random tool. `plain`: short, for prompts that declare many."""
-    r = rng.random
+    r, new = rng.random, split == "structural"
     if verbs is None:
         verbs = pick(rng, _CLASSES)
     verb = pick(rng, VERBS[verbs])
@@ -99,7 +128,10 @@ def tool(rng: Random, new: bool, *, verbs: int | None = None, noun: str | None =
     described = 0.0 if plain else 0.3
     function: dict[str, Any] = {"name": name}
     if named_by_nothing or r() < (0.3 if plain else 0.65):
-        function["description"] = pick(rng, _DESCRIPTIONS).format(v=verb, V=verb.capitalize(), n=noun)
+        forms = _MORE_DESCRIPTIONS.get(verbs, ())
+        form = pick(rng, forms if forms and widely(split) and r() < 0.5 else _DESCRIPTIONS)
+        label = chosen[0].label
+        function["description"] = form.format(v=verb, V=verb.capitalize(), n=noun, N=noun.capitalize(), p=label)
     function["parameters"] = {
         "type": "object",
         "properties": {f.name: f.schema(rng, described) for f in chosen},
@@ -112,6 +144,19 @@ _DESCRIPTIONS: Final = (
     "{V} the {n}", "{V} a {n}", "{V} the {n}.", "{V} {n}", "Use this to {v} the {n}", "Tool to {v} the {n}.",
     "{V} the {n} of a user",
 )  # fmt: skip
+_MORE_DESCRIPTIONS: Final[dict[int, tuple[str, ...]]] = {  # by class of verbs; {p} is a parameter's label
+    0: ("Current {n}", "Current {n} by {p}", "Returns the {n}", "Returns the {n} for a {p}",
+        "Information about the {n}", "{N} lookup", "{N} by {p}", "Gives access to the {n}", "Details of a {n}",
+        "The {n} as it is now", "Gets {n} data"),
+    1: ("Creates a new {n}", "Adds a {n} to the system", "Makes a {n}", "Sets up a {n} with the given {p}", "New {n}",
+        "Saves a new {n}", "Used to put a {n} into the system"),
+    2: ("Deletes a {n}", "Removes the {n} for good", "Takes a {n} away", "Erases the {n} with the given {p}",
+        "{N} removal"),
+    3: ("Changes a {n}", "Updates the data of a {n}", "Edits an existing {n}", "Sets new values of the {n}",
+        "{N} update"),
+    4: ("Sends the {n} to somebody", "Delivers a {n}", "Hands the {n} on by mail", "{N} delivery"),
+    5: ("All {n}s", "Lists every {n}", "Overview of {n}s", "Shows all {n}s of a {p}"),
+}  # fmt: skip
 
 
 def _by_name(field: Field) -> str:
@@ -128,29 +173,59 @@ def random_noun(rng: Random, new: bool) -> str:
     return noun if roll < 0.75 or " " in noun else f"{noun} {pick(rng, NOUNS).split('_')[0]}"
 
 
-@lru_cache(maxsize=4)
-def _pool(plain: bool, new: bool) -> tuple[Tool, ...]:
+@lru_cache(maxsize=6)
+def _pool(plain: bool, split: str) -> tuple[Tool, ...]:
     """Tools that stand by while another one is meant; making them anew each time would take most of the time."""
-    rng = Random(f"{SEED}:tools:{plain}:{new}")
-    return tuple([tool(rng, new, plain=plain) for _ in range(600 if new else 5000)])
+    new = split == "structural"
+    rng = Random(f"{SEED}:tools:{plain}:{split if widely(split) else new}")
+    return tuple([tool(rng, split, plain=plain) for _ in range(600 if new else 5000)])
 
 
-def others(rng: Random, targets: list[Tool], count: int, new: bool) -> list[Tool]:
+def catalog_tool(rng: Random, entry: catalog.Entry | None = None) -> Tool:
+    """One of the catalog's tools, under one of its names."""
+    entry = entry or pick(rng, catalog.ENTRIES)
+    name = pick(rng, entry.names) if rng.random() < 0.5 else entry.names[0]
+    if rng.random() < 0.12:
+        name = named(name.replace("_", " "), camel=True)
+    iso = rng.random() < 0.4
+    required, optional = catalog.declared_fields(entry)
+    verbs = next((i for i, known in enumerate(VERBS) if entry.verb in known), -1)
+    spec = catalog.specification(rng, entry, name, iso)
+    return Tool(name, verbs, entry.verb, entry.noun, tuple(required), tuple(optional), spec, entry, iso)
+
+
+@lru_cache(maxsize=1)
+def _catalog_pool() -> tuple[Tool, ...]:
+    rng = Random(f"{SEED}:catalog")
+    return tuple([catalog_tool(rng, entry) for entry in catalog.ENTRIES for _ in range(25)])
+
+
+def others(rng: Random, targets: list[Tool], count: int, split: str) -> list[Tool]:
     """More tools for a prompt, none of which could be meant by a request for one of `targets`, some close to it."""
     taken = {t.name for t in targets}
     meant = {(t.verbs, t.noun) for t in targets}
     plain = count > 7
-    pool, new_pool = _pool(plain, False), _pool(plain, True)
+    new, wide = split == "structural", widely(split)
+    pool, new_pool = _pool(plain, "train" if wide else "heldout"), _pool(plain, "structural")
+    known = 0.0 if not wide else 0.65 if any(t.entry for t in targets) else 0.12
+    nouns = {t.noun for t in targets}
     found: list[Tool] = []
     while len(found) < count:
+        if wide and rng.random() < known:
+            one = pick(rng, _catalog_pool())
+            if one.name not in taken and one.noun not in nouns:
+                taken.add(one.name)
+                nouns.add(one.noun)
+                found.append(one)
+            continue
         near = pick(rng, targets) if targets and rng.random() < 0.25 else None
-        half_new = new and rng.random() < 0.5
+        kind = split if not new else "structural" if rng.random() < 0.5 else "heldout"
         if near is None:
-            one = pick(rng, new_pool if half_new else pool)
-        elif rng.random() < 0.5:
-            one = tool(rng, half_new, noun=near.noun, plain=plain)
+            one = pick(rng, new_pool if kind == "structural" else pool)
+        elif rng.random() < 0.5 or near.verbs < 0:
+            one = tool(rng, kind, noun=near.noun, plain=plain)
         else:
-            one = tool(rng, half_new, verbs=near.verbs, plain=plain)
+            one = tool(rng, kind, verbs=near.verbs, plain=plain)
         if one.name not in taken and (one.verbs, one.noun) not in meant:
             taken.add(one.name)
             found.append(one)
@@ -165,7 +240,7 @@ def confusable(one: Tool, other: Tool) -> bool:
 def how_many(rng: Random, split: str) -> int:
     """How many tools a prompt declares: 5 to 8 mostly, up to 15, in training sometimes fewer."""
     roll = rng.random()
-    if roll < 0.14 and split == "train":
+    if roll < 0.14 and widely(split):
         return 1 + int(rng.random() * 4)
     return 5 + int(rng.random() * 4) if roll < 0.94 else 9 + int(rng.random() * 7)
 
@@ -197,21 +272,44 @@ class Request:
         return "\n".join(lines)
 
 
-def request(rng: Random, tool: Tool, new: bool) -> Request:
+def request(rng: Random, tool: Tool, split: str) -> Request:
     """A request for the tool with random values for its required and some of its optional parameters."""
+    if tool.entry:
+        return _everyday(tool, rng, catalog.asked(rng, tool.entry, tool.iso))
     given = (*tool.required, *[f for f in tool.optional if rng.random() < 0.5])
     arguments = {f.name: value(rng, f) for f in given}
-    return worded(rng, tool, arguments, new)
+    return worded(rng, tool, arguments, split)
 
 
-def worded(rng: Random, tool: Tool, arguments: dict[str, Any], new: bool) -> Request:
+def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
+    form, shown, arguments = asked
+    text = phrase(rng, form, _KEPT).format(**shown)
+    return Request(tool, text, f"{tool.verb} {tool.noun}", ToolCall(tool.name, arguments))
+
+
+def together(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
+    """One sentence that asks for several calls of a catalog's tool, and the requests it stands for."""
+    if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso)) is None:
+        return None
+    asked, calls = made
+    text = _everyday(tool, rng, asked).text
+    need = f"{tool.verb} {tool.noun}"
+    return text, [Request(tool, text, need, ToolCall(tool.name, arguments)) for arguments in calls]
+
+
+def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Request:
     verb = tool.verb if rng.random() < 0.6 else pick(rng, VERBS[tool.verbs])
     mentioned = [f for f in (*tool.required, *tool.optional) if f.name in arguments]
     rng.shuffle(mentioned)
-    if tool.verbs == 0 and rng.random() < 0.25:
+    new, wide = split == "structural", widely(split)
+    if wide and tool.verbs in INDIRECT and rng.random() < 0.3:
+        verb, form = VERBS[tool.verbs][0], pick(rng, INDIRECT[tool.verbs])
+    elif tool.verbs == 0 and rng.random() < 0.25:
         verb, form = "get", pick(rng, QUESTIONS)
     else:
         form = pick(rng, NEW_REQUESTS if new and rng.random() < 0.5 else REQUESTS)
+    if wide and rng.random() < 0.5:
+        form = phrase(rng, form, _KEPT)
     text = form.format(v=verb, n=tool.noun, c=_clauses(rng, mentioned, arguments))
     return Request(tool, text[0].upper() + text[1:], f"{verb} {tool.noun}", ToolCall(tool.name, arguments))
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from perilune.tasks.arithmetic import Tokens, number, solve, solve_trace
-from perilune.tasks.problem import Problem, Reply, partition, pick, user
+from perilune.tasks.arithmetic import Tokens, drawn_numbers, solve, solve_trace
+from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.stories import Story, other, people, wide
+from perilune.tasks.wordings import numeral, phrase
 from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, invents_more, made_up
-
-Story = tuple[str, str, str]  # pattern of the expression, text, unit of the answer
 
 STARTS: Final = (
     "{n} has {a} {o}.", "{n} had {a} {o}.", "{n} starts with {a} {o}.", "{n} owns {a} {o}.", "{n} collects {a} {o}.",
@@ -130,32 +130,40 @@ def _told(rng: Random, new: bool) -> Story:
 _KINDS: Final[tuple[Callable[[Random, bool], Story], ...]] = (_changes, _told)
 
 
-def _numbers(rng: Random, pattern: str) -> dict[str, int]:
-    drawn = {}
-    for c in pattern:
-        if c.isalpha() and c not in drawn:
-            drawn[c] = 2 + int(rng.random() * 8) if c == "k" else max(2, number(rng, pick(rng, (1, 2, 2, 2, 3, 3))))
-    return drawn
-
-
 def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
-    new = split == "structural"
+    new, words = split == "structural", {}
     while True:
-        pattern, text, unit = pick(rng, _KINDS)(rng, new)
-        numbers = _numbers(rng, pattern)
+        wider = widely(split) and rng.random() < 0.7
+        if wider:
+            words = _words(rng, new)
+            pattern, text, unit = wide(rng, words["o"])
+        else:
+            pattern, text, unit = pick(rng, _KINDS)(rng, new)
+        numbers = {c: n if c == "k" else max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
         tokens: Tokens = [numbers.get(c, c) for c in pattern]
         solved = solve(tokens)
         if solved is None:
             continue
         value, steps = solved
         key = ("expression", "".join(map(str, tokens)))
-        if partition(key) == split:
+        if belongs(key, split):
             break
-    words = _words(rng, new)
-    question = text.format(**numbers, **words)
-    content = f"{value} {unit.format(**words)}"
+    words = _worded(rng, words) if wider else _words(rng, new)
+    if widely(split):
+        shown = {c: numeral(rng, n, 0.08) for c, n in numbers.items()}
+        question = phrase(rng, text, asking=0.0).format(x=2 + int(rng.random() * 40), **shown | words)
+        question = question[0].upper() + question[1:] if wider and rng.random() < 0.9 else question
+    else:
+        question = text.format(**numbers, **words)
+    content = f"{value} {unit.format(**words)}".strip()
     reply = Reply(solve_trace(steps) if thinking else "", content)
     return Problem("word_problems", split, key, (user(question),), reply, thinking=thinking)
+
+
+def _worded(rng: Random, words: dict[str, str]) -> dict[str, str]:
+    """The words of a story of stories.py: as `words`, with pronouns."""
+    said, _ = people(rng, words["n"])
+    return words | said | {"m": other(rng, words["m"], said["h"]), "q": words["p"]}
 
 
 def _words(rng: Random, new: bool) -> dict[str, str]:

@@ -18,10 +18,10 @@ from perilune.evals.evaluate import HELD_OUT, STRUCTURAL
 from perilune.tasks.families import FAMILIES
 from perilune.tasks.problem import HELD_OUT_SHARE, SEED
 from runs.kimi_nano.data import LONGEST, TEXT_SHARE
+from runs.kimi_nano.state import TRAINING_FILE
 
 Row = dict[str, Any]
 
-TRAINING_FILE = "training.json"
 CARD_FILE = "README.md"
 SPLITS = {HELD_OUT: "in-distribution", STRUCTURAL: "structural"}
 TOGETHER = ("commit", "date", "seed", "max_tokens", "torch", "gpu")  # what the rows of one evaluation have in common
@@ -93,7 +93,7 @@ The vocabulary of {vocabulary:,} tokens was learnt from the same data. No sample
 longer contexts work, but nothing was learnt about them.
 
 ## Training
-
+{before}
 {steps:,} steps of {batch:,} tokens, {tokens:.2f} billion in all, of which {learnt:.2f} billion were predicted (the
 assistant's last turn, and plain text), in {minutes:.0f} minutes on one {device}, torch {torch}, seed {data_seed}. Muon
 and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward pass, gradients straight through. To
@@ -118,7 +118,10 @@ def weights_hash(model: Path) -> str:
 
 
 def training(log: Path, model: Path) -> Row:
-    """What a training log says of the weights in `model`; a resumed run's last start and stop count."""
+    """What a training log says of the weights in `model`; a resumed run's last start and stop count.
+
+    "before" is the same of the weights that the training began with, if it did not begin from nothing.
+    """
     try:
         kinds = {row["kind"]: row for row in map(json.loads, log.read_text().splitlines())}
         start, stop, corpus, score = (kinds[kind] for kind in ("start", "stop", "corpus", "score"))
@@ -128,11 +131,13 @@ def training(log: Path, model: Path) -> Row:
         raise SystemExit(f"{log} is not the log of a whole training: {e}") from e
     if not stop["finished"]:
         raise SystemExit(f"{log} is of an unfinished training: go on with --resume")
+    before = kinds.get("before")
     return {
         "weights_sha256": weights_hash(model),
         **{key: start[key] for key in ("parameters", "device", "torch")},
         "vocabulary": start["shape"]["vocab_size"],
         "seed": start["options"]["seed"],
+        "mix": start["mix"],
         "tokens_per_step": start["options"]["tokens"],
         "steps": stop["step"],
         "tokens": stop["tokens"],
@@ -142,6 +147,7 @@ def training(log: Path, model: Path) -> Row:
         "text_tokens": corpus["tokens"] + corpus["held_out"],
         "doc_questions": score["exact"]["doc_questions/thinking"],
         "doc_questions_count": start["options"]["score_count"],
+        **({"before": before | {"kind": "training"}} if before else {}),
     }
 
 
@@ -215,9 +221,20 @@ This was measured from outside the project on {OUTSIDE["date"]}; the problems ar
 """
 
 
+def stages(trained: Row) -> str:
+    """What came before the last training, if it did not begin from nothing."""
+    if not (before := trained.get("before")):
+        return ""
+    steps, batch, tokens, minutes = (before[key] for key in ("steps", "tokens_per_step", "tokens", "minutes"))
+    return (
+        f"\nIn two stages. First, from nothing: {steps:,} steps of {batch:,} tokens, {tokens / 1e9:.2f} billion in\n"
+        f"all, in {minutes:.0f} minutes. Then, from those weights (experts dequantised), with wider wordings:"
+    )
+
+
 def card(trained: Row, rows: Sequence[Row]) -> str:
-    total = sum(f.weight for f in FAMILIES.values())
-    families = [f"  - {name}, {100 * f.weight / total:.0f} %: {SKILLS[name]}" for name, f in FAMILIES.items()]
+    mix = trained["mix"]
+    families = [f"  - {name}, {100 * share / sum(mix.values()):.0f} %: {SKILLS[name]}" for name, share in mix.items()]
     return CARD.format(
         parameters=trained["parameters"],
         device=trained["device"],
@@ -225,6 +242,7 @@ def card(trained: Row, rows: Sequence[Row]) -> str:
         vocabulary=trained["vocabulary"],
         data_seed=trained["seed"],
         batch=trained["tokens_per_step"],
+        before=stages(trained),
         steps=trained["steps"],
         tokens=trained["tokens"] / 1e9,
         learnt=trained["tokens_learnt"] / 1e9,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from perilune.tasks.documents import BUILT_IN, passages
+from perilune.tasks.documents import BUILT_IN, docstrings, passages
 from perilune.tasks.families import Family, build_families, learn_words, training_mix
 from perilune.tasks.problem import Problem, assistant
 from perilune.text.chat import ChatTemplate, Special, next_tool_index
@@ -155,9 +155,9 @@ def kept_passages(run: Path) -> list[str]:
     return found
 
 
-def save_passages(run: Path, files: Sequence[Path]) -> int:
-    """Keeps the documentation's paragraphs for `families`; returns their number."""
-    found = passages(files)
+def save_passages(run: Path, files: Sequence[Path], library: Sequence[Path]) -> int:
+    """Keeps the paragraphs of documentation files and of the library's docstrings for `families`; their number."""
+    found = [*passages(files), *docstrings(library)]
     partial = run / f".{PASSAGES_FILE}"
     partial.write_text(json.dumps(found))
     partial.replace(run / PASSAGES_FILE)

@@ -94,7 +94,7 @@ def main() -> None:
     codec = Codec(args.model)
     model = read_back(args.model).to(args.device).cast(torch.bfloat16 if args.device == "cuda" else torch.float32)
     rows = []
-    for split in ("heldout", "structural", "train"):
+    for split in ("heldout", "structural", "wide", "train"):
         for mode in MODES:
             if time.monotonic() - began > args.finish_after:
                 print(f"out of time: {split} {mode} and what follows are not scored", flush=True)

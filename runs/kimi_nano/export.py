@@ -18,9 +18,10 @@ from perilune.formats import int4
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
+from runs.kimi_nano.card import training
 from runs.kimi_nano.model import KimiNano, Shape, int4_grid
 from runs.kimi_nano.optim import is_expert
-from runs.kimi_nano.state import CHECKPOINT, Progress, load
+from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, Progress, load
 
 PREFIX = "language_model."
 SHARD_BYTES = 14_000_000
@@ -180,6 +181,12 @@ def main() -> None:
     if not (args.run / CHECKPOINT).is_file():
         parser.error(f"{args.run} has no {CHECKPOINT}: train first, python -m runs.kimi_nano.train --out {args.run}")
     progress = export(args.run, args.out)
+    try:
+        trained = training(args.run / LOG_FILE, args.out)
+    except SystemExit as e:
+        print(f"no {TRAINING_FILE} beside the weights: {e}")
+    else:
+        (args.out / TRAINING_FILE).write_text(json.dumps(trained, indent=2) + "\n")
     size = sum(f.stat().st_size for f in args.out.iterdir())
     print(json.dumps({"kind": "export", "out": str(args.out), "bytes": size, "step": progress.step}))
 

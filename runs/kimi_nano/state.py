@@ -19,6 +19,8 @@ from runs.kimi_nano.model import KimiNano, Shape
 from runs.kimi_nano.optim import Optimizer
 
 CHECKPOINT = "checkpoint.safetensors"
+LOG_FILE = "log.jsonl"
+TRAINING_FILE = "training.json"  # beside exported weights: what the training logs say of them (card.py)
 
 
 @dataclass

@@ -1,14 +1,20 @@
-"""Trains kimi-nano from nothing: python -m runs.kimi_nano.train --out runs/out/kimi_nano --minutes 17
+"""Trains kimi-nano: python -m runs.kimi_nano.train --out runs/out/kimi_nano --minutes 17
 
 Makes the vocabulary and the plain-text corpus when the directory has none, then trains on freshly generated problems.
 The learning rate warms up, stays, and falls linearly to zero over the last 40 % of the schedule. Progress is elapsed
 training time over --minutes (so that it always ends in time) or, with --steps, a count of steps (so that a run can be
 repeated exactly). `checkpoint.safetensors` is written whole, then renamed; --resume goes on from it, elapsed time kept.
-Before the fall begins, a resumed run may be given another end. Each line of `log.jsonl`, printed too, is a JSON record.
+Before the fall begins, a resumed run may be given another end.
+
+--from MODEL begins with an exported checkpoint's weights (experts dequantised) and its vocabulary instead of random
+ones; the learning rate then warms up anew and falls to zero along a cosine. Each line of
+`log.jsonl`, printed too, is a JSON record.
 """
 
 import argparse
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perilune.tasks.families import FAMILIES
 from runs.kimi_nano import tokenizer as vocabulary
 from runs.kimi_nano.attention import WAYS, Packed
 from runs.kimi_nano.data import (
@@ -34,9 +41,10 @@ from runs.kimi_nano.data import (
     texts,
 )
 from runs.kimi_nano.evaluate import cells_of, score
+from runs.kimi_nano.export import read_back
 from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled
 from runs.kimi_nano.optim import Optimizer
-from runs.kimi_nano.state import CHECKPOINT, Progress, progress_of, restore, save
+from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, Progress, progress_of, restore, save
 
 WARMUP, FALL = 150, 0.4
 BALANCE = 1e-3  # step of the routers' biases
@@ -54,6 +62,7 @@ class Options:
     finish_after: float = 0.0  # > 0: the schedule ends this many seconds after the process began, instead of minutes
     resume: bool = False
     prepare_only: bool = False
+    model: Path | None = None  # an exported checkpoint to begin with
     device: str = "cuda"
     tokens: int = 131072
     rate: float = 2e-3
@@ -80,21 +89,25 @@ class Log:
         print(line, flush=True)
 
 
-def rate_at(progress: float, step: int) -> float:
+def rate_at(progress: float, step: int, cosine: bool = False) -> float:
     """Share of the peak learning rate: `progress` 0..1 of the schedule, `step` from 0."""
-    return min((step + 1) / WARMUP, 1.0, max((1.0 - progress) / FALL, 0.0))
+    fall = 0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)) if cosine else max((1.0 - progress) / FALL, 0.0)
+    return min((step + 1) / WARMUP, 1.0, fall)
 
 
 def prepare(options: Options, log: Log) -> None:
     """Vocabulary and corpus, unless the directory has them."""
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
+    if options.model and not options.resume:
+        for name in (vocabulary.VOCABULARY_FILE, vocabulary.CONFIG_FILE):
+            shutil.copyfile(options.model / name, out / name)
     if (out / CORPUS_FILE).is_file():
         return
     begin = time.monotonic()
-    documentation = documentation_files(options.docs)
-    plain = texts([*library_files(), *documentation])
-    kept = save_passages(out, documentation)
+    library, documentation = library_files(), documentation_files(options.docs)
+    plain = texts([*library, *documentation])
+    kept = save_passages(out, documentation, library)
     if not (out / vocabulary.VOCABULARY_FILE).is_file():
         make_vocabulary(
             out, options.seed, plain, problems=options.problems,
@@ -156,17 +169,20 @@ def text_loss(model: KimiNano, way: str, ids: Tensor, limit: int = 65536) -> flo
 def train(options: Options, began: float) -> Progress:
     """Runs the schedule, or the part of it until --pause-after; `began` is the process's start, time.monotonic()."""
     options.out.mkdir(parents=True, exist_ok=True)
-    log = Log(options.out / "log.jsonl")
+    log = Log(options.out / LOG_FILE)
     prepare(options, log)
     if options.prepare_only:
         return Progress()
     torch.manual_seed(options.seed)
     device, s, codec = options.device, options.shape, Codec(options.out)
+    begun = read_back(options.model) if options.model else None
+    if begun is not None:
+        s = begun.s
     if codec.tokenizer.vocab_size != s.vocab_size:
         raise SystemExit(f"{options.out} has a vocabulary of {codec.tokenizer.vocab_size} tokens, not {s.vocab_size}")
     progress = progress_of(options.out / CHECKPOINT) if options.resume else Progress()
     data = iter(loader(Blocks(options.out, options.seed, options.tokens, progress.step), options.workers))
-    model = KimiNano(s).to(device)
+    model = (begun or KimiNano(s)).to(device)
     optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # masters from weights not yet rounded
     model.cast(torch.bfloat16 if device == "cuda" else torch.float32)
     if options.resume:
@@ -174,6 +190,8 @@ def train(options: Options, began: float) -> Progress:
     optimizer.publish()
     way, reason = choose_attention(options.attention, device, s)
     blocks = compiled() if options.compile else EAGER
+    if options.model and (options.model / TRAINING_FILE).is_file():
+        log("before", **json.loads((options.model / TRAINING_FILE).read_text()))
     corpus = Corpus.load(options.out / CORPUS_FILE)
     apart = torch.from_numpy(corpus.held_out.astype("int32"))
     cells = cells_of(options.out, options.score_count) if options.score_count else {}
@@ -182,6 +200,7 @@ def train(options: Options, began: float) -> Progress:
         device=torch.cuda.get_device_name() if device == "cuda" else device, attention=way, reason=reason,
         seconds=round(time.monotonic() - began, 1),
         options={k: v for k, v in vars(options).items() if isinstance(v, int | float | str)}, shape=asdict(s),
+        mix={f.name: f.weight for f in FAMILIES.values()},
     )  # fmt: skip
 
     total_seconds = options.minutes * 60
@@ -203,7 +222,7 @@ def train(options: Options, began: float) -> Progress:
         block = next(data)
         waited += time.monotonic() - asked
         loss, count = backward(model, block, device, WAYS[way], blocks)
-        share = rate_at(done, progress.step)
+        share = rate_at(done, progress.step, cosine=options.model is not None)
         norm = optimizer.step(options.rate * share, progress.step + 1)
         optimizer.publish()
         for router in model.routers():
@@ -289,6 +308,7 @@ def parse() -> Options:
     add("--steps", type=int, default=0, help="length of the schedule in steps, instead of --minutes")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--finish-after", type=float, default=0.0, help="schedule ends so many seconds after the start (0: --minutes)")
+    add("--from", type=Path, dest="model", metavar="MODEL", help="directory of an exported checkpoint to begin with")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--prepare-only", action="store_true", help="make the vocabulary and the corpus, then leave")
     add("--device", choices=("cuda", "cpu"), default=defaults.device, help="where to train")
@@ -308,6 +328,8 @@ def parse() -> Options:
         parser.error("no CUDA device here: give --device cpu")
     if args.resume and not (args.out / CHECKPOINT).is_file():
         parser.error(f"--resume needs {args.out / CHECKPOINT}, which is not there: leave --resume out to begin anew")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--from {args.model} is no checkpoint: it has no config.json")
     values = vars(args)
     values["muon"] = values.pop("optimizer") == "muon"
     return Options(**values)

@@ -387,8 +387,8 @@ def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
         found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
         return found
 
-    made = run("collect", "--out", str(corpus), "--rows", "3", "--forced", "--workers", "0")
-    assert made["rows"] <= 3 and made["answer_tokens"] > 10
+    made = run("collect", "--out", str(corpus), "--rows", "9", "--forced", "--workers", "0")
+    assert made["rows"] <= 9 and made["answer_tokens"] > 10
     trained = run(
         "train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1",
         "--aux-layers", "1,3,4", "--intermediate-size", "448", "--unroll", "1",

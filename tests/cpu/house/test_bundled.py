@@ -79,6 +79,7 @@ def test_the_card_has_the_figures_of_other_wordings_and_their_source() -> None:
 def test_only_the_log_of_a_finished_training_makes_a_card(tmp_path: Path) -> None:
     start = {
         "kind": "start", "parameters": 5, "device": "D", "torch": "2", "shape": {"vocab_size": 7},
+        "mix": {"add_sub": 1.0},
         "options": {"seed": 1, "tokens": 10, "score_count": 4},
     }  # fmt: skip
     corpus = {"kind": "corpus", "texts": 3, "tokens": 90, "held_out": 10}
@@ -92,6 +93,12 @@ def test_only_the_log_of_a_finished_training_makes_a_card(tmp_path: Path) -> Non
     write(corpus, start, stop | {"finished": False, "step": 1}, start, stop, score)
     made = training(log, tmp_path)
     assert (made["steps"], made["minutes"], made["text_tokens"], made["tokens_learnt"]) == (2, 1.5, 100, 9)
+    assert "before" not in made
+    before = {"kind": "before", "steps": 7000, "tokens_per_step": 10, "tokens": 70_000, "minutes": 13.5}
+    write(corpus, before, start, stop, score)
+    assert training(log, tmp_path)["before"]["steps"] == 7000
+    said = cards.card(json.loads((NANO / TRAINING_FILE).read_text()) | {"before": before}, newest(LEDGER))
+    assert "First, from nothing: 7,000 steps of 10 tokens" in said
     write(corpus, start, score, stop | {"finished": False})
     with pytest.raises(SystemExit, match="unfinished"):
         training(log, tmp_path)

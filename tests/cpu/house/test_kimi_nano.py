@@ -1,6 +1,7 @@
 """kimi-nano's trainer: packing, decoding, resuming and export compute the same thing in every form they come in."""
 
 import itertools
+import json
 import random
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
+from perilune.tasks import words
 from perilune.tasks.families import check, problems, training_mix
 from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import train as trainer
@@ -23,7 +25,7 @@ from runs.kimi_nano.evaluate import parse_answer
 from runs.kimi_nano.export import export, read_back
 from runs.kimi_nano.model import KimiNano, Shape, int4_grid, route
 from runs.kimi_nano.optim import Optimizer, is_expert, orthogonalise
-from runs.kimi_nano.state import CHECKPOINT, load
+from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, load
 from runs.kimi_nano.tokenizer import count, learn
 from runs.kimi_nano.train import Options, rate_at, train
 
@@ -39,6 +41,12 @@ def options(out: Path, **changes: object) -> Options:
     return Options(out, **(fixed | changes))
 
 
+@pytest.fixture(autouse=True)
+def no_words_are_left_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks learn words for the whole process, and other tests expect the problems of a fresh one."""
+    monkeypatch.setattr(words, "_learnt", ())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four steps."""
@@ -46,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = sorted(Path(trainer.__file__).parent.glob("*.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "library_files", lambda: files)
+        patch.setattr(words, "_learnt", ())
         train(options(out), time.monotonic())
     return out
 
@@ -137,6 +146,8 @@ def test_published_weights_are_what_is_served() -> None:
 def test_schedule() -> None:
     assert rate_at(0.0, 0) < 0.01 and rate_at(0.3, 1000) == 1.0 and rate_at(0.6, 1000) == 1.0
     assert rate_at(0.8, 1000) == pytest.approx(0.5) and rate_at(1.0, 1000) == 0.0
+    assert rate_at(0.0, 0, cosine=True) < 0.01 and rate_at(0.5, 1000, cosine=True) == pytest.approx(0.5)
+    assert 0.85 < rate_at(0.25, 1000, cosine=True) < 0.86 and rate_at(1.0, 1000, cosine=True) == 0.0
 
 
 def test_blocks_learn_only_the_last_turn(run: Path) -> None:
@@ -194,6 +205,27 @@ def test_resumed_run_equals_an_uninterrupted_one(run: Path, tmp_path: Path) -> N
     (_, first, whole), (_, second, parts) = load(run / CHECKPOINT), load(tmp_path / CHECKPOINT)
     assert first.step == second.step == 4 and whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_training_goes_on_from_an_export(run: Path, tmp_path: Path) -> None:
+    """The weights, the vocabulary and the shape are the export's; a resumed part keeps its own."""
+    model, out = tmp_path / "model", tmp_path / "second"
+    export(run, model, shard_bytes=100_000)
+    (model / TRAINING_FILE).write_text(json.dumps({"steps": 4}))
+    before = read_back(model).state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "library_files", lambda: sorted(Path(trainer.__file__).parent.glob("*.py")))
+        train(options(out, model=model, rate=0.0, decay=0.0, steps=2, shape=Shape()), time.monotonic())
+        shape, progress, tensors = load(out / CHECKPOINT)
+        assert shape == SMALL and progress.step == 2
+        for name, weight in before.items():
+            if not name.endswith("e_score_correction_bias"):
+                assert torch.equal(tensors[f"master.{name}"], weight), name
+        train(options(out, model=model, resume=True, steps=3), time.monotonic())
+    assert load(out / CHECKPOINT)[1].step == 3
+    rows = [json.loads(line) for line in (out / LOG_FILE).read_text().splitlines()]
+    assert [row["steps"] for row in rows if row["kind"] == "before"] == [4, 4]
+    assert (out / "tiktoken.model").read_bytes() == (run / "tiktoken.model").read_bytes()
 
 
 def test_export_is_served_as_trained(run: Path, tmp_path: Path) -> None:

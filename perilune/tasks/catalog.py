@@ -1,0 +1,278 @@
+"""Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
+
+data/catalog.txt has a block per tool: `# verb noun | other names | descriptions`, then `= parameter kind descriptions`
+(`!` after a required one; kinds are those of records.py and of this file, or a list of choices with commas), then
+`- request`. A request gives the parameters that it has in braces; `[name=value]` at its end gives one that is implied.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.fields import Field
+from perilune.tasks.problem import pick
+from perilune.tasks.records import Shown, iso_of, lines
+from perilune.tasks.records import drawn as drawn_for_record
+from perilune.tasks.wordings import in_words
+from perilune.tasks.words import NAMES, any_word, listed, made_up
+
+_PLACE: Final = re.compile(r"\{(\w+)\}")
+_IMPLIED: Final = re.compile(r" \[(\w+)=(true|false)\]$")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    kind: str
+    required: bool
+    choices: tuple[str, ...]
+    descriptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tool of the catalog. `requests`: wording, its parameters in order, those only implied."""
+
+    verb: str
+    noun: str
+    names: tuple[str, ...]
+    descriptions: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    requests: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...]
+
+
+def _entry(block: str) -> Entry:
+    head, *lines = [line for line in block.split("\n") if line]
+    title, names, descriptions = head.split(" | ")
+    verb, noun = title.split(" ")
+    parameters, requests = [], []
+    for line in lines:
+        if line[0] == "=":
+            name, kind, *said = line[2:].split(" ", 2)
+            choices = tuple(kind.split(",")) if "," in kind else ()
+            parameters.append(
+                Parameter(
+                    name.rstrip("!"), kind, name.endswith("!"), choices, tuple(said[0].split("|")) if said else ()
+                )
+            )
+        else:
+            implied = _IMPLIED.search(line)
+            text = _IMPLIED.sub("", line[2:])
+            given = {implied[1]: implied[2] == "true"} if implied else {}
+            requests.append((text, tuple(_PLACE.findall(text)), given))
+    known = (f"{verb}_{noun}", *names.split(","))
+    return Entry(
+        verb.replace("_", " "),
+        noun.replace("_", " "),
+        known,
+        tuple(descriptions.split("|")),
+        tuple(parameters),
+        tuple(requests),
+    )
+
+
+ENTRIES: Final = tuple(_entry(block) for block in lines("catalog.txt").split("# ")[1:])
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+_MESSAGES: Final = (
+    "I'm running late", "see you at noon", "the meeting is cancelled", "happy birthday", "thank you for everything",
+    "call me back", "dinner is ready", "I will be there soon", "good luck", "where are you",
+    "the key is under the mat", "we won",
+    "please bring the documents", "I am on my way", "buy milk", "have a nice weekend", "I cannot come today",
+    "the train is delayed", "good morning", "where is the station", "the bill is attached", "can we talk tomorrow",
+    "I found your phone",
+    "the dog is fine", "let's meet at the park", "we need more time", "how are you", "I love this place",
+    "the car is ready", "sorry I missed you",
+)  # fmt: skip
+_CURRENCIES: Final = {"USD": "dollars", "EUR": "euros", "GBP": "pounds", "JPY": "yen", "CHF": "francs",
+    "INR": "rupees", "CAD": "Canadian dollars", "SEK": "Swedish kronor", "PLN": "zloty", "CNY": "yuan",
+    "AUD": "Australian dollars", "MXN": "Mexican pesos"}  # fmt: skip
+_UNITS: Final = listed("""
+        miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours
+        minutes acres yards cups
+    """)  # fmt: skip
+_BROKEN: Final = ("the {t} is broken", "the {t} does not start", "the {t} crashes", "I cannot log in to the {t}",
+    "the {t} is slow", "the {t} shows an error", "my {t} is gone", "the {t} makes a noise")  # fmt: skip
+_THINGS: Final = listed("""
+        printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
+    """)  # fmt: skip
+_ACCOUNTS: Final = ("savings", "checking", "business", "joint", "holiday", "salary", "credit card", "travel",
+    "main")  # fmt: skip
+_DOORS: Final = ("front", "back", "garage", "cellar", "garden", "side", "balcony", "kitchen")
+_ROOMS: Final = ("the kitchen", "the living room", "the bedroom", "the bathroom", "the office", "the hall",
+    "the garage", "the cellar", "the attic", "the nursery", "the dining room", "the guest room")  # fmt: skip
+_DAYS: Final = ("tomorrow", "today", "Monday", "Tuesday", "Friday", "next Monday", "Saturday", "Sunday")  # fmt: skip
+_ERRANDS: Final = ("call {n}", "buy {o}", "pay the rent", "water the plants", "pick up {n}", "take out the rubbish",
+    "feed the cat", "renew the passport", "book the train", "wash the car", "send the {o}", "visit {n}",
+    "clean the {o}", "take my pills", "back up the laptop", "return the {o}")  # fmt: skip
+_COMMANDS: Final = ("ls -la", "git status", "df -h", "npm install", "pytest -x", "make test", "uptime", "whoami",
+    "docker ps", "cargo build", "git pull", "free -m", "pip list", "ls {w}", "echo {w}", "python {w}.py",
+    "cat {w}.log")  # fmt: skip
+
+
+def _message(rng: Random) -> str:
+    if rng.random() < 0.6:
+        return pick(rng, _MESSAGES)
+    return pick(rng, ("the {} is {}", "bring the {} and the {}", "no {} without {}", "{} or {}", "I like {} and {}",
+        "we are out of {} and {}")).format(any_word(rng), any_word(rng))  # fmt: skip
+
+
+def _currency(rng: Random, first: bool) -> Shown:
+    code = pick(
+        rng,
+        tuple(_CURRENCIES)[:6] if first else tuple(_CURRENCIES)[6:] if rng.random() < 0.4 else tuple(_CURRENCIES)[1:5],
+    )
+    return code, _CURRENCIES[code] if rng.random() < 0.4 else code
+
+
+def _count(rng: Random, high: int) -> Shown:
+    n = 2 + int(rng.random() * (high - 1))
+    return n, in_words(n) if rng.random() < 0.25 and n < 30 else str(n)
+
+
+def _date(rng: Random) -> Shown:
+    return (day := pick(rng, _DAYS), day) if rng.random() < 0.3 else drawn_for_record(rng, "date")
+
+
+def _text(draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
+    def both(rng: Random) -> Shown:
+        text = draw(rng)
+        return text, text
+
+    return both
+
+
+_MINUTES: Final = ("00", "15", "30", "45", "10", "20", "05")
+_DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
+    "message": _text(_message),
+    "first": _text(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng,
+        (*NAMES, "mum", "dad", "my boss", "my sister"))),
+    "cur": lambda rng: _currency(rng, True), "cur2": lambda rng: _currency(rng, False),
+    "unit": _text(lambda rng: pick(rng, _UNITS[:9])), "unit2": _text(lambda rng: pick(rng, _UNITS[9:])),
+    "count1": lambda rng: _count(rng, 14), "count": lambda rng: _count(rng, 100),
+    "minutes": lambda rng: _count(rng, 90), "date": _date,
+    "clock24": _text(lambda rng: f"{int(rng.random() * 24):02d}:{pick(rng, _MINUTES)}"),
+    "broken": _text(lambda rng: pick(rng, _BROKEN).format(t=pick(rng,
+        _THINGS) if rng.random() < 0.6 else made_up(rng))),
+    "account": _text(lambda rng: pick(rng, _ACCOUNTS)), "door": _text(lambda rng: pick(rng, _DOORS)),
+    "place": _text(lambda rng: pick(rng, _ROOMS)),
+    "noun": _text(any_word), "errand": _text(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
+        o=any_word(rng))),
+    "path": _text(lambda rng: pick(rng, ("{a}.txt", "/tmp/{a}", "{a}/{b}.py", "notes/{a}.md", "/home/{a}/{b}.csv",
+        "{a}.json", "docs/{a}.pdf", "/var/log/{a}.log", "src/{a}.rs")).format(a=any_word(rng), b=any_word(rng))),
+    "command": _text(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
+    "bool": lambda rng: (rng.random() < 0.5, ""),
+}  # fmt: skip
+_WHOLE: Final = frozenset(listed("count1 count minutes small big degrees year size hours"))
+
+
+def _drawn(rng: Random, p: Parameter) -> Shown:
+    if p.choices:
+        chosen = pick(rng, p.choices)
+        return chosen, chosen.capitalize() if rng.random() < 0.2 and p.name == "unit" else chosen
+    return _DRAW[p.kind](rng) if p.kind in _DRAW else drawn_for_record(rng, p.kind)
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+
+def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
+    """Required and optional parameters, each by name."""
+    found: tuple[list[Field], list[Field]] = ([], [])
+    for p in sorted(entry.parameters, key=lambda p: p.name):
+        kind = (
+            "choice"
+            if p.choices
+            else "flag"
+            if p.kind == "bool"
+            else "small"
+            if p.kind in _WHOLE
+            else "decimal"
+            if p.kind == "money"
+            else "title"
+        )
+        found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, p.choices))
+    return found
+
+
+def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, Any]:
+    """The tool as declared: described mostly, and its parameters now and then. `iso`: dates must be YYYY-MM-DD."""
+    properties = {}
+    described = pick(rng, (0.0, 0.3, 0.9))
+    for p in entry.parameters:
+        one = next(f for group in declared_fields(entry) for f in group if f.name == p.name)
+        schema = one.schema(rng, 0.0)
+        if iso and p.kind == "date":
+            schema["description"] = pick(
+                rng, ("YYYY-MM-DD", "Date as YYYY-MM-DD", "ISO date, YYYY-MM-DD", f"{p.descriptions[0]}, YYYY-MM-DD")
+            )
+        elif p.descriptions and rng.random() < described:
+            schema["description"] = pick(rng, p.descriptions)
+        properties[p.name] = schema
+    function: dict[str, Any] = {"name": name}
+    if rng.random() < 0.9:
+        function["description"] = pick(rng, entry.descriptions)
+    must = [p.name for p in entry.parameters if p.required]
+    function["parameters"] = {"type": "object", "properties": properties, "required": must}
+    return {"type": "function", "function": function}
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+Asked = tuple[str, dict[str, str], dict[str, Any]]  # the wording, what fills its places, the arguments  # fmt: skip
+
+
+def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
+    """A request for the tool; arguments in the order of the declaration that callers see (required first)."""
+    form, places, implied = pick(rng, entry.requests)
+    shown: dict[str, str] = {}
+    values: dict[str, Any] = dict(implied)
+    by_name = {p.name: p for p in entry.parameters}
+    for name in places:
+        while True:
+            value, text = _drawn(rng, by_name[name])
+            if by_name[name].kind == "date" and iso:
+                if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+                    break
+                if (converted := iso_of(text)) is None:
+                    continue
+                value = converted
+            if value not in values.values() or not isinstance(value, str):
+                break
+        values[name], shown[name] = value, text
+    return form, shown, _ordered(entry, values)
+
+
+def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for group in declared_fields(entry) for f in group if f.name in values}
+
+
+_SHARED: Final = frozenset(listed("""
+        city first person email code path company team noun dish product topic lang cur2 account place errand weekday
+    """))  # fmt: skip
+
+
+def asked_together(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, list[dict[str, Any]]] | None:
+    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"); None if it cannot be said."""
+    form, shown, arguments = asked(rng, entry, iso)
+    names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
+    if not names:
+        return None
+    name = pick(rng, names)
+    parameter = next(p for p in entry.parameters if p.name == name)
+    values = {shown[name]: arguments[name]}
+    for _ in range(20):
+        if len(values) == count:
+            break
+        value, text = _drawn(rng, parameter)
+        if value not in arguments.values() and value not in values.values():
+            values[text] = value
+    if len(values) < count:
+        return None
+    texts = list(values)
+    join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
+    shown[name] = ", ".join(texts[:-1]) + join + texts[-1]
+    return (form, shown, arguments), [_ordered(entry, arguments | {name: value}) for value in values.values()]

@@ -1,0 +1,164 @@
+"""How people put a request: politeness, openings and ends, careless spelling, numbers in words.
+
+`phrase` works on the form of a request, before values are filled in, so that no value is ever misspelt. A form is
+plain text with `{name}` places. Forms kept from training are never made: a phrase that would begin with one is not
+used.
+"""
+
+import re
+from functools import lru_cache
+from random import Random
+from typing import Final
+
+from perilune.tasks.problem import pick
+
+# Before and after any request.
+_BEFORE: Final = (
+    "Hi, ", "Hi! ", "Hello, ", "Hello! ", "Hey, ", "hey ", "Hey there, ", "Good morning! ", "Good evening, ",
+    "Dear assistant, ", "Quick question: ", "One question: ", "A question: ", "Excuse me, ", "Sorry to bother you, ",
+    "ok, ", "Ok so ", "So, ", "Right, ", "Well, ", "Now, ", "Next: ", "Also, ", "Question: ", "Task: ", "Hmm, ",
+    "I need some help. ", "Help me please. ", "Can you help me? ", "Could you help me with this? ", "I am stuck. ",
+    "My homework says: ", "My son asks: ", "Just checking: ", "For my records: ", "This is urgent. ", "Morning, ",
+    "Hi there! ", "Hey kimi, ", "Quickly: ", "I was wondering: ", "Tell me, ", "Be so kind: ", "Be quick: ",
+    "I'm in a hurry. ", "Let's see. ", "First of all, ", "No long talk please. ", "Small favour: ", "pls ", "yo, ",
+)  # fmt: skip
+_AFTER: Final = (
+    " Thanks!", " Thanks.", " Thank you!", " Thank you very much.", " thanks", " thx", " Thanks a lot!", " Cheers!",
+    " Many thanks.", " Thanks in advance.", " Please.", " please", " Please be quick.", " It is urgent.", " asap",
+    " Take your time.", " I need it today.", " I am in a hurry.", " No explanation needed.", " Just the answer.",
+    " Only the answer, please.", " Please be careful.", " Please check it twice.", " I would be grateful.", " :)",
+    " That would help me a lot.", " I am not sure myself.", " Best regards, Tom", "\n\nThanks\nAnna", " Cheers, Max",
+    " I cannot do it in my head.", " Nothing else.", " ok?", " Appreciate it.", " If you can.", " ty", " Ta!",
+)  # fmt: skip
+# Sentences that do not matter.
+_CHATTER: Final = (
+    "I'm at work right now.", "My phone is almost dead.", "It has been a long day.", "I hope you are well.",
+    "We are moving house this week.", "My sister told me to ask you.", "I never was good at this.",
+    "The children are asleep already.",
+    "I have been thinking about it all morning.", "We are planning a trip.", "I'm writing this on the train.",
+    "My boss needs it by five.", "There is so much to do today.", "I asked my colleague but no one knew.",
+    "It's for a school project.",
+    "I just got back from lunch.", "My husband thinks I'm wrong.", "We had a little argument about it.",
+    "I want to be sure.", "I lost my calculator.", "I'm new here.", "This is my first time here.",
+    "I'm helping a friend.", "It is for the office.",
+    "I need to know it before the meeting.", "The weather is awful here.", "My dog is barking, sorry.",
+    "I'm cooking at the same time.", "I'm not in the mood for long answers.", "I promised to sort this out today.",
+    "It keeps bothering me.", "Long story short.",
+    "You helped me last week as well.", "I'd rather do it today than tomorrow.", "We are a small team.",
+    "I tried it twice already.", "I keep getting different results.", "It's nothing urgent.", "It is getting late.",
+    "I've got five minutes.",
+)  # fmt: skip
+# Before an imperative ("add 3 and 4"), the first letter made small.
+_ASKING: Final = (
+    "Please {}", "please {}", "Can you {}?", "Could you {}?", "Would you {}?", "Can you please {}?", "can u {}",
+    "Would you please {}?", "Could you kindly {}?", "Kindly {}", "I'd like you to {}", "I want you to {}",
+    "Would you mind helping me to {}?", "Would you be able to {}?", "Go ahead and {}", "You should {}", "Help me to {}",
+    "I need you to please {}", "Let's {}", "Is it possible to {}?", "Try to {}", "pls {}", "{} please", "{}, please",
+    "{} for me", "{} for me please", "{}, would you?", "{}, thanks", "{} now", "My boss wants me to {}",
+    "I have to {}", "I must {}", "I was asked to {}", "I'm trying to {}", "Could you possibly {}?", "just {}",
+)  # fmt: skip
+_PLACE: Final = re.compile(r"\{[^}]*\}")
+_WORD: Final = re.compile(r"(?<![\w{\"'`])[A-Za-z]{4,}(?![\w}\"'`])")
+_NEAR: Final = dict(zip("abcdefghijklmnopqrstuvwxyz", "svxsdfghujklnbipqeftyicysx"))
+_ONES: Final = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
+    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]  # fmt: skip
+_TENS: Final = ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+@lru_cache(maxsize=65536)
+def bare(form: str) -> str:
+    """A form without punctuation and capitals, to compare forms by."""
+    return " ".join(re.sub(r"[?.!,:;]", " ", form.lower()).split())
+
+
+def typo(rng: Random, form: str) -> str:
+    """One word of four letters or more misspelt by one edit; places and quoted words stay as they are."""
+    found = [m.span() for m in _WORD.finditer(form) if not m[0].isupper()]
+    if not found:
+        return form
+    begin, end = pick(rng, found)
+    at, how = begin + 1 + int(rng.random() * (end - begin - 2)), rng.random()
+    if how < 0.35:  # two letters in the wrong order
+        return form[:at] + form[at + 1] + form[at] + form[at + 2 :]
+    if how < 0.6:  # one missing
+        return form[:at] + form[at + 1 :]
+    if how < 0.8:  # one twice
+        return form[:at] + form[at] + form[at:]
+    return form[:at] + _NEAR.get(form[at], "e") + form[at + 1 :]  # the key beside it
+
+
+def small(text: str) -> str:
+    """The first letter made small, unless it is the word I or a capitalised abbreviation."""
+    if text[:2] in ("I ", "I'") or text[:2].isupper():
+        return text
+    return text[:1].lower() + text[1:]
+
+
+def careless(rng: Random, form: str) -> str:
+    """Now and then without capitals or punctuation, or with a misspelt word."""
+    roll = rng.random()
+    if roll < 0.14:
+        form = "".join([p if p.startswith("{") else p.lower() for p in re.split(r"(\{[^}]*\})", form)])
+    if 0.07 < roll < 0.2:
+        form = re.sub(r"[,.!?]+(?=\s|$)", "", form)
+    if roll > 0.88:
+        form = typo(rng, form)
+        if roll > 0.985:
+            form = typo(rng, form)
+    elif roll > 0.86 and form[-1:] in ".?":
+        form = form[:-1] + pick(rng, ("", "??", "!", " ?", "...", "?!"))
+    return form
+
+
+def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0.25) -> str:
+    """A form as people write it. `kept`: forms, `bare`, that it must not begin with; then it stays as it is.
+
+    `asking` is the share of imperatives (forms that begin with a verb and end with a full stop) made polite.
+    """
+    made = form
+    roll = rng.random()
+    if roll < asking and form[-1:] == "." and "?" not in form and ". " not in form and form[:1].isalpha():
+        made = pick(rng, _ASKING).replace("{}", small(form[:-1]))
+        made = made[0].upper() + made[1:] if roll < 0.8 * asking else made
+        if kept and bare(made).startswith(kept):
+            made = form
+    roll = rng.random()
+    if roll < 0.16:
+        made = pick(rng, _BEFORE) + (small(made) if roll < 0.08 else made)
+    if roll < 0.04 or roll > 0.88:
+        made += pick(rng, _AFTER)
+    roll = rng.random()
+    if roll < 0.09 and made[:1].isalpha():
+        made = f"{pick(rng, _CHATTER)} {made[0].upper() + made[1:]}"
+        made = f"{pick(rng, _CHATTER)} {made}" if roll < 0.02 else made
+    elif roll < 0.12 and made[-1:] in ".?!":
+        made = f"{made} {pick(rng, _CHATTER)}"
+    made = careless(rng, made)
+    return form if kept and bare(made).startswith(kept) else made
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def in_words(number: int, joined: str = " and ", hyphen: str = "-") -> str:
+    """0 to 999,999 in English words: 345 -> three hundred and forty-five."""
+    if number < 20:
+        return _ONES[number]
+    if number < 100:
+        return _TENS[number // 10] + (hyphen + _ONES[number % 10] if number % 10 else "")
+    if number < 1000:
+        rest = number % 100
+        return f"{_ONES[number // 100]} hundred" + (joined + in_words(rest, joined, hyphen) if rest else "")
+    rest = number % 1000
+    head = f"{in_words(number // 1000, joined, hyphen)} thousand"
+    return head + ((joined if rest < 100 else " ") + in_words(rest, joined, hyphen) if rest else "")
+
+
+def numeral(rng: Random, number: int, words: float = 0.06) -> str:
+    """A whole number as people write it: in digits mostly, at the share `words` in words, long ones with a comma."""
+    roll = rng.random()
+    if number >= 1000 and roll > 0.88:
+        return f"{number:,}"
+    if roll >= words or number < 0 or number > 999_999:
+        return str(number)
+    return in_words(number, " and " if roll < words / 2 else " ", "-" if roll < 0.8 * words else " ")

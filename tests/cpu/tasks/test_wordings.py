@@ -1,0 +1,171 @@
+"""Wide wordings: forms keep their places, values stay as they are, what texts state and ask for is really there."""
+
+import json
+import random
+import re
+
+import pytest
+
+from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings
+from perilune.tasks.families import FAMILIES, check, problems
+from perilune.tasks.fields import NEW_BASES
+from perilune.tasks.problem import answer_of, partition
+from perilune.tasks.programs import sample_programs
+from perilune.tasks.words import NEW_NOUNS
+
+EVALUATED = [name for name, family in FAMILIES.items() if family.evaluated]
+
+
+def places(form: str) -> list[str]:
+    return sorted(re.findall(r"\{(\w+)\}", form))
+
+
+def test_phrases_keep_their_places_and_never_begin_with_a_kept_form() -> None:
+    rng = random.Random(1)
+    kept = tuple(map(wordings.bare, arithmetic.NEW_ADD_FORMS))
+    changed = 0
+    for form in forms.MORE_ADD + arithmetic.ADD_FORMS:
+        assert not wordings.bare(form).startswith(kept), form
+        for _ in range(60):
+            made = wordings.phrase(rng, form, kept)
+            changed += made != form
+            assert places(made) == places(form), (form, made)
+            assert not wordings.bare(made).startswith(kept), made
+    assert changed > 1000
+    assert any("{a}" in wordings.phrase(rng, "Find {a} plus {b}.") for _ in range(9))
+
+
+def test_numbers_in_words() -> None:
+    said = {0: "zero", 17: "seventeen", 40: "forty", 45: "forty-five", 300: "three hundred",
+            345: "three hundred and forty-five", 1000: "one thousand", 1005: "one thousand and five",
+            21_340: "twenty-one thousand three hundred and forty"}  # fmt: skip
+    assert {n: wordings.in_words(n) for n in said} == said
+    assert wordings.in_words(345, " ", " ") == "three hundred forty five"
+    assert len({wordings.in_words(n) for n in range(5000)}) == 5000
+    rng = random.Random(2)
+    assert {wordings.numeral(rng, 1250) for _ in range(300)} >= {"1250", "1,250"}
+
+
+def test_quotients_are_worked_from_the_left() -> None:
+    assert arithmetic.divide_trace(94, 2).split("\n") == ["94/2", "b9a4", "b9/2=4r1", "a14/2=7r0", "b4a7", "=47"]
+    assert arithmetic.solve([84, "/", 4]) is not None
+    assert arithmetic.solve([85, "/", 4]) is None and arithmetic.solve([84, "/", 12]) is None
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_wide_problems_have_the_keys_of_held_out_ones(name: str) -> None:
+    for p in problems(name, "wide", 60, thinking=True):
+        key = p.key[:2] if name == "doc_questions" else p.key
+        assert p.split == "wide" and partition(key) == "heldout"
+        assert p.reply.reasoning and check(p, answer_of(p.reply))
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "word_problems"])
+def test_wide_answers_are_pythons_and_their_numbers_are_in_the_text(name: str) -> None:
+    asked = [p for p in problems(name, "wide", 250, thinking=False) if p.key[0] == "expression"]
+    assert len(asked) > 150
+    for p in asked:
+        assert int(re.findall(r"-?\d+", p.reply.content)[-1]) == eval(p.key[1]), p
+        text = p.messages[0]["content"].lower().replace(",", "")
+        for n in map(int, re.findall(r"\d+", p.key[1])):
+            said = {wordings.in_words(n, joined, hyphen) for joined in (" and ", " ") for hyphen in "- "}
+            assert n in (2, 3) or str(n) in text or any(s in text for s in said), (n, text)  # "double", "half"
+
+
+def test_records_state_what_they_say_and_no_key_means_two_values() -> None:
+    rng = random.Random(3)
+    for _ in range(800):
+        stated = records.record(rng, new=False)
+        for slot, (field, value, shown) in stated.found.items():
+            if stated.kind.slots[slot].kind != "flag":
+                assert shown in stated.text, (stated.text, shown)
+            assert not any(field.name in stated.kind.slots[s].keys for s in stated.found if s != slot)
+            if isinstance(value, int) and not isinstance(value, bool):
+                assert shown in (str(value), f"{value:,}", wordings.in_words(abs(value)))
+    assert records.iso_of("3 May 2024") == records.iso_of("May 3rd, 2024") == "2024-05-03"
+    assert records.iso_of("May 3") is None and records.iso_of("2024-05-03") is None
+
+
+def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
+    for kind in (*records.KINDS, *records.NEW_KINDS):
+        for sentence, slots in kind.sentences:
+            assert set(slots) <= set(kind.slots), (kind.name, sentence)
+    known = {(kind.name, slot) for kind in records.KINDS for slot in kind.slots}
+    assert set(records._ASKED) <= known
+    rng = random.Random(4)
+    asked = [records.question(rng, stated) for stated in (records.record(rng, new=False) for _ in range(300))]
+    assert sum(a is not None and "{" not in a[0] for a in asked) > 250
+
+
+def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
+    assert len(catalog.ENTRIES) > 80
+    for entry in catalog.ENTRIES:
+        required = {p.name for p in entry.parameters if p.required}
+        for text, given, implied in entry.requests:
+            assert required <= {*given, *implied} <= {p.name for p in entry.parameters}, text
+    rng = random.Random(5)
+    for entry in catalog.ENTRIES:
+        form, shown, arguments = catalog.asked(rng, entry, iso=True)
+        assert all(shown[name] in form.format(**shown) for name in shown) and set(shown) <= set(arguments)
+        for p in entry.parameters:
+            if p.kind == "date" and p.name in arguments:
+                assert re.fullmatch(r"\d{4}-\d\d-\d\d", arguments[p.name])
+
+
+def test_words_kept_for_structural_problems_are_in_no_data_file() -> None:
+    nouns = re.compile(r"\b(" + "|".join(NEW_NOUNS) + r")\b")
+    assert not nouns.search(records.lines("catalog.txt").lower().replace("_", " "))
+    keys = {key for kind in records.KINDS for slot in kind.slots.values() for key in slot.keys}
+    assert not keys & {base for bases in NEW_BASES.values() for base in bases}
+    assert not {kind.name for kind in records.KINDS} & {kind.name for kind in records.NEW_KINDS}
+
+
+def test_reports_answer_their_question_once() -> None:
+    rng = random.Random(6)
+    kinds = set()
+    for _ in range(500):
+        made = reports.report(rng)
+        assert made.answer in made.sentence and made.text.count(made.answer) == 1
+        assert made.sentence.lower() in made.text.lower()
+        kinds.add(made.question.split()[0])
+    assert {"Who", "What", "When", "Where", "Why", "How"} <= kinds
+
+
+def test_programs_are_carried_out_right() -> None:
+    """Those that are written as code give what Python gives."""
+    rng = random.Random(7)
+    right = 0
+    for _ in range(4000):
+        p = sample_programs(rng, "wide", thinking=False)
+        code = p.messages[0]["content"]
+        if not re.fullmatch(
+            r'(sum|max|min|len|sorted)\(\[[\d, ]+\]\)|\[[\d, ]+\]\[[-:\d]+\]|"\w+"\.\w+\([^)]*\)', code
+        ):
+            continue
+        assert str(eval(code)) == p.reply.content, p
+        right += 1
+    assert right > 100
+
+
+def test_programs_of_several_steps_give_what_python_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(8)
+    ran = 0
+    for i in range(300):
+        _, question, trace, answer = (pipelines.loop if i % 4 == 0 else pipelines.pipeline)(rng)
+        code = re.search(r"(?ms)^\w+ = .*?^print\(.*?\)$", question)
+        assert answer and trace
+        if code:
+            exec(code[0], {})
+            assert capsys.readouterr().out.strip() == answer, question
+            ran += 1
+    assert ran > 100
+
+
+def test_a_system_message_may_hold_what_is_asked() -> None:
+    asked = problems("json_extract", "wide", 300, thinking=False)
+    instructed = [p for p in asked if p.messages[0]["role"] == "system"]
+    assert 5 < len(instructed) < 40
+    for p in instructed:
+        assert "JSON" in p.messages[0]["content"] and len(p.messages) == 2
+        named = [k for k in json.loads(p.reply.content) if k in p.messages[0]["content"]]
+        assert named or "_" in p.reply.content
