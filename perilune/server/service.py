@@ -138,6 +138,7 @@ class Service:
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
         declared = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        # As strict as OpenAI and vLLM: a page of another origin may send text/plain and forms without asking.
         if declared != JSON and not declared.endswith("+json"):
             raise RequestError(
                 f"the body is declared as {quoted(declared)}: send JSON with 'Content-Type: {JSON}'",

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -174,12 +173,16 @@ def read(
 def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context | None = None) -> RenderedPrompt:
     """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`.
 
-    `context`: what is too long for it is refused before it is tokenized.
+    `context`: what is too long for it is refused before it is tokenized, or before it is tokenized to its end.
     """
     options: PromptOptions = {**body.prompt_options(), "tools": tools}
     if context is None:
         return text.template.read(text.tokenizer, body.messages, **options)
-    return text.template.read(text.tokenizer, body.messages, partial(context.check, param="messages"), **options)
+
+    def check(chars: int, tokens: int) -> None:
+        context.check(chars, "messages", tokens)
+
+    return text.template.read(text.tokenizer, body.messages, check, **options)
 
 
 async def see(

@@ -6,6 +6,7 @@ docs/formats.md section 5.4).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
 
@@ -112,12 +113,12 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
-        check: Callable[[int], None] = lambda chars: None,
+        check: Callable[[int, int], None] = lambda chars, tokens: None,
         **options: Unpack[PromptOptions],
     ) -> RenderedPrompt:
         """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
 
-        `check` may refuse the prompt by its number of characters, before it is tokenized.
+        `check` may refuse the prompt by its number of characters, before it is tokenized, or by the tokens so far.
 
         A last message of the assistant's is continued, unless there is no generation prompt or the options or the
         message say otherwise (text/beginning.py).
@@ -125,9 +126,17 @@ class ChatTemplate:
         tools, turns, begun = self._read(messages, options)
         ids: list[int] = []
         pieces = self._pieces(tools, turns, begun, options)
-        check(sum(len(p) for p in pieces if isinstance(p, str)))
+        chars = sum(len(p) for p in pieces if isinstance(p, str))
+        check(chars, 0)
+
+        def counted(before: int, count: int) -> None:
+            check(chars, before + count)
+
         for p in pieces:
-            ids += [tokenizer.special(p.name)] * p.count if isinstance(p, Special) else tokenizer.encode(p)
+            if isinstance(p, Special):
+                ids += [tokenizer.special(p.name)] * p.count
+            else:
+                ids += tokenizer.encode(p, check=partial(counted, len(ids)))
         return RenderedPrompt(ids, begun, next_counter(turns))
 
     def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:

@@ -12,6 +12,7 @@ last. So the first request always gets its next picture.
 
 import math
 import statistics
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,7 +130,12 @@ class Encoder:
             if request.pictures:
                 missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
                 first = next(missing, None)
-                request.barrier = NO_BARRIER if first is None else max(first.start, request.planned)
+                before, request.barrier = (
+                    request.barrier,
+                    NO_BARRIER if first is None else max(first.start, request.planned),
+                )
+                if request.barrier > before:
+                    request.ready = time.monotonic()
 
     def align(self, request: Request, count: int) -> int:
         """Fewer than `count` positions where those would cut a picture that begins after the first of them."""

@@ -179,14 +179,14 @@ class TestRefused:
     def test_a_url_that_lies(self) -> None:
         for url, says in (
             ("data:image/png;base64,AAAA", "send it as a part of type image_url"),
-            ("data:video/webm;base64,AAAAIGZ0eXBpc29t", "its URL says video/webm, but the file is MP4: send video/mp4"),
             ("data:,", "its URL must be 'data:video/mp4;base64,...'"),
             ("data:video/mp4;base64,?", "its data is not base64"),
         ):
             with pytest.raises(RequestError) as e:
                 of_data_url(url, is_video=True)
             assert says in str(e.value) and e.value.code == "invalid_video"
-        assert video_kind_of(of_data_url("data:video/quicktime;base64,AAAAIGZ0eXBpc29t", is_video=True)) == "mp4"
+        for said in ("quicktime", "webm"):  # the bytes decide
+            assert video_kind_of(of_data_url(f"data:video/{said};base64,AAAAIGZ0eXBpc29t", is_video=True)) == "mp4"
         assert of_data_url("data:image/gif;base64,R0lGODlh", is_video=True) == b"GIF89a"
 
 
