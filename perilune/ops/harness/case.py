@@ -29,13 +29,6 @@ K2 = Dims(7168, 64, 512, 64, 128, 128, 1536, 384, 8, 2048, 163840)
 NANO = Dims(384, 4, 512, 64, 128, 128, 192, 16, 4, 256, 4096)  # the bundled model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sized:
-    """Base of every Case. `big` cases are checked on GPUs only: a test on CPU would take too long."""
-
-    big: bool = False
-
-
 @dataclass(frozen=True)
 class Tol:
     """|got - want| <= abs + rel * |want| everywhere, and ||got - want|| <= norm * ||want|| over the whole output."""
@@ -44,6 +37,17 @@ class Tol:
     rel: float
     norm: float
     why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    """Base of every Case. `big` cases are checked on GPUs only: a test on CPU would take too long."""
+
+    big: bool = False
+
+    def tol(self, output: str, dtype: torch.dtype) -> Tol | None:
+        """The tolerance of this case alone; None: the op's."""
+        return None
 
 
 EXACT = Tol(0.0, 0.0, 0.0, "no rounding is involved")
