@@ -200,16 +200,16 @@ def score(run: Run, codec: Codec, split: str, count: int, thinking: bool, rows: 
     found: dict[str, float] = {}
     pad = codec.tokenizer.special("<|media_pad|>")
     for name in EVALUATED if count else ():
-        asked = placed(problems(name, split, count, thinking=thinking), codec)
+        asked = placed(problems(name, split, count, thinking=thinking))
         right = 0
         for at in range(0, count, rows):
             batch = asked[at : at + rows]
-            seen = _rows(run, [(patches, grid) for _, _, patches, grid in batch])
-            ids = torch.tensor([i for _, prompt, _, _ in batch for i in prompt], device=run.device)
-            at_once: Seen = ((ids == pad).nonzero()[:, 0], seen)
-            limit = max(len(codec.target(one)) for one, *_ in batch) + 16
-            answers = greedy(run.text, [prompt for _, prompt, _, _ in batch], codec.end, limit, at_once)
-            right += sum(check(b[0], parse_answer(codec, a, thinking)) for b, a in zip(batch, answers))
+            prompts = [codec.prompt(one) for one, _, _ in batch]
+            ids = torch.tensor([i for prompt in prompts for i in prompt], device=run.device)
+            seen: Seen = (ids == pad).nonzero()[:, 0], _rows(run, [(patches, grid) for _, patches, grid in batch])
+            limit = max(len(codec.target(one)) for one, _, _ in batch) + 16
+            answers = greedy(run.text, prompts, codec.end, limit, seen)
+            right += sum(check(one, parse_answer(codec, a, thinking)) for (one, _, _), a in zip(batch, answers))
         found[name] = round(right / count, 4)
     return found
 
@@ -240,7 +240,7 @@ def main() -> None:
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
-    add("--tokens", type=int, default=65536, help="tokens of a step")
+    add("--tokens", type=int, default=32768, help="tokens of a step")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--decay", type=float, default=0.05, help="weight decay")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the text model's blocks")

@@ -47,7 +47,7 @@ class Pictures(IterableDataset[dict[str, torch.Tensor]]):
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         torch.set_num_threads(1)
-        if self.fonts is not None and (worker or not self.first):
+        if self.fonts is not None:
             add_fonts(self.fonts)
         codec, number = Codec(self.vocabulary), self.first + mine
         while True:
@@ -129,8 +129,8 @@ def _covered(start: float, stop: float) -> tuple[int, int]:
     return (first, end) if end > first else (middle, middle + 1)
 
 
-def placed(problems: list[Problem], codec: Codec) -> list[tuple[Problem, list[int], Patches, tuple[int, int]]]:
-    """Problems as a server reads them: (problem, ids of its prompt, patches, grid)."""
+def placed(problems: list[Problem]) -> list[tuple[Problem, Patches, tuple[int, int]]]:
+    """Problems as a server reads them: messages with decoded pictures, patches, grid."""
     found = []
     for one in problems:
         parts = one.messages[0]["content"]
@@ -139,5 +139,5 @@ def placed(problems: list[Problem], codec: Codec) -> list[tuple[Problem, list[in
         tokens = Image(rows * columns // 4)
         content = [tokens if part["type"] == "image_url" else part for part in parts]
         asked = replace(one, messages=({"role": "user", "content": content},))
-        found.append((one, codec.prompt(asked), patches, (rows, columns)))
+        found.append((asked, patches, (rows, columns)))
     return found

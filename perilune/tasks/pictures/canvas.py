@@ -57,7 +57,9 @@ def add_fonts(directory: Path) -> int:
     files = [str(f) for f in sorted(directory.rglob("*.ttf")) if _draws_ascii(f)]
     for file in files:
         digest = blake2b(f"{SEED}:{Path(file).name}".encode(), digest_size=4).digest()
-        _fonts[digest[0] % NEW_FONT_SHARE == 0].append(file)
+        known = _fonts[digest[0] % NEW_FONT_SHARE == 0]
+        if file not in known:
+            known.append(file)
     return len(files)
 
 

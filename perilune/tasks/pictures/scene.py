@@ -41,7 +41,7 @@ def shrinking(width: int, height: int) -> float:
 
 
 def frame(rng: Random, grid: tuple[int, int]) -> Frame:
-    """Some size of a picture with this grid of patches; up to two and a half times as large where shrinking leads to it."""
+    """Some size of a picture with this grid of patches; up to 2.5 times as large where shrinking leads to it."""
     while True:
         large = 1.0 if rng.random() < 0.4 else 1.0 + 1.5 * rng.random()
         height, width = (int(large * (PATCH * n - rng.random() * (2 * PATCH - 1))) for n in grid)
