@@ -16,6 +16,7 @@ from perilune.client.target import open_target, run
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
+from perilune.tasks.pictures.problems import SHOWN
 from perilune.tasks.problem import SEED
 
 MODES = {"on": [True], "off": [False], "both": [True, False]}
@@ -33,6 +34,13 @@ WIDTH = 120  # of the table where there is no terminal
     help="Problems per family and mode: half held out by hash, half by structure.",
 )
 @click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
+@click.option(
+    "--pictures",
+    type=click.Choice(SHOWN),
+    default="real",
+    show_default=True,
+    help="What families with pictures show: blank or none measure what a model gets without looking.",
+)
 @click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
 @click.option(
     "--max-tokens",
@@ -53,6 +61,7 @@ def command(
     families: str | None,
     count: int,
     thinking: str,
+    pictures: str,
     concurrency: int,
     max_tokens: int,
     seed: int,
@@ -71,7 +80,7 @@ def command(
     """
     if failures is not None and not failures.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
-    cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed)
+    cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
@@ -91,7 +100,7 @@ def command(
 
     name, tallies, wrong = run(ask())
     settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
-    settings |= origin(model, assignments)
+    settings |= origin(model, assignments) | ({} if pictures == "real" else {"pictures": pictures})
     rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
     Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))
     for remark in evaluate.remarks(rows):

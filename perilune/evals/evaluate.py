@@ -13,6 +13,7 @@ from rich.table import Table
 from perilune.client.endpoint import Endpoint, EndpointError, Reply, gather, thinking_switch
 from perilune.core.errors import ConfigError
 from perilune.tasks.families import FAMILIES, check, constant_baseline, copy_baseline, family, problems
+from perilune.tasks.pictures.problems import shown
 from perilune.tasks.problem import Answer, Problem, answer_of
 
 HELD_OUT, STRUCTURAL = "heldout", "structural"
@@ -33,11 +34,11 @@ class Cell:
     copy: float
 
     @classmethod
-    def draw(cls, family: str, split: str, thinking: bool, count: int, seed: int) -> Self:
+    def draw(cls, family: str, split: str, thinking: bool, count: int, seed: int, pictures: str) -> Self:
         asked = problems(family, split, count, seed=seed, thinking=thinking)
         constant = sum(check(p, constant_baseline(family)) for p in asked) / count
         copy = sum(check(p, copy_baseline(p)) for p in asked) / count
-        return cls(family, split, thinking, asked, constant, copy)
+        return cls(family, split, thinking, [shown(p, pictures) for p in asked], constant, copy)
 
 
 @dataclass(slots=True)
@@ -87,10 +88,10 @@ def chosen(names: str | None) -> list[str]:
     return list(dict.fromkeys(family(name).name for name in wanted))
 
 
-def plan(families: Sequence[str], modes: Sequence[bool], count: int, seed: int) -> list[Cell]:
-    """The cells of an evaluation: `count` problems per family and mode, half of each split."""
+def plan(families: Sequence[str], modes: Sequence[bool], count: int, seed: int, pictures: str = "real") -> list[Cell]:
+    """The cells of an evaluation: `count` problems per family and mode, half of each split. `pictures`: see `shown`."""
     splits = ((HELD_OUT, count - count // 2), (STRUCTURAL, count // 2))
-    return [Cell.draw(f, split, mode, n, seed) for f in families for mode in modes for split, n in splits]
+    return [Cell.draw(f, split, mode, n, seed, pictures) for f in families for mode in modes for split, n in splits]
 
 
 async def evaluate(

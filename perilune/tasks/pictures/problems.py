@@ -3,8 +3,12 @@
 import base64
 import io
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from random import Random
 from typing import Any, Final
+
+from PIL import Image
 
 from perilune.tasks.pictures.charts import chart_scene
 from perilune.tasks.pictures.scene import GRIDS, Make, Scene, frame
@@ -40,9 +44,7 @@ def sampler(name: str) -> Callable[[Random, str, bool], Problem]:
 
     def sample(rng: Random, split: str, thinking: bool) -> Problem:
         scene = scene_of(name, rng, split, pick(rng, GRIDS_OF.get(name, GRIDS)))
-        file = io.BytesIO()
-        scene.paint().finished(rng).save(file, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        url = _url(scene.paint().finished(rng))
         return problem(name, split, scene, {"type": "image_url", "image_url": {"url": url}}, rng, thinking)
 
     return sample
@@ -54,6 +56,36 @@ def problem(name: str, split: str, scene: Scene, picture: Any, rng: Random, thin
     content = parts if rng.random() < FIRST_SHARE else parts[::-1]
     reply = Reply(scene.reasoning if thinking else "", scene.content)
     return Problem(name, split, scene.key, ({"role": "user", "content": content},), reply, thinking=thinking)
+
+
+SHOWN: Final = ("real", "blank", "none")
+
+
+def shown(problem: Problem, how: str) -> Problem:
+    """The problem with its picture, with a white picture of the same size, or without any: what a model gets without
+    looking is that of "blank" and "none". Problems without pictures stay as they are."""
+    if how == "real" or not isinstance(content := problem.messages[-1]["content"], list):
+        return problem
+    parts = [part for part in content if part["type"] == "text"]
+    if how == "blank":
+        parts = [part if part["type"] == "text" else _blank(part["image_url"]["url"]) for part in content]
+    return replace(problem, messages=(*problem.messages[:-1], {"role": "user", "content": parts}))
+
+
+def _blank(url: str) -> dict[str, Any]:
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+        return {"type": "image_url", "image_url": {"url": _white(*image.size)}}
+
+
+@lru_cache(maxsize=64)
+def _white(width: int, height: int) -> str:
+    return _url(Image.new("RGB", (width, height), "white"))
+
+
+def _url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def same_words(problem: Problem, answer: Answer) -> bool:

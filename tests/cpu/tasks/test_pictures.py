@@ -15,7 +15,7 @@ from perilune.media.limits import Limits
 from perilune.tasks.families import PICTURES, check, copy_baseline, problems
 from perilune.tasks.pictures import charts, screens, shapes, sums
 from perilune.tasks.pictures.canvas import Canvas, Mark, new_pair
-from perilune.tasks.pictures.problems import GRIDS_OF, MAKERS, scene_of
+from perilune.tasks.pictures.problems import GRIDS_OF, MAKERS, scene_of, shown
 from perilune.tasks.pictures.scene import GRIDS, MOST_ON_ONE_SIDE, MOST_PATCHES, Scene, frame
 from perilune.tasks.problem import SPLITS, Answer, answer_of, partition, pick
 
@@ -165,3 +165,22 @@ def test_frames_end_at_their_grid() -> None:
             assert (fit.rows, fit.columns) == grid and fit.tokens == one.slots
             assert abs(fit.width * one.unit - one.width) <= one.unit
     assert set(MAKERS) == set(PICTURES)
+
+
+def test_pictures_are_blanked_or_left_out() -> None:
+    for one in problems("picture_charts", "heldout", 4, thinking=False):
+        assert shown(one, "real") is one
+        (text,) = [part for part in one.messages[0]["content"] if part["type"] == "text"]
+        assert shown(one, "none").messages[0]["content"] == [text]
+        blank = shown(one, "blank")
+        kinds = [[part["type"] for part in p.messages[0]["content"]] for p in (one, blank)]
+        assert kinds[0] == kinds[1] and (blank.key, blank.reply) == (one.key, one.reply)
+        first, second = (
+            Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+            for p in (one, blank)
+            for part in p.messages[0]["content"]
+            if part["type"] == "image_url"
+        )
+        assert first.size == second.size and np.asarray(second).min() == 255
+    (text_problem,) = problems("add_sub", "heldout", 1, thinking=False)
+    assert shown(text_problem, "blank") is text_problem
