@@ -10,11 +10,12 @@ from it, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON re
 """
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,20 @@ from runs.kimi_nano.tower import Eyes, configuration
 from runs.kimi_nano.train import SEED, Log, choose_attention
 
 CHECKPOINT = "eyes.safetensors"
-READING = 0.3  # share of the schedule without the text model
-GUIDED = 0.8  # share of the schedule at whose end reading counts for LEAST_GUIDE
+GUIDED = 0.7  # share of the schedule through the text model after which reading counts for LEAST_GUIDE
 LEAST_GUIDE = 0.1
 WARMUP_STEPS, FALL = 100, 0.5
 FILLER = 0.1  # weight of the rows behind a caption
 SHARPNESS = 4.0  # of a row's likeness with the embeddings
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
+
+
+@dataclass
+class EyesProgress:
+    step: int = 0
+    seconds: float = 0.0
+    pictures: int = 0
 
 
 @dataclass
@@ -95,9 +102,9 @@ def rate_at(done: float, step: int) -> float:
     return min((step + 1) / WARMUP_STEPS, 1.0, max((1.0 - done) / FALL, 0.0))
 
 
-def guide_at(done: float) -> float:
-    """How much reading counts beside the answers."""
-    return max(LEAST_GUIDE, 1.0 - (1.0 - LEAST_GUIDE) * max(0.0, done - READING) / (GUIDED - READING))
+def guide_at(through: float) -> float:
+    """How much reading counts beside the answers; `through` is the progress of the part through the text model."""
+    return max(LEAST_GUIDE, 1.0 - (1.0 - LEAST_GUIDE) * max(0.0, through) / GUIDED)
 
 
 def open_run(args: argparse.Namespace) -> Run:
@@ -119,11 +126,11 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "eyes.jsonl")
     blocks = Pictures(args.model, args.fonts, args.seed, args.tokens)
-    before, step = 0.0, 0
+    progress = EyesProgress()
     if args.resume:
         with safe_open(args.out / CHECKPOINT, "pt") as file:
-            before, step = float(file.metadata()["seconds"]), int(file.metadata()["step"])
-        blocks.first = step
+            progress = EyesProgress(**json.loads(file.metadata()["progress"]))
+        blocks.first = progress.step
     data: Iterator[dict[str, Tensor]] = iter(loader(blocks, args.workers))  # forks, so before CUDA is used
     run = open_run(args)
     if args.resume:
@@ -131,51 +138,55 @@ def train(args: argparse.Namespace) -> None:
             run.optimizer.state[name].copy_(tensor)
     run.optimizer.publish()
     log(
-        "start", parameters=sum(p.numel() for _, p in run.eyes.stored()), step=step, attention=run.way,
+        "start", parameters=sum(p.numel() for _, p in run.eyes.stored()), step=progress.step, attention=run.way,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
         seed=args.seed, tokens=args.tokens, minutes=args.minutes, rate=args.rate, seconds=time.monotonic() - began,
     )  # fmt: skip
-    clock, spoken, saved = time.monotonic(), time.monotonic(), time.monotonic()
-    waited, pictures, sums, taken = 0.0, 0, dict[str, Tensor](), dict[str, int]()
+    clock = time.monotonic() - progress.seconds
+    spoken, saved, waited, pictures = time.monotonic(), time.monotonic(), 0.0, progress.pictures
+    sums, taken = dict[str, Tensor](), dict[str, int]()
     ready = False  # once the text model's first step, which compiles, is through: that is not counted
     while True:
-        done = (before + time.monotonic() - clock) / (60 * args.minutes)
+        progress.seconds = time.monotonic() - clock
+        done = progress.seconds / (60 * args.minutes)
         if done >= 1.0 or (args.pause_after and time.monotonic() - began > args.pause_after):
             break
         asked = time.monotonic()
         block = next(data)
         waited += time.monotonic() - asked
-        compiling = done >= READING and not ready
-        losses = run.losses(block, through=done >= READING)
-        guide = guide_at(done)
+        through = args.reading <= done
+        compiling = through and not ready
+        losses = run.losses(block, through)
+        guide = guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0)
         total = guide * (losses["slots"] + MARK_WEIGHT * losses["marks"]) + losses.get("answers", 0.0)
         assert isinstance(total, Tensor)
         total.backward()  # type: ignore[no-untyped-call]
         if compiling:
             float(total)
             ready, clock = True, clock + time.monotonic() - asked
-        share = rate_at(done, step)
-        run.optimizer.step(args.rate * share, step + 1)
+        share = rate_at(done, progress.step)
+        progress.step += 1
+        progress.pictures += len(block["pixels"])
+        run.optimizer.step(args.rate * share, progress.step)
         run.optimizer.publish()
-        step += 1
-        pictures += len(block["pixels"])
         for name, loss in losses.items():
             sums[name] = sums.get(name, 0.0) + loss.detach()
             taken[name] = taken.get(name, 0) + 1
-        if step % args.every == 0:
+        if progress.step % args.every == 0:
             shown = {name: round(float(value) / taken[name], 4) for name, value in sums.items()}
             now = time.monotonic()
             log(
-                "step", step=step, done=round(done, 4), **shown, rate=round(args.rate * share, 6),
-                pictures_per_second=round(pictures / (now - spoken)), waiting=round(waited / (now - spoken), 3),
+                "step", step=progress.step, done=round(done, 4), **shown, rate=round(args.rate * share, 6),
+                pictures_per_second=round((progress.pictures - pictures) / (now - spoken)),
+                waiting=round(waited / (now - spoken), 3),
             )  # fmt: skip
-            spoken, waited, pictures, sums, taken = now, 0.0, 0, {}, {}
+            spoken, waited, pictures, sums, taken = now, 0.0, progress.pictures, {}, {}
         if time.monotonic() - saved > args.save_every:
-            save(args.out / CHECKPOINT, run, before + time.monotonic() - clock, step)
+            save(args.out / CHECKPOINT, run, progress)
             saved = time.monotonic()
-    save(args.out / CHECKPOINT, run, before + time.monotonic() - clock, step)
+    save(args.out / CHECKPOINT, run, progress)
     del data
-    log("stop", step=step, done=round(done, 4), finished=done >= 1.0, seconds=round(time.monotonic() - began, 1))
+    log("stop", finished=done >= 1.0, **asdict(progress), wall=round(time.monotonic() - began, 1))
     if done < 1.0:
         return
     add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
@@ -187,10 +198,10 @@ def train(args: argparse.Namespace) -> None:
             log("score", split=split, mode=mode, count=args.score_count, exact=exact)
 
 
-def save(path: Path, run: Run, seconds: float, step: int) -> None:
+def save(path: Path, run: Run, progress: EyesProgress) -> None:
     partial = path.with_name(f".{path.name}")
     tensors = {name: t.detach().cpu().contiguous() for name, t in run.optimizer.state.items()}
-    save_file(tensors, partial, {"seconds": str(seconds), "step": str(step)})
+    save_file(tensors, partial, {"progress": json.dumps(asdict(progress))})
     os.replace(partial, path)
 
 
@@ -237,6 +248,7 @@ def main() -> None:
     add("--fonts", type=Path, help="directory with TrueType fonts to write in, besides Pillow's own")
     add("--seed", type=int, default=SEED, help="seed of data and weights")
     add("--minutes", type=float, default=4.5, help="length of the schedule")
+    add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")

@@ -149,16 +149,14 @@ def test_a_step_moves_the_tower_alone(model: Path, block: dict[str, torch.Tensor
     assert all(torch.equal(tensor, text[name]) for name, tensor in run.text.state_dict().items())
 
 
-def test_a_training_pauses_goes_on_and_adds_the_tower(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eyes, "READING", 2.0)  # the text model's part takes seconds a step on a CPU
+def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     before = (model / EYES_FILE).read_bytes()
-    eyes.train(arguments(model, out=out, minutes=60.0, pause_after=0.01))
+    reading = 2.0  # never through the text model, which takes seconds a step on a CPU
+    eyes.train(arguments(model, out=out, minutes=60.0, pause_after=0.01, reading=reading))
     log = (out / "eyes.jsonl").read_text()
     assert '"finished": false' in log and (model / EYES_FILE).read_bytes() == before
-    eyes.train(arguments(model, out=out, minutes=0.02, resume=True))
+    eyes.train(arguments(model, out=out, minutes=0.02, resume=True, reading=reading))
     assert '"finished": true' in (out / "eyes.jsonl").read_text() and (model / EYES_FILE).read_bytes() != before
 
 
@@ -177,7 +175,7 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
 
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
-        model=model, out=Path(), fonts=None, seed=1, minutes=1.0, pause_after=0.0, resume=False, device="cpu",
+        model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False, device="cpu",
         tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))

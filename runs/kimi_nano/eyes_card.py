@@ -1,0 +1,105 @@
+"""The model card's part about pictures: how the eyes were trained, what they are right about, and what a model without
+them would get."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perilune.evals.evaluate import HELD_OUT, STRUCTURAL
+from perilune.tasks.families import PICTURES
+from runs.kimi_nano.tower import VISION
+
+Row = dict[str, Any]
+
+SPLITS = {HELD_OUT: "in-distribution", STRUCTURAL: "structural"}
+SKILLS = {
+    "picture_sums": "a sum or difference of two numbers of 2 or 3 digits, in any font, size, colour and place",
+    "picture_shapes": "counting up to 9 coloured shapes, comparing counts, naming a colour",
+    "picture_charts": "bar charts (a value, the highest or lowest bar, how many) and tables of two columns",
+    "picture_buttons": "which button a window shows",
+}
+PART = """
+## Pictures
+
+{parameters:,} parameters of MoonViT with their projector ({layers} layers, {width} wide, patches of 14 pixels, a token for 2 x 2),
+trained in {minutes:.1f} minutes on one {device}, {steps:,} steps and {pictures:,} pictures, with the text model frozen:
+what it does with text is what it did before. Pictures are shrunk to about 200 patches: text that then has fewer than
+14 pixels cannot be read.
+
+{table}
+
+Problems as above: held out by a hash of what is in the picture, and by structure ({structure}).
+"constant" is what the most frequent answer of training would get, "blank" what the model gets with a white picture,
+"no picture" with the question alone (both with thinking off); n is the number of problems behind each score.
+{skills}
+"""
+STRUCTURE = "new wordings, words, pairs of colours, and colours of shapes that training never shows"
+
+
+def trained(log: Path) -> Row:
+    """What a log of runs.kimi_nano.eyes says of the tower."""
+    try:
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        start = next(row for row in rows if row["kind"] == "start")
+        stop = next(row for row in rows[::-1] if row["kind"] == "stop")
+    except OSError as e:
+        raise SystemExit(f"cannot read the eyes' log {log}: {e.strerror}") from e
+    except (ValueError, KeyError, StopIteration) as e:
+        raise SystemExit(f"{log} is not the log of a training of eyes: {e}") from e
+    if not stop["finished"]:
+        raise SystemExit(f"{log} is of an unfinished training: go on with --resume")
+    return {key: start[key] for key in ("parameters", "device", "torch", "seed", "minutes")} | {
+        "steps": stop["step"],
+        "pictures": stop["pictures"],
+    }
+
+
+def newest(ledger: Path, model: str = "kimi-nano") -> dict[tuple[str, str, bool, str], Row]:
+    """The newest row of each kind of picture, split, mode and way to show it; SystemExit names one that lacks."""
+    found: dict[tuple[str, str, bool, str], Row] = {}
+    for row in map(json.loads, ledger.read_text().splitlines()):
+        if row["model"] == model and row["server"] == "private" and row["family"] in PICTURES:
+            found[row["family"], row["split"], row["thinking"], row.get("pictures", "real")] = row
+    for name in SKILLS:
+        for split in SPLITS:
+            for thinking, how in ((True, "real"), (False, "real"), (False, "blank"), (False, "none")):
+                if (name, split, thinking, how) not in found:
+                    raise SystemExit(
+                        f"{ledger} has no row of {model} for {name}, {split}, thinking {thinking}, pictures {how}: run "
+                        f"perilune evaluate --families {name} --pictures {how} --ledger"
+                    )
+    return found
+
+
+def table(rows: dict[tuple[str, str, bool, str], Row]) -> str:
+    lines = [
+        "| pictures | problems | thinking on | thinking off | constant | blank | no picture | n |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in SKILLS:
+        for split, said in SPLITS.items():
+            on, off = (rows[name, split, thinking, "real"] for thinking in (True, False))
+            blank, none = (rows[name, split, False, how]["exact_match"] for how in ("blank", "none"))
+            cells = [f"{r['exact_match']:.1f} ({r['low']:.0f}-{r['high']:.0f})" for r in (on, off)]
+            found = [*cells, f"{on['constant']:.1f}", f"{blank:.1f}", f"{none:.1f}", str(on["n"])]
+            lines.append(f"| {name} | {said} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def part(facts: Row | None, ledger: Path) -> str:
+    """Empty for weights without eyes."""
+    if facts is None:
+        return ""
+    return PART.format(
+        **facts,
+        layers=VISION["vt_num_hidden_layers"],
+        width=VISION["vt_hidden_size"],
+        table=table(newest(ledger)),
+        structure=STRUCTURE,
+        skills=listed(list(SKILLS.items())),
+    )
+
+
+def listed(entries: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {name}: {text}" for name, text in entries)
