@@ -22,7 +22,7 @@ SKILLS = {
 PART = """
 ## Pictures
 
-{parameters:,} parameters of MoonViT with their projector ({layers} layers, {width} wide, patches of 14 pixels, a token for 2 x 2),
+{parameters:,} parameters of MoonViT with its projector: {layers} layers, {width} wide, patches of 14 pixels. They were
 trained in {minutes:.1f} minutes on one {device}, {steps:,} steps and {pictures:,} pictures, with the text model frozen:
 what it does with text is what it did before. Pictures are shrunk to about 200 patches: text that then has fewer than
 14 pixels cannot be read.

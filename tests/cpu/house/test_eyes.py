@@ -165,17 +165,13 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
     tokens = block["slots"].shape[1]
     end = int(block["starts"][pictures])
     cut = {key: block[key][:pictures] for key in ("pixels", "marks", "slots")}
-    starts = block["starts"][: pictures + 1]
-    return (
-        block
-        | cut
-        | {"places": block["places"][: pictures * tokens], "starts": starts, "stream": block["stream"][:, :end]}
-    )
+    text = {"starts": block["starts"][: pictures + 1], "stream": block["stream"][:, :end]}
+    return block | cut | text | {"places": block["places"][: pictures * tokens]}
 
 
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
-        model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False, device="cpu",
-        tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
+        model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
+        device="cpu", tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))
