@@ -1,6 +1,7 @@
 """The model card's part about pictures: how the eyes were trained, what they are right about, and what a model without
 them would get."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from perilune.evals.evaluate import HELD_OUT, STRUCTURAL
 from perilune.tasks.families import PICTURES
+from runs.kimi_nano.export import EYES_FILE
 from runs.kimi_nano.tower import VISION
 
 Row = dict[str, Any]
@@ -29,16 +31,22 @@ what it does with text is what it did before. Pictures are shrunk to about 200 p
 
 {table}
 
-Problems as above: held out by a hash of what is in the picture, and by structure ({structure}).
+Problems as above: held out by a hash of what is in the picture, and by structure: {structure}.
 "constant" is what the most frequent answer of training would get, "blank" what the model gets with a white picture,
 "no picture" with the question alone (both with thinking off); n is the number of problems behind each score.
 {skills}
 """
-STRUCTURE = "new wordings, words, pairs of colours, and colours of shapes that training never shows"
+STRUCTURE = "wordings, words\nand pairs of colours that training never shows"
 
 
-def trained(log: Path) -> Row:
-    """What a log of runs.kimi_nano.eyes says of the tower."""
+def weights_hash(model: Path) -> str | None:
+    """sha256 of the tower's shard; None without one."""
+    shard = model / EYES_FILE
+    return hashlib.sha256(shard.read_bytes()).hexdigest() if shard.is_file() else None
+
+
+def trained(log: Path, model: Path) -> Row:
+    """What a log of runs.kimi_nano.eyes says of the tower in `model`."""
     try:
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         start = next(row for row in rows if row["kind"] == "start")
@@ -49,7 +57,9 @@ def trained(log: Path) -> Row:
         raise SystemExit(f"{log} is not the log of a training of eyes: {e}") from e
     if not stop["finished"]:
         raise SystemExit(f"{log} is of an unfinished training: go on with --resume")
-    return {key: start[key] for key in ("parameters", "device", "torch", "seed", "minutes")} | {
+    return {
+        "weights_sha256": weights_hash(model),
+        **{key: start[key] for key in ("parameters", "device", "torch", "seed", "minutes")},
         "steps": stop["step"],
         "pictures": stop["pictures"],
     }

@@ -11,6 +11,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.tasks.families import check, problems
 from runs.kimi_nano import card as cards
+from runs.kimi_nano import eyes_card
 from runs.kimi_nano.card import CARD_FILE, TRAINING_FILE, newest, scores, training, weights_hash
 from runs.kimi_nano.data import Codec
 from runs.kimi_nano.evaluate import parse_answer
@@ -68,7 +69,9 @@ def test_the_card_says_what_the_ledger_and_the_training_log_say() -> None:
 def test_the_card_has_the_figures_of_other_wordings_and_their_source() -> None:
     trained = json.loads((NANO / TRAINING_FILE).read_text())
     rows, written = newest(LEDGER), (NANO / CARD_FILE).read_text()
-    assert written == cards.card(trained, rows), "the card is stale: python -m runs.kimi_nano.card"
+    assert written == cards.card(trained, rows, eyes_card.part(trained.get("eyes"), LEDGER)), (
+        "the card is stale: python -m runs.kimi_nano.card"
+    )
     said = " ".join(written.split())
     assert "from outside the project on 2026-11-22" in said and "`perilune evaluate` does not repeat" in said
     assert "sums 84 %, stories 79 %, tools 93 %, JSON 41 %" in said

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from perilune.server.app import build_app
 from perilune.server.service import Service
 from perilune.tasks.families import problems
 from perilune.text.chat import ChatTemplate
-from runs.kimi_nano import eyes
+from runs.kimi_nano import eyes, eyes_card
 from runs.kimi_nano.data import Codec
 from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.export import EYES_FILE, add_eyes
@@ -172,6 +173,38 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
         model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
-        device="cpu", tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
+        device="cpu",
+        tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))
+
+
+def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
+    ledger, log = tmp_path / "evaluate.jsonl", tmp_path / "eyes.jsonl"
+    start = {"kind": "start", "parameters": 678544, "device": "cpu", "torch": "2", "seed": 1, "minutes": 4.5}
+    stop = {"kind": "stop", "step": 7, "pictures": 3210, "finished": True}
+    log.write_text(f"{json.dumps(start)}\n{json.dumps(stop)}\n")
+    facts = eyes_card.trained(log, model)
+    assert facts["pictures"] == 3210 and facts["weights_sha256"] == eyes_card.weights_hash(model)
+    rows = [
+        {
+            "model": "kimi-nano", "server": "private", "family": name, "split": split, "thinking": thinking, "n": 100,
+            "exact_match": 90.0 if how == "real" else 2.0, "low": 80, "high": 95, "constant": 4.0,
+            **({} if how == "real" else {"pictures": how}),
+        }
+        for name in eyes.EVALUATED for split in eyes_card.SPLITS
+        for thinking, how in ((True, "real"), (False, "real"), (False, "blank"), (False, "none"))
+    ]  # fmt: skip
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = eyes_card.part(facts, ledger)
+    assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
+    assert "3,210 pictures" in said and all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(
+        said.splitlines(), key=len
+    )
+    assert eyes_card.part(None, ledger) == ""
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    with pytest.raises(SystemExit, match="pictures none: run perilune evaluate"):
+        eyes_card.part(facts, ledger)
+    log.write_text(json.dumps(start) + "\n" + json.dumps(stop | {"finished": False}))
+    with pytest.raises(SystemExit, match="unfinished"):
+        eyes_card.trained(log, model)
