@@ -102,7 +102,7 @@ and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward p
 repeat all of it, this card included:
 
 ```sh
-sh runs/kimi-nano.sh [DOCS]    # DOCS: the documentation's *.rst.txt sources
+sh runs/kimi-nano.sh [DOCS [FONTS]]   # DOCS: the documentation's *.rst.txt sources, FONTS: TrueType fonts
 ```
 
 The schedule is a time, not a number of steps, so a repetition gives a similar model, not the same bits.
