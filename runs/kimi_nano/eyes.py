@@ -256,7 +256,7 @@ def main() -> None:
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--decay", type=float, default=0.05, help="weight decay")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the text model's blocks")
-    add("--workers", type=int, default=15, help="data processes")
+    add("--workers", type=int, default=24, help="data processes")
     add("--every", type=int, default=20, help="steps between lines of the log")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     add("--score-count", type=int, default=256, help="problems per kind, split and mode of the scores (0: none)")

@@ -35,6 +35,8 @@ WEIGHTS = {
 THINKING_SHARE = 0.65
 WHOLE_SHARE = 0.3  # of the thoughts about sums; the others are learnt up to their third line, which is what is seen
 SYSTEM_SHARE = 0.1
+TEXT_TOKENS = 44  # of a sample besides its picture: the mean is 40
+REDRAWS = 200  # of a sample that does not fit into the rest of a block, before the block is left shorter
 
 
 class Pictures(IterableDataset[dict[str, torch.Tensor]]):
@@ -65,8 +67,9 @@ class Pictures(IterableDataset[dict[str, torch.Tensor]]):
         line_end, pad = codec.tokenizer.encode("\n"), codec.tokenizer.special("<|media_pad|>")
         samples: list[tuple[list[int], int]] = []
         found: dict[str, list[Any]] = {"pixels": [], "marks": [], "slots": []}
-        used = 0
-        while True:
+        used = redrawn = 0
+        # As many in every block of this grid, so that few shapes of tensors occur.
+        while len(samples) < self.size // (tokens + TEXT_TOKENS) and redrawn < REDRAWS:
             name = rng.choices(names, shares)[0]
             scene = scene_of(name, rng, "train", grid)
             caption = codec.tokenizer.encode(scene.caption)
@@ -75,7 +78,8 @@ class Pictures(IterableDataset[dict[str, torch.Tensor]]):
             thinking = rng.random() < THINKING_SHARE
             ids, given = sample(codec, name, scene, tokens, rng, thinking)
             if used + len(ids) > self.size:
-                break
+                redrawn += 1
+                continue
             canvas = scene.paint()
             patches, own = seen(canvas, rng)
             assert own == grid, (own, grid)
