@@ -160,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
         guide = guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0)
         total = guide * (losses["slots"] + MARK_WEIGHT * losses["marks"]) + losses.get("answers", 0.0)
         assert isinstance(total, Tensor)
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         if compiling:
             float(total)
             ready, clock = True, clock + time.monotonic() - asked

@@ -77,7 +77,7 @@ class Eyes(nn.Module):
     def forward(self, pixels: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """pixels uint8 [n, patches, 3, P, P] of pictures of one grid (rows, columns) -> the text model's rows
         [n * tokens, D], and the logits of what is where [n * patches, 2, marks]."""
-        weights = MoonVitWeights(blocks=[Block(**layer) for layer in self.layers], **self.ends)
+        weights = MoonVitWeights(blocks=[Block(**layer) for layer in self._records()], **self.ends)
         model = MoonVit(self.c, weights)
         values = normalised(pixels.flatten(0, 1), LIMITS.image_mean, LIMITS.image_std, weights.patch.dtype)
         state = model.begin(values, [(1, *grid)] * len(pixels))
@@ -86,9 +86,12 @@ class Eyes(nn.Module):
         last = F.layer_norm(state.x, (self.c.hidden_size,), weights.norm, weights.norm_bias, EPS)
         return model.finish(state), self.reading(last).unflatten(1, (2, -1))
 
+    def _records(self) -> list[nn.ParameterDict]:
+        return [layer for layer in self.layers if isinstance(layer, nn.ParameterDict)]
+
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """Names in a checkpoint, and the parameters."""
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._records()):
             yield from ((names.vision_block(i) + e.suffix, layer[e.field]) for e in names.VISION_BLOCK)
         yield from ((e.suffix, self.ends[e.field]) for e in names.VISION_ENDS)
 

@@ -136,7 +136,7 @@ def test_a_step_moves_the_tower_alone(model: Path, block: dict[str, torch.Tensor
     run.optimizer.publish()
     text = {name: tensor.clone() for name, tensor in run.text.state_dict().items()}
     part = few(block, 2)
-    first = {}
+    first = dict[str, float]()
     for step in range(2):
         losses = run.losses(part, through=True)
         assert losses.keys() == {"marks", "slots", "answers"}

@@ -14,7 +14,7 @@ from PIL import Image
 from perilune.media.limits import Limits
 from perilune.tasks.families import PICTURES, check, copy_baseline, problems
 from perilune.tasks.pictures import charts, screens, shapes, sums
-from perilune.tasks.pictures.canvas import Canvas, Mark, new_pair
+from perilune.tasks.pictures.canvas import Canvas, Mark, colours, new_pair
 from perilune.tasks.pictures.problems import GRIDS_OF, MAKERS, scene_of, shown
 from perilune.tasks.pictures.scene import GRIDS, MOST_ON_ONE_SIDE, MOST_PATCHES, Scene, frame
 from perilune.tasks.problem import SPLITS, Answer, answer_of, partition, pick
@@ -77,16 +77,16 @@ def test_shapes_are_counted_as_they_were_drawn() -> None:
         drawn = [mark.name.split() for mark in canvas.marks]
         words = re.findall(r"[a-z]+", scene.question)
         kinds = [shape for word in words for shape in shapes.SHAPES if word in (shape, shapes.several(shape))]
-        colours = [word for word in words if word in shapes.COLOURS]
+        named = [word for word in words if word in shapes.COLOURS]
         if scene.content.isdigit():
-            own = [d for d in drawn if (not colours or d[0] == colours[0]) and (not kinds or d[1] == kinds[0])]
+            own = [d for d in drawn if (not named or d[0] == named[0]) and (not kinds or d[1] == kinds[0])]
             assert int(scene.content) == len(own), (scene, drawn)
             asked["count"] += 1
         elif scene.content in shapes.COLOURS:
             assert [d[0] for d in drawn if d[1] == kinds[0]] == [scene.content]
             asked["colour"] += 1
         else:
-            first, second = kinds or colours
+            first, second = kinds or named
             counts = {word: sum(word in d for d in drawn) for word in (first, second)}
             assert counts[first] != counts[second]
             assert scene.content.startswith(max(counts, key=lambda word: counts[word]))
@@ -152,7 +152,7 @@ def test_structure_is_never_in_training() -> None:
     assert {s.question for s, _ in painted("picture_sums", "structural")} <= set(sums.NEW_ASKED)
     rng = Random(5)
     for new in (False, True):
-        pairs = [sums.colours(rng, new) for _ in range(50)]
+        pairs = [colours(rng, new) for _ in range(50)]
         assert all(new_pair(*pair) == new for pair in pairs)
 
 
