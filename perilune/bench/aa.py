@@ -222,7 +222,7 @@ async def measure(
     samples: list[Sample] = []
     for run in range(1, runs + 1):
         asked = [await prompts.new() for _ in range(parallel)]
-        done = await gather([_request(endpoint, {"messages": m, **options}) for m in asked])
+        done = await gather([request(endpoint, {"messages": m, **options}) for m in asked])
         samples += done
         report(f"run {run}/{runs}: {describe(summary(done))}")
     return {
@@ -255,7 +255,8 @@ def describe(figures: dict[str, Any]) -> str:
     return text
 
 
-async def _request(endpoint: Endpoint, body: dict[str, Any]) -> Sample:
+async def request(endpoint: Endpoint, body: dict[str, Any]) -> Sample:
+    """The figures of one streamed request."""
     sent = perf_counter()
     async with contextlib.aclosing(endpoint.stream(body)) as stream:
         chunks = [chunk async for chunk in stream]

@@ -7,6 +7,7 @@ in a CUDA graph. Sums have the same bits on every rank, so what is computed from
 import logging
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +25,8 @@ log = logging.getLogger("perilune.dist")
 # Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
+TICK_SECONDS = 0.1  # of a process's CPU time. Smaller: threads that only report count as computing.
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
-_unended: list[Any] = []  # process groups that did not end
 
 
 class Group(Protocol):
@@ -56,6 +57,14 @@ class Group(Protocol):
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         """That rank's x, in place."""
+        ...
+
+    def mark(self) -> None:
+        """Called between the layers of a long step."""
+        ...
+
+    def progress(self) -> int:
+        """A number that changes every second while this rank computes a long step. From any thread."""
         ...
 
     def check(self) -> None:
@@ -111,6 +120,11 @@ class Alone:
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
+    def mark(self) -> None: ...
+
+    def progress(self) -> int:
+        return 0
+
     def check(self) -> None: ...
 
     def abort(self) -> None: ...
@@ -158,6 +172,12 @@ class _Process:
         self._wait(self._processes.broadcast([x], options))
         return x
 
+    def mark(self) -> None: ...
+
+    def progress(self) -> int:
+        """On a CPU a rank that waits for others uses no time of it."""
+        return int(time.process_time() / TICK_SECONDS)
+
     def check(self) -> None: ...
 
     def abort(self) -> None:
@@ -190,18 +210,33 @@ class Nccl(_Process):
         super().__init__(slicing, processes)
         self._memory: peer_memory.PeerMemory | None = None
         self._ended = False
+        # Layers of long steps that this rank's GPU has computed: there, and in host memory to which it copies that.
+        self._marks: tuple[Tensor, Tensor] | None = None
+        self._device = torch.device("cuda")
 
     def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
         """From now on partial outputs are added over peer memory; if there is none, one line of the log says why. Every
         rank calls it. `refusal`: why this rank cannot."""
         rank, ranks = self.slicing.rank, self.slicing.ranks
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        self._device = device
         found = peer_memory.connect(rank, ranks, device, swap, TIMEOUT.total_seconds(), refusal=refusal)
         if isinstance(found, peer_memory.PeerMemory):
             self._memory, self.name = found, "peer"
             self.peers = Peers(rank, ranks, self.gather, found.mailboxes)
         elif rank == 0:
             log.warning("%d ranks add partial outputs through NCCL, not over peer memory: %s", ranks, found)
+
+    def mark(self) -> None:
+        if self._marks is None:
+            host = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+            self._marks = torch.zeros_like(host, device=self._device), host
+        marks, host = self._marks
+        host.copy_(marks.add_(1), non_blocking=True)
+
+    def progress(self) -> int:
+        """Of a GPU: a host that waits for one uses time of its CPU too."""
+        return 0 if self._marks is None else int(self._marks[1])
 
     def check(self) -> None:
         if self._memory is not None:
@@ -214,18 +249,26 @@ class Nccl(_Process):
         super().abort()
 
     def close(self) -> None:
-        """NCCL's orderly end is a collective, which may wait for ranks that have ended. So connections are aborted, which needs no other rank; what has not ended after END_SECONDS is left to the end of the process."""
+        """NCCL's orderly end is a collective, which may wait for ranks that have ended; so connections are aborted,
+        which needs no other rank. The end of torch's object waits for torch's own threads. What has not ended after
+        END_SECONDS is left to the end of the process."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
-        if not self._ended:
-            ending = threading.Thread(target=self._processes.abort, name="perilune-nccl-end", daemon=True)
-            ending.start()
-            ending.join(END_SECONDS)
-            if ending.is_alive():
-                log.warning("NCCL's connections did not end within %.0f s", END_SECONDS)
-                _unended.append(self._processes)
+        held, ended = [self._processes], self._ended  # the thread has the last reference
         super().close()
+
+        def end() -> None:
+            processes = held.pop()
+            if not ended:
+                processes.abort()
+            del processes
+
+        ending = threading.Thread(target=end, name="perilune-nccl-end", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+        if ending.is_alive():
+            log.warning("NCCL's connections did not end within %.0f s", END_SECONDS)
 
 
 class GlooOnGpu(Gloo):
@@ -244,9 +287,7 @@ class GlooOnGpu(Gloo):
         return x.copy_(super().broadcast(x.cpu(), rank))
 
 
-def join(
-    slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = ""
-) -> Group:
+def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = "") -> Group:
     """The group of this rank; waits for the others. `meeting` is a file, not there yet, in a directory that only this
     user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU. `no_peers`:
     why this rank cannot use peer memory."""
@@ -258,6 +299,11 @@ def join(
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # Else a thread of torch's looks into the store every second. Its file is removed once all ranks have joined:
+        # the thread waits for the file for TIMEOUT, and the end of the group waits for the thread.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        # engine/ranks.py says which rank is lost. Torch would end the process that holds the engine, a minute later.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         wanted = torch_dist.ProcessGroupNCCL.Options()
         wanted._timeout = TIMEOUT
         group = Nccl(slicing, torch_dist.ProcessGroupNCCL(store, slicing.rank, slicing.ranks, wanted))

@@ -11,7 +11,7 @@ Drafts are followed on copies of the answer's state, one per draft, so no state 
 from the copy after the accepted drafts. A work's drafts end before the first that the constraint forbids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -136,9 +136,9 @@ class Grammars:
         self._compiling.pop(rid, None)
         self._sessions.pop(rid, None)
 
-    def holds(self, work: Work) -> bool:
-        """Whether the request has a constraint."""
-        return work.rid in self._sessions
+    def holds(self, work: Sequence[Work]) -> bool:
+        """Whether one of the requests has a constraint."""
+        return bool(self._sessions) and any(w.rid in self._sessions for w in work)
 
     def closed(self, rid: int) -> bool:
         """Whether the grammar replaced tokens of the answer's end because few were left. To be called when the

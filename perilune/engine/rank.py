@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from perilune.core.errors import EngineError, PeriluneError
+from perilune.dist.group import ALONE, Group
 from perilune.dist.peer_memory import ExchangeError
 from perilune.engine.build import build
 from perilune.engine.order_ring import SPIN_SECONDS, OrderReader
@@ -39,6 +40,7 @@ class Leader:
     def __init__(self, pulse: socket.socket) -> None:
         self._pulse, self._lock = pulse, threading.Lock()
         self._process = 0
+        self.group: Group = ALONE  # reports its progress
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def watch(self, process: int) -> None:
@@ -53,7 +55,7 @@ class Leader:
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
         while True:
-            self.send("beat", building=ops_build.building())
+            self.send("beat", building=ops_build.building(), progress=self.group.progress())
             end, heard = time.monotonic() + BEAT_SECONDS, False
             while (rest := end - time.monotonic()) > 0:
                 if select.select([self._pulse], [], [], rest)[0]:
@@ -141,6 +143,7 @@ def main() -> None:
             place=start.place,
             loaded=lambda: leader.send("loaded"),
         )
+        leader.group = parts.runner.group
         # On a CPU it would poll on a core that computes.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)

@@ -4,8 +4,10 @@ Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs
 nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
 every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
 nothing for SILENT_SECONDS, that has not ended a step so long after rank 0 has, or that chooses other tokens ends the
-group: all are killed, and every request in flight gets the reason. A step that no rank ends may take as long as its
-tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is late.
+group: all are killed, and every request in flight gets the reason. So does a step that no rank ends, if no rank has
+computed for STILL_SECONDS: every second each rank reports its progress (Group.progress). A step during which ranks
+compute may take as long as its tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is
+late.
 """
 
 import contextlib
@@ -46,8 +48,9 @@ Progress = Callable[[int, int, int], None]
 RANK_MODULE = "perilune.engine.rank"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
+STILL_SECONDS = 6.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
 # For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
-# their error when a step never ends on ranks that are there otherwise.
+# their error when ranks compute without an end.
 STEP_SECONDS = 30.0
 SECONDS_PER_TOKEN = 0.02
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
@@ -93,6 +96,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
     decode_seconds  from the step's frame in memory to its plan
     building        it compiles kernels: with "beat"
+    progress        Group.progress of the rank: with "beat"
     read, to_read   bytes of weights: with "loading"
     """
 
@@ -101,6 +105,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     text: str = ""
     decode_seconds: float = 0.0
     building: bool = False
+    progress: int = 0
     read: int = 0
     to_read: int = 0
 
@@ -150,7 +155,7 @@ class _Rank:
         self.loaded = False
         self.silent_seconds = self.late_seconds = 0.0
         self.ended = 0  # steps, when they were last looked at
-        self.building = False
+        self.building, self.progress = False, 0
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -177,7 +182,7 @@ class Ranks:
         bytes read, bytes to read) of others, from a thread."""
         self._progress = progress
         self._sent = 0  # steps that all ranks are to run
-        self._tokens: deque[int] = deque(maxlen=2)  # of the last ones, which may be in flight
+        self._plans: deque[StepPlan] = deque(maxlen=2)  # the last ones, which may be in flight
         self._writer = Writer()
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
@@ -189,6 +194,8 @@ class Ranks:
         self._changed = threading.Event()
         self._over = threading.Event()
         self._closing = self._watching_silence = False
+        self._progressed: list[int] = []  # all ranks' progress when it was last looked at
+        self._still_seconds = 0.0  # since a rank has computed
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -221,7 +228,7 @@ class Ranks:
         """The ranks run this step next. `kind` "time": without a digest."""
         begin = time.perf_counter()
         if kind == "plan":
-            self._tokens.append(plan.tokens)
+            self._plans.append(plan)
             self._sent += 1
         for own in plan.slices:
             if own.patches is not None and own.rank > 0:
@@ -343,17 +350,23 @@ class Ranks:
     def _watch_steps(self) -> None:
         """Called every BEAT_SECONDS."""
         building = build.building() or any(rank.building for rank in self._ranks)
+        progressed = [self._group.progress(), *(rank.progress for rank in self._ranks)]
+        still, self._progressed = progressed == self._progressed, progressed  # none computes, or ends a step
         with self._lock:
             own = self._read + len(self._own)
             for rank in self._ranks:
                 ended = self._compared[rank.place.rank] + len(rank.digests)
                 late = ended == rank.ended and ended < self._sent and not building
+                still &= ended == rank.ended
                 rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
                 rank.ended = ended
             rank = max(self._ranks, key=lambda rank: rank.late_seconds)
-            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max(self._tokens, default=0)
+            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max((plan.tokens for plan in self._plans), default=0)
+        self._still_seconds = self._still_seconds + BEAT_SECONDS if still and rank.late_seconds else 0.0
         if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
             self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
+        elif self._still_seconds >= STILL_SECONDS:
+            self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s, and no rank computes")
         elif rank.late_seconds >= limit:
             self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
 
@@ -361,7 +374,8 @@ class Ranks:
         try:
             for frame in rank.frames.arrived():
                 report = msgspec.msgpack.decode(frame, type=Report)
-                rank.building = report.building and report.kind == "beat"
+                if report.kind == "beat":
+                    rank.building, rank.progress = report.building, report.progress
                 if report.kind == "loading" and self._progress is not None:
                     self._progress(rank.place.rank, report.read, report.to_read)
                 elif report.kind == "loaded":

@@ -205,5 +205,6 @@ def resolve_sizes(
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what making or converting weights left unused: gigabytes of a large model
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()

@@ -117,7 +117,7 @@ class Runner:
         """The plan, completed, which the other ranks have got when this returns; `kind` as in Ranks.plan. What they do
         must not depend on when a request is cancelled, so the plan says which sampling is the host's."""
         if self._ranks is not None:
-            if any(self.grammars.holds(w) for w in plan.work):
+            if self.grammars.holds(plan.work):
                 plan = replace(plan, host=True)
             self._ranks.plan(plan, kind)
         return plan
@@ -200,12 +200,9 @@ class Runner:
     def needs_no_host(self, plan: StepPlan) -> bool:
         """Whether the device alone can sample the step and go on to the next: no request has penalties, a constraint or
         log-probabilities."""
-        if plan.host:
+        if plan.host or self.grammars.holds(plan.work):
             return False
-        for w in plan.work:
-            if w.params.logprobs is not None or self.adjuster.wanted(w) or self.grammars.holds(w):
-                return False
-        return True
+        return not any(w.params.logprobs is not None or self.adjuster.wanted(w) for w in plan.work)
 
     def _run_calls(self, plan: StepPlan) -> Readout:
         """The step op by op."""

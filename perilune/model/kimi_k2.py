@@ -62,6 +62,8 @@ from perilune.ops.pointwise.embed_norm import embed_norm, resolved
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
+LONG_STEP_TOKENS = 1024  # Fewer: marks between layers cost more than they show; a smaller step takes under a second.
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span(operands.Span):
@@ -137,8 +139,11 @@ class KimiK2:
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
+        long = len(step.tokens) >= LONG_STEP_TOKENS
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
+            if long:
+                self.group.mark()
             if i > 0 and self._fused_over_sums and _absorbed(w, step):
                 q_full = mla_pre_attention(h, x, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:

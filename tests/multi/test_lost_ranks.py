@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_rank_that_chooses_another_token_is_an_error(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "module, why",
     [
-        ("hanging", r"a step has not ended on rank 1 of 2 \(process \d+\) for \d+ s"),
+        ("hanging", r"a step has not ended on rank 1 of 2 \(process \d+\) for \d+ s, and no rank computes"),
         ("late", r"rank 1 of 2 \(process \d+\) has not ended a step that rank 0 ended \d+ s ago"),
     ],
     ids=["by no rank", "by one rank"],
@@ -87,14 +88,25 @@ def test_a_step_that_never_ends_is_an_error_though_its_rank_says_that_it_is_ther
     monkeypatch: pytest.MonkeyPatch, module: str, why: str
 ) -> None:
     monkeypatch.setattr(ranks, "RANK_MODULE", f"tests.multi.{module}_rank")
-    if module == "hanging":
-        monkeypatch.setattr(ranks, "STEP_SECONDS", 3.0)
     llm = start(tp=2)
     pids = processes(llm)
     error, seconds = fails(llm, lambda: None)
     assert re.fullmatch(rf"the engine stopped: {why}; its other ranks .*", error) and seconds < 10
     llm.close()
     assert gone(pids)
+
+
+def test_a_step_that_takes_long_because_a_rank_computes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.slow_rank")
+    monkeypatch.setattr(ranks, "STILL_SECONDS", 2.0)
+    with start(tp=2) as llm:
+        begin = time.monotonic()
+        assert len(llm.generate("a", replace(LONG, max_tokens=40))[0].token_ids) == 40
+        assert time.monotonic() - begin > 4
+        monkeypatch.setattr(ranks, "STEP_SECONDS", 1.0)  # but not for ever
+        monkeypatch.setattr(ranks, "SECONDS_PER_TOKEN", 0.0)
+        with pytest.raises(EngineError, match=r"a step has not ended on rank 1 of 2 \(process \d+\) for 1 s; "):
+            llm.generate("a", replace(LONG, max_tokens=80))
 
 
 def test_closing_leaves_no_process_and_no_file_and_one_bar_shows_what_all_ranks_read(

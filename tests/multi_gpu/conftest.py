@@ -1,4 +1,4 @@
-"""Shared by tests on several GPUs: a test that hangs shows where this process waits before the time is over."""
+"""Shared by tests on several GPUs: what hangs, a test or its fixtures, shows where this process waits."""
 
 import faulthandler
 import os
@@ -10,8 +10,8 @@ HANGING_SECONDS = 30.0
 _errors = os.dup(2)  # pytest captures the other one
 
 
-@pytest.fixture(autouse=True)
-def stacks_of_a_hanging_test() -> Iterator[None]:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
     faulthandler.dump_traceback_later(HANGING_SECONDS, file=_errors)
     yield
     faulthandler.cancel_dump_traceback_later()

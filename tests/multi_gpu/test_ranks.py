@@ -15,6 +15,7 @@ import torch
 from perilune import LLM, SamplingParams
 from perilune.core.errors import EngineError
 from perilune.engine.llm import Completion
+from perilune.model import kimi_k2
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a CUDA device")
@@ -92,6 +93,16 @@ def test_every_kind_of_request_is_answered_through_graphs(two: LLM) -> None:
         assert graphs.broken is None and len(graphs) > 3
         kinds = {(key.whole, key.narrow) for key in graphs._graphs}
         assert {(True, True), (True, False)} <= kinds
+
+
+def test_the_progress_of_a_long_step_is_seen(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert two._engine is not None
+    monkeypatch.setattr(kimi_k2, "LONG_STEP_TOKENS", 64)  # of rank 0
+    model = two._engine.runner.model
+    before = model.group.progress()
+    two.generate("A new one. " + LONG_PROMPT, GREEDY)
+    if model.group.name != "gloo":
+        assert model.group.progress() - before >= len(model.weights.layers)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

@@ -1,7 +1,8 @@
 """What it costs to send a step to other ranks: rank 0 encodes its plan and sends it, the others read it.
 
 Processes read what rank 0 sends as engine/rank.py does, with nothing else to do; there is no model. Every plan is of
-decode steps of `batch` requests; block tables grow as those of real ones.
+decode steps of `batch` requests, made just before it is sent, as by the scheduler; block tables grow as those of real
+ones.
 """
 
 import os
@@ -74,10 +75,12 @@ def _times(ranks: int, batch: int, polling: bool) -> tuple[float, float, float]:
         for process in readers:
             if process.stdout is None or process.stdout.readline() != "ready\n":
                 raise EngineError("a reading process did not start")
-        for plan in _plans(batch):
+        plans = _plans(batch)
+        for _ in range(STEPS):
             until = time.perf_counter() + STEP_SECONDS
             while time.perf_counter() < until:
                 pass  # as rank 0 waits for a GPU's step
+            plan = next(plans)
             begin = time.perf_counter()
             ring.send(writer.plan(plan))
             took.append(time.perf_counter() - begin)

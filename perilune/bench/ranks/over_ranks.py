@@ -32,7 +32,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Timed:
     """Of one engine and batch size: seconds of a replay on the device (None: without graphs), seconds of a step, bytes
     that rank 0 must read in a step."""
 
@@ -46,13 +46,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for each batch size. `config`: keys of EngineConfig, with tp or ep."""
     settings = {"max_num_seqs": max(batches), "max_model_len": context + WARM_UP + STEPS + 64, **config}
-    found: list[dict[int, _Run]] = []
+    found: list[dict[int, Timed]] = []
     common: dict[str, Any] = {}
     apart = _apart(layers)
     for engine in _engines(name, layers, settings, report):
         engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
-        found.append({batch: _run(engine, batch, context) for batch in batches})
-        common = common or _common(engine, name, layers)
+        found.append({batch: timed(engine, batch, context) for batch in batches})
+        common = common or common_keys(engine, name, layers)
     return [_row(common, found[0][b], found[1][b], (b, context, apart), report) for b in batches]
 
 
@@ -72,9 +72,9 @@ def prefill(
     found: list[dict[int, float]] = []
     common: dict[str, Any] = {}
     for engine in _engines(name, layers, settings, report):
-        times = {n: [_prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
+        times = {n: [prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
-        common = common or _common(engine, name, layers)
+        common = common or common_keys(engine, name, layers)
     rows, apart = [], _apart(layers)
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
@@ -122,7 +122,7 @@ def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) 
                 engine.close()
 
 
-def _prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
+def prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
     """Of a prompt, until its first token has come."""
     rng = random.Random(turn)
     prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
@@ -134,7 +134,7 @@ def _prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
     return time.perf_counter() - begin
 
 
-def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
+def common_keys(engine: Engine, name: str, layers: int) -> dict[str, Any]:
     info, config, weights = engine.info, engine.config, engine.runner.model.weights
     foot = footprint(engine.runner.model, engine.runner.pages.data)
     total = foot.always + weights.embed.nbytes + foot.per_expert * foot.moe_layers * foot.routed
@@ -146,7 +146,7 @@ def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
         "tp": info.tp,
         "ep": info.ep,
         "exchange": engine.runner.group.name,
-        "kv_layout": "replicated",
+        "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
         "kv_dtype": config.kv_dtype,
         "expert_format": expert_format(engine.runner.model),
         "rest_dtype": "fp8" if config.rest_dtype == "fp8" else config.dtype,
@@ -163,7 +163,7 @@ def _common(engine: Engine, name: str, layers: int) -> dict[str, Any]:
     }
 
 
-def _row(common: dict[str, Any], more: _Run, less: _Run, at: tuple[int, int, int], report: Report) -> dict[str, Any]:
+def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, int], report: Report) -> dict[str, Any]:
     batch, context, apart = at
     on_device = more.device is not None and less.device is not None
     taken = [run.device if on_device and run.device is not None else run.step for run in (more, less)]
@@ -189,7 +189,7 @@ def _row(common: dict[str, Any], more: _Run, less: _Run, at: tuple[int, int, int
     return row
 
 
-def _run(engine: Engine, batch: int, context: int) -> _Run:
+def timed(engine: Engine, batch: int, context: int) -> Timed:
     """`batch` requests decode from `context` tokens on, which are taken to be in the cache."""
     rng, model = random.Random(batch), engine.runner.model
     vocabulary = model.config.vocab_size
@@ -214,4 +214,4 @@ def _run(engine: Engine, batch: int, context: int) -> _Run:
     while engine.busy:
         engine.step()
     nbytes = footprint(model, engine.runner.pages.data).step_bytes(batch, context)
-    return _Run(device, step, nbytes)
+    return Timed(device, step, nbytes)

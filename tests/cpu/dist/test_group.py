@@ -1,8 +1,10 @@
 """A group of GPUs, with stand-ins for NCCL and for memory of GPUs: what is added over peer memory, and how it ends."""
 
 import logging
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from perilune.dist import group as dist_group
 from perilune.dist import peer_memory
-from perilune.dist.group import TIMEOUT, Nccl
+from perilune.dist.group import TIMEOUT, Nccl, join
 from perilune.dist.peer_memory import ExchangeError, PeerMemory
 from perilune.dist.slicing import Slicing
 from perilune.model.kimi_k2 import add_parts
@@ -78,20 +80,65 @@ def test_a_group_without_peer_memory_says_why_once(
     assert said == ([why] if rank == 0 else [])
 
 
+@pytest.mark.parametrize("aborted", [False, True], ids=["closed", "closed after a rank was lost"])
+@pytest.mark.parametrize("where", ["abort", "__del__"])
 def test_connections_that_do_not_end_do_not_keep_an_engine_from_closing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, aborted: bool
 ) -> None:
-    class Endless:
-        def abort(self) -> None:
-            assert ended.wait(20)
+    def wait(processes: object) -> None:
+        assert ended.wait(10)
+        after.set()
 
-    ended, processes = threading.Event(), Endless()
+    class Endless:
+        def abort(self) -> None: ...
+
+    ended, after = threading.Event(), threading.Event()
     monkeypatch.setattr(dist_group, "END_SECONDS", 0.2)
+    made = Nccl(Slicing(0, 2), Endless())
+    if aborted:
+        made.abort()
+    monkeypatch.setattr(Endless, where, wait, raising=False)
     begin = time.monotonic()
-    Nccl(Slicing(0, 2), processes).close()
-    assert time.monotonic() - begin < 5 and "did not end" in caplog.text
+    made.close()
+    waits = where == "__del__" or not aborted
+    assert time.monotonic() - begin < 5 and ("did not end" in caplog.text) == waits and not after.is_set()
     ended.set()
-    assert dist_group._unended.pop() is processes
+    assert after.wait(5) == waits
+
+
+def test_layers_of_long_steps_are_the_progress_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Nccl(Slicing(0, 2), Processes([]))
+    made._device = torch.device("cpu")
+    assert made.progress() == 0
+    found = []
+    for _ in range(3):
+        made.mark()
+        found.append(made.progress())
+    assert found == [1, 2, 3]
+
+
+def test_torch_looks_for_nothing_in_the_store_once_ranks_have_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file of the meeting is removed then, and a look at it waits for the file."""
+    seen: dict[str, str | None] = {}
+
+    class Started(Exception):
+        pass
+
+    def started(*args: Any) -> None:
+        for name in ("DUMP_ON_TIMEOUT", "ASYNC_ERROR_HANDLING"):
+            seen[name] = os.environ.get(f"TORCH_NCCL_{name}")
+        raise Started
+
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    started.Options = type("Options", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", started, raising=False)
+    with pytest.raises(Started):
+        join(Slicing(0, 2), tmp_path / "meeting", GPU)
+    assert seen == {"DUMP_ON_TIMEOUT": "0", "ASYNC_ERROR_HANDLING": "0"}
 
 
 def test_the_model_and_the_draft_model_add_over_the_groups_peers() -> None:

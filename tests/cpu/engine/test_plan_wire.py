@@ -44,6 +44,44 @@ def test_plans_arrive_as_they_were_sent() -> None:
     assert small > 200, "most frames repeat neither parameters nor tables"
 
 
+def test_of_requests_that_go_on_a_frame_has_three_bytes_each() -> None:
+    rng, writer, reader = random.Random(1), Writer(), Reader()
+    at: dict[int, list[int]] = {}  # by slot: rid, start, output_index
+    tables: dict[int, tuple[int, ...]] = {}
+    params = SamplingParams(temperature=0.5, stop_token_ids=(1, 2))
+    same = 0
+    for step in range(400):
+        before, grown = {slot: rid for slot, (rid, _, _) in at.items()}, 0
+        for slot in list(at):
+            if rng.random() < 0.005:  # ended
+                del at[slot]
+        if len(at) < 64 and (step < 64 or rng.random() < 0.5):
+            slot = next(slot for slot in range(64) if slot not in at)
+            at[slot], tables[slot] = [1000 + step, rng.randrange(99), 0], (step,)
+        chained = step % 50 > 40  # each brings several tokens
+        work = []
+        for slot, place in sorted(at.items(), key=lambda item: item[1][0]):
+            n = rng.randint(1, 4) if chained else 1
+            place[1], place[2] = place[1] + n, place[2] + n
+            if place[1] % 64 < n:
+                tables[slot], grown = (*tables[slot], step), grown + 1
+            rid, start, index = place
+            tokens = (PENDING,) * (1 + 3 * chained)
+            work.append(
+                Work(
+                    rid, slot, start, tokens, tables[slot], True, index, params, rid, left=900 - index,
+                    drafts=3 * chained, chained=chained,
+                )
+            )  # fmt: skip
+        plan = StepPlan(step, tuple(work))
+        frame = writer.plan(plan)
+        assert reader.plan(reader.order(frame)) == plan
+        if before == {slot: rid for slot, (rid, _, _) in at.items()} and step % 50 not in (0, 41):
+            same += 1
+            assert len(frame) < 3 * len(work) + 40 * (1 + grown)
+    assert same > 100
+
+
 def test_the_same_table_stays_the_same_tuple() -> None:
     writer, reader, table = Writer(), Reader(), (4, 5, 6)
     params = SamplingParams()
@@ -63,6 +101,6 @@ def test_what_is_no_order_is_refused(body: bytes) -> None:
 
 
 def test_an_order_about_an_unknown_slot_is_refused() -> None:
-    row = (1, 0, 0, (1,), True, 0, (), (), 1, 0, -1, False, (), None, -1, ())
+    row = (0, 1, None, -1, (), (1,), True, (), (), 0, -1, False, (), 0, 1)
     with pytest.raises(EngineError, match="slot 0"):
-        Reader().plan(Order("plan", rows=[row]))
+        Reader().plan(Order("plan", slots=[0], starts=[0], rows=[row]))

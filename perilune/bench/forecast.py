@@ -1,0 +1,143 @@
+"""What steps of a whole model will take on several GPUs, from rows of a few layers of it: a prediction that is written
+down before the whole model is measured.
+
+A row is one line of bench/results. One rank's slice is timed on one GPU with its exchanges as copies there
+(`bench decode --slice N`); what two real ranks take more than a slice of two is added for every number of ranks.
+Nothing is predicted where a row is missing: ConfigError names the command that makes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from perilune.bench.prefill import layer_flops
+from perilune.bench.shapes import SHAPES, shape
+from perilune.core.errors import ConfigError
+
+Row = Mapping[str, Any]
+
+READ_TB_S = 4.3  # of one H200: what more KV takes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step, every rank with the whole KV.
+
+    us_per_layer  of an MoE layer, exchanges included
+    outside_us    dense layers, head and all else of the step's graph
+    between_ms    from one graph to the next
+    """
+
+    us_per_layer: float
+    outside_us: float
+    between_ms: float
+    layers: int
+
+    @property
+    def graph_ms(self) -> float:
+        return (self.us_per_layer * (self.layers - 1) + self.outside_us) / 1e3
+
+    @property
+    def ms(self) -> float:
+        return self.graph_ms + self.between_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of `layers` layers on `ranks` GPUs, weights in the formats of the rows' keys.
+
+    decode, prefill  rows of these benches
+    """
+
+    decode: Sequence[Row]
+    prefill: Sequence[Row]
+    ranks: int
+    layers: int = 61
+    shape: str = "kimi-k2.5"
+    rest_dtype: str = "fp8"
+    expert_format: str = "int4-compact"
+
+    def step(self, tokens: int, context: int, kv_bytes: float) -> Step:
+        """Of `tokens` requests with one token each at `context`; a step that verifies drafts of one request takes as
+        long. `kv_bytes`: of one token's KV and layer, for where the rows have another context."""
+        own, pair = (self._decode_row(n, True, tokens, context) for n in (self.ranks, 2))
+        real = self._decode_row(2, False, tokens, pair["context"])
+        outside = real.get("outside_us", pair["outside_us"])
+        us = real.get("us_per_layer") or (1e3 * real["graph_ms"] - outside) / (real["layers"] - 1)
+        more = tokens * kv_bytes * (context - own["context"]) / READ_TB_S / 1e6
+        return Step(
+            us_per_layer=own["us_per_layer"] + us - pair["us_per_layer"] + more,
+            outside_us=own["outside_us"] + outside - pair["outside_us"],
+            between_ms=max(real["step_ms"] - real["graph_ms"], 0.0),
+            layers=self.layers,
+        )
+
+    def prompt_ms(self, tokens: int, cached: int = 0) -> float:
+        """Of a prompt behind `cached` tokens. What ranks share out and what not follow from the rows of one rank and of
+        two, on a straight line between their lengths; beyond the longest, and for what is cached, time grows as
+        FLOPs."""
+        lengths, one, two = self._prefill_rows()
+        shared = [2 * (a - b) for a, b in zip(one, two)]
+        per_layer = [s / self.ranks + a - s for a, s in zip(one, shared)]
+        config = shape(self.shape, SHAPES[self.shape]["num_hidden_layers"])
+        longest, flops = lengths[-1], layer_flops(config, lengths[-1])
+        if tokens > longest:
+            return float(self.layers * per_layer[-1] * layer_flops(config, tokens, cached) / flops)
+        more = layer_flops(config, tokens, cached) - layer_flops(config, tokens)
+        return float(self.layers * (numpy.interp(tokens, lengths, per_layer) + shared[-1] / self.ranks * more / flops))
+
+    def draft_ms(self, drafts: int) -> float:
+        """Of a chain of drafts by a draft model in FP8, as on one GPU: ranks that share the draft model take less."""
+        found = [
+            r
+            for r in self._of_shape(self.decode)
+            if r.get("draft") == drafts and r.get("draft_ms") and r.get("drafter", "").endswith("fp8")
+        ]
+        if not found:
+            raise ConfigError(f"no row of: bench decode --shape {self.shape} --draft {drafts} --accepted X")
+        return float(newest(found)["draft_ms"])
+
+    def _of_shape(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of fewer layers of this shape: a measurement of what is predicted predicts nothing."""
+        return [
+            r
+            for r in rows
+            if r.get("shape") == self.shape and r.get("balanced", True) and r.get("layers", 0) < self.layers
+        ]
+
+    def _decode_row(self, ranks: int, sliced: bool, tokens: int, context: int) -> Row:
+        """The newest with so many tokens; of several contexts the nearest."""
+        found = [
+            r
+            for r in self._of_shape(self.decode)
+            if r.get("tp") == ranks
+            and ("slice" in r) == sliced
+            and r["batch"] * (1 + r.get("draft", 0)) == tokens
+            and r.get("kv_layout", "replicated") == "replicated"
+            and (r["rest_dtype"], r["expert_format"]) == (self.rest_dtype, self.expert_format)
+            and (sliced or r.get("graph_ms") is not None)
+        ]
+        if not found:
+            options = f"--{'slice' if sliced else 'tp'} {ranks} --batch {tokens} --rest-dtype {self.rest_dtype}"
+            options += f" --expert-format {self.expert_format}"
+            raise ConfigError(f"no row of: bench decode --shape {self.shape} {options}")
+        nearest = min({r["context"] for r in found}, key=lambda c: (abs(c - context), c))
+        return newest([r for r in found if r["context"] == nearest])
+
+    def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
+        """Lengths of prompts that one rank and two have rows of, and ms a layer of one and of two."""
+        rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
+        found = [[r for r in rows if r.get("tp", 1) == n] for n in (1, 2)]
+        lengths = sorted(set.intersection(*({r["tokens"] for r in some} for some in found)))
+        if not lengths:
+            raise ConfigError(f"no rows of one length of: bench prefill --shape {self.shape}, with --tp 2 and without")
+        one, two = ([newest([r for r in s if r["tokens"] == n])["ms_per_layer"] for n in lengths] for s in found)
+        return lengths, one, two
+
+
+def newest(rows: Sequence[Row]) -> Row:
+    """Of the rows of the last one's commit and number of layers the one in the middle."""
+    last = [r for r in rows if (r["commit"], r["layers"]) == (rows[-1]["commit"], rows[-1]["layers"])]
+    return sorted(last, key=lambda r: float(r["step_ms"]))[(len(last) - 1) // 2]

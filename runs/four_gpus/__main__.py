@@ -1,0 +1,235 @@
+"""The whole model on four GPUs (or two, or eight): every figure wanted of it, each with its prediction.
+
+python -m runs.four_gpus --plan                              memory, parts, predictions; nothing is measured
+python -m runs.four_gpus --ledger bench/results              everything, in the order of the starts
+python -m runs.four_gpus --part f,e --ledger bench/results   some parts: each start of an engine takes minutes
+python -m runs.four_gpus --tp 2 --layers 27 --part h,f       what fits two GPUs
+python -m runs.four_gpus --device cpu --tp 2                 the same on a shape for CPUs (or --model kimi-nano)
+
+Parts that have rows of this commit in the ledger are left out, so that a run can be continued; --again measures them
+anew. Each start is a process of its own, which prints its stacks and ends when its time is over.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.bench import ledger
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError, PeriluneError
+from perilune.engine import fit
+from perilune.engine.engine import Engine
+from perilune.engine.resolve import free_bytes
+from perilune.plan import memory
+from runs.four_gpus import over_http, steps
+from runs.four_gpus.predictions import predictions
+from runs.four_gpus.setting import CPU_SIZES, PARTS, START_SECONDS, STARTS, USUAL, WANTED, Setting
+
+H200_FREE_BYTES = 147.0e9  # that one process can allocate
+ENDING_SECONDS = 6.0  # that a start's processes get to print stacks and end
+CLOSE_SECONDS = 15.0  # that an engine gets to close, before the process prints its stacks and ends
+GENERIC = ("part", "figure", "measured", "predicted", "wanted", "met")
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so what was started ends too
+    setting = Setting(args.tp, args.layers, args.model, args.device, args.kv_dtype, args.chunk)
+    if args.device == "cpu":
+        setting = dataclasses.replace(setting, chunk=min(args.chunk, 512), sizes=CPU_SIZES)
+    try:
+        letters = _letters(args.part)
+        expected = predictions(setting, ledger.DEFAULT)
+        if args.plan:
+            _show_plan(setting, letters, expected)
+        elif args.start is not None:
+            _measure(setting, args.start, letters, args, expected)
+        elif not _all(setting, letters, args):
+            sys.exit(1)
+    except PeriluneError as e:
+        sys.exit(f"error: {e}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m runs.four_gpus", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tp", type=int, default=4, help="GPUs, a rank on each")
+    parser.add_argument("--layers", type=int, help="of the shape; default: all")
+    parser.add_argument("--model", help="a checkpoint instead of random weights: acceptance is then measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="fp8")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prompt computed in one step")
+    parser.add_argument("--part", default=",".join(USUAL), help=f"letters of {', '.join(PARTS)}, separated by commas")
+    parser.add_argument("--seconds", type=float, default=590.0, help="for all of them together")
+    parser.add_argument("--ledger", type=Path, help="directory of the rows; without one they are only printed")
+    parser.add_argument("--again", action="store_true", help="measure what this commit has rows of")
+    parser.add_argument("--plan", action="store_true", help="show memory, parts and predictions, and end")
+    parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _letters(text: str) -> list[str]:
+    letters = [letter.strip() for letter in text.split(",")]
+    if wrong := [letter for letter in letters if letter not in PARTS]:
+        raise ConfigError(f"--part {wrong[0]!r} is no part: give some of {', '.join(PARTS)}, separated by commas")
+    return letters
+
+
+def _show_plan(setting: Setting, letters: Sequence[str], expected: dict[str, float | str]) -> None:
+    with setting.directory() as path:
+        for start in [s for s in STARTS if any(PARTS[letter].start == s for letter in letters)]:
+            config = build(EngineConfig, setting.engine(start))
+            free = H200_FREE_BYTES if setting.device == "cuda" else free_bytes(torch.device("cpu")) / setting.tp
+            plan = memory.plan(fit.demand(path, config, torch.device(setting.device)).demand, setting.tp, free)
+            own = [PARTS[letter] for letter in letters if PARTS[letter].start == start]
+            seconds = START_SECONDS + sum(part.seconds for part in own)
+            print(f"start {start!r}, at most {seconds:.0f} s{'' if plan.fits else ': DOES NOT FIT'}")
+            print("\n".join(f"  {line}" for line in plan.lines()))
+            for part in own:
+                print(f"  {part.letter}  {part.what}")
+    for figure, value in expected.items():
+        wanted = next((w for (_, name), (w, _) in WANTED.items() if name == figure), None)
+        print(f"{figure:<28} predicted {value}" + (f", wanted {wanted:g}" if wanted and setting.whole else ""))
+
+
+def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> bool:
+    """Each start in a process of its own; whether all parts were measured."""
+    ends = time.monotonic() + args.seconds
+    here = [] if args.again or args.ledger is None else _measured(setting, args.ledger)
+    left = [letter for letter in letters if letter not in here]
+    if skipped := [letter for letter in letters if letter in here]:
+        print(f"rows of this commit are there: {', '.join(skipped)} (--again measures them anew)")
+    missing: list[str] = []
+    for start in STARTS:
+        own = [letter for letter in left if PARTS[letter].start == start]
+        most = min(START_SECONDS + sum(PARTS[n].seconds for n in own), ends - time.monotonic() - ENDING_SECONDS)
+        if not own:
+            continue
+        if most < ENDING_SECONDS:
+            print(f"no time left for {', '.join(own)}")
+            missing += own
+            continue
+        command = [sys.executable, "-m", "runs.four_gpus", *_without_parts(sys.argv[1:])]
+        command += ["--start", start, "--part", ",".join(own)]
+        missing += own if _run(command, most) else []
+    if missing:
+        print(f"not measured, or not whole: {', '.join(missing)}")
+    return not missing
+
+
+def _run(command: Sequence[str], seconds: float) -> int:
+    """The exit status of a command, of which nothing is left when this returns: no server and no rank. Its processes
+    print their stacks if its time is over."""
+    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {seconds:.0f} s, where:", flush=True)
+        os.killpg(process.pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+        return 1
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _without_parts(arguments: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for word in arguments:
+        if not skip and word.partition("=")[0] not in ("--part", "--seconds"):
+            kept.append(word)
+        skip = word in ("--part", "--seconds")
+    return kept
+
+
+def _measured(setting: Setting, directory: Path) -> list[str]:
+    """Letters of parts with a row of this commit and setting in the ledger; none for a checkpoint."""
+    if setting.shape is None or (commit := ledger.circumstances()["commit"]) is None:
+        return []
+    wanted = {"run": "four-gpus", "commit": commit, "tp": setting.tp, "shape": setting.shape, "layers": setting.depth}
+    lines = [line for file in sorted(directory.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [row["part"] for row in map(json.loads, lines) if wanted.items() <= row.items()]
+
+
+def _measure(
+    setting: Setting, start: str, letters: list[str], args: argparse.Namespace, expected: dict[str, float | str]
+) -> None:
+    """The parts of one start, in this process."""
+    kept = list[Row]()
+
+    def keep(row: Row) -> None:
+        row = _beside(setting, row, expected)
+        kept.append(row)
+        print(json.dumps(row), flush=True)
+        if args.ledger is not None:
+            ledger.append([row], args.ledger)
+
+    with setting.directory() as path:
+        if start in ("served", "plain"):
+            asyncio.run(_over_http(path, setting, start, letters, keep))
+        else:
+            _in_process(path, setting, start, letters, keep)
+    for row in kept:
+        print("  ".join(f"{key} {row[key]}" for key in GENERIC if row.get(key) is not None))
+
+
+async def _over_http(path: Path, setting: Setting, start: str, letters: list[str], keep: Any) -> None:
+    async with contextlib.aclosing(over_http.rows(path, setting, start, "".join(letters))) as found:
+        async for row in found:
+            keep(row)
+
+
+def _in_process(path: Path, setting: Setting, start: str, letters: list[str], keep: Any) -> None:
+    begin = time.perf_counter()
+    engine = Engine(path, build(EngineConfig, setting.engine(start)), progress=True)
+    started = round(time.perf_counter() - begin, 1)
+    print(f"start {start!r}: {started} s, exchange {engine.runner.group.name}", flush=True)
+    failed = []
+    try:
+        for letter in letters:
+            try:
+                for row in steps.rows(engine, setting, letter):
+                    keep(row | {"start_s": started})
+            except PeriluneError as e:
+                print(f"part {letter} failed: {e}", flush=True)
+                failed.append(letter)
+                if engine.busy:  # its requests would be part of what is measured next
+                    break
+    finally:
+        # What is measured is written: a close that waits for another rank must not take the time of other starts.
+        aborting = threading.Timer(CLOSE_SECONDS, os.abort)
+        aborting.start()
+        engine.close()
+        aborting.cancel()
+    if failed:
+        raise ConfigError(f"part {', '.join(failed)} failed: see above")
+
+
+def _beside(setting: Setting, row: Row, expected: dict[str, float | str]) -> Row:
+    """The row with what was predicted and what is wanted."""
+    value = expected.get(row["figure"])
+    row |= {"predicted": value if isinstance(value, float) else None}
+    if setting.whole and (found := WANTED.get((row["part"], row["figure"]))) and row["measured"] is not None:
+        wanted, more = found
+        row |= {"wanted": wanted, "met": row["measured"] >= wanted if more else row["measured"] <= wanted}
+    return row
+
+
+if __name__ == "__main__":
+    main()

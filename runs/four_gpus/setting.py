@@ -1,0 +1,146 @@
+"""What is measured, with which memory plan, and what is wanted: the same for all parts of a run."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perilune.bench.shapes import SHAPES
+from perilune.cli.shared import synthetic
+from perilune.formats.hub import resolve_model
+
+SHAPE, CPU_SHAPE = "kimi-k2.5", "tiny"
+ACCEPTED, DRAFTS = 2.88, 3  # declared: K2.5's EAGLE-3 model with 3 drafts, SPEED-Bench coding
+CACHED_SHARE = 0.9  # of a prompt that an earlier one began with
+DECODING = 8  # users that decode while others' prompts come
+# Of the cache where ranks have all KV: room for 64 requests of 1,024 tokens that decode for a while and prompts beside
+# them. Larger: does not fit four GPUs, least of all beside a draft model. Smaller: requests are preempted.
+KV_TOKENS = {"whole": 110_000, "served": 96_000, "plain": 96_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the run. `start`: the engine start that it shares with other parts; `seconds`: at most, on GPUs."""
+
+    letter: str
+    start: str
+    seconds: float
+    what: str
+
+
+PARTS = {
+    part.letter: part
+    for part in (
+        Part("f", "served", 60, "Artificial-Analysis protocol over HTTP, drafts, acceptance declared"),
+        Part("e", "served", 60, "time to a first token over HTTP: cold, cached, beside users that decode"),
+        Part("b", "whole", 30, "one request after a long prompt, no drafts"),
+        Part("c", "whole", 30, "a step that verifies 3 drafts of one request"),
+        Part("p", "whole", 20, "a prompt, per layer"),
+        Part("d", "whole", 90, "16 and 64 requests, and their pace while prompts come"),
+        Part("a", "sharded", 240, "a request as long as the context, its KV sharded over ranks"),
+        Part("h", "plain", 60, "as f without drafts"),
+    )
+}
+STARTS = ("served", "whole", "sharded", "plain")  # in this order
+USUAL = "febcpda"  # h repeats b over HTTP
+START_SECONDS = 200.0  # an engine's start may take: 540 GB of weights made on four GPUs, and graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens of prompts and answers."""
+
+    prompt: int = 10_000
+    short: int = 1_024
+    context: int = 262_144
+    answer: int = 1_500
+    decoded: int = 16  # of the longest request
+    batches: tuple[int, ...] = (16, 64)
+    rounds: int = 3  # of requests over HTTP
+    arrival_seconds: float = 8.0
+
+
+CPU_SIZES = Sizes(600, 128, 1_200, 24, 4, (2, 4), 1, 2.0)
+
+# Of 61 layers on four GPUs, from the issue of this run: (part, figure): (wanted, whether more is better).
+WANTED: dict[tuple[str, str], tuple[float, bool]] = {
+    ("b", "tokens_per_s"): (300, True),
+    ("c", "verify ms at 1024"): (5.4, False),
+    ("c", "verify ms at 10000"): (5.9, False),
+    ("d", "tokens_per_s of 16"): (1050, True),
+    ("d", "tokens_per_s of 64"): (1800, True),
+    ("d", "p99 over median of 16"): (2.0, False),
+    ("d", "p99 over median of 64"): (2.0, False),
+    ("e", "ttft_s cold"): (0.45, False),
+    ("e", "ttft_s cached"): (0.150, False),
+    ("e", "ttft_s beside 8"): (0.117, False),
+    ("f", "output_tokens_per_s"): (420, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The model and how it is run. model: a checkpoint, instead of random weights of a shape. chunk: tokens of a step,
+    so of a prompt's part."""
+
+    tp: int
+    layers: int | None = None
+    model: str | None = None
+    device: str = "cuda"
+    kv_dtype: str = "fp8"
+    chunk: int = 4096
+    sizes: Sizes = field(default_factory=Sizes)
+
+    @property
+    def shape(self) -> str | None:
+        return None if self.model else SHAPE if self.device == "cuda" else CPU_SHAPE
+
+    @property
+    def depth(self) -> int:
+        """Layers of the shape that are run."""
+        assert self.shape is not None
+        return self.layers or int(SHAPES[self.shape]["num_hidden_layers"])
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is the model that figures are wanted of."""
+        return self.shape == SHAPE and self.depth == SHAPES[SHAPE]["num_hidden_layers"]
+
+    @contextlib.contextmanager
+    def directory(self) -> Iterator[Path]:
+        """The model's, until the context ends."""
+        if self.model is not None:
+            yield resolve_model(self.model)
+            return
+        assert self.shape is not None
+        with synthetic.directory(self.shape, self.layers) as path:
+            yield path
+
+    def engine(self, start: str) -> dict[str, Any]:
+        """Keys of EngineConfig for a start. What takes memory beside KV is the same for all."""
+        sizes, config = self.sizes, self._memory()
+        longest = sizes.prompt + sizes.answer + 64
+        if start == "sharded":
+            config |= {"kv_shards": self.tp, "max_num_seqs": 1, "max_model_len": sizes.context, "draft": "off"}
+            return config
+        config |= {"kv_shards": 1, "max_model_len": longest, "draft": "off"}
+        if self.device == "cuda":
+            config |= {"kv_blocks": KV_TOKENS[start] // 64, "block_size": 64}
+        if start == "whole":
+            return config | {"max_num_seqs": max(sizes.batches) + 2, "max_model_len": max(longest, 2 * sizes.prompt)}
+        config |= {"max_num_seqs": 1 if start == "plain" else DECODING + 8}
+        if start == "served":
+            config |= {"draft": "eagle3", "draft_tokens": DRAFTS}
+            config |= {} if self.model else {"declared_acceptance": ACCEPTED}
+        return config
+
+    def _memory(self) -> dict[str, Any]:
+        return {
+            "tp": self.tp, "device": self.device, "seed": 1, "rest_dtype": "fp8", "expert_scales": "compact",
+            "kv_dtype": self.kv_dtype, "max_step_tokens": self.chunk,
+        }  # fmt: skip
+
+    def keys(self) -> dict[str, Any]:
+        """What every row says beside what the engine says of itself."""
+        return {"run": "four-gpus", "prefill_chunk_tokens": self.chunk}
