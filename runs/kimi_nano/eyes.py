@@ -125,7 +125,8 @@ def train(args: argparse.Namespace) -> None:
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "eyes.jsonl")
-    blocks = Pictures(args.model, args.fonts, args.seed, args.tokens)
+    fonts = add_fonts(args.fonts) if args.fonts is not None else 0  # before data processes are forked
+    blocks = Pictures(args.model, args.seed, args.tokens)
     progress = EyesProgress()
     if args.resume:
         with safe_open(args.out / CHECKPOINT, "pt") as file:
@@ -140,7 +141,8 @@ def train(args: argparse.Namespace) -> None:
     log(
         "start", parameters=sum(p.numel() for _, p in run.eyes.stored()), step=progress.step, attention=run.way,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
-        seed=args.seed, tokens=args.tokens, minutes=args.minutes, rate=args.rate, seconds=time.monotonic() - began,
+        seed=args.seed, fonts=fonts,
+        tokens=args.tokens, minutes=args.minutes, rate=args.rate, seconds=time.monotonic() - began,
     )  # fmt: skip
     clock = time.monotonic() - progress.seconds
     spoken, saved, waited, pictures = time.monotonic(), time.monotonic(), 0.0, progress.pictures
@@ -190,8 +192,6 @@ def train(args: argparse.Namespace) -> None:
     if done < 1.0:
         return
     add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
-    if args.fonts is not None:
-        add_fonts(args.fonts)
     for split in ("heldout", "structural"):
         for mode, thinking in (("thinking", True), ("instant", False)):
             exact = score(run, Codec(args.model), split, args.score_count, thinking)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from perilune.media.patches import Patches, patches_of
 from perilune.tasks.families import SYSTEM_PROMPTS
-from perilune.tasks.pictures.canvas import Canvas, add_fonts
+from perilune.tasks.pictures.canvas import Canvas
 from perilune.tasks.pictures.charts import BAR
 from perilune.tasks.pictures.problems import GRIDS_OF, problem, scene_of
 from perilune.tasks.pictures.scene import GRIDS, PATCH, Scene
@@ -42,15 +42,13 @@ REDRAWS = 200  # of a sample that does not fit into the rest of a block, before 
 class Pictures(IterableDataset[dict[str, torch.Tensor]]):
     """Endless blocks of `size` tokens from number `first` on; worker w of n makes first + w, first + w + n, ..."""
 
-    def __init__(self, vocabulary: Path, fonts: Path | None, seed: int, size: int, first: int = 0) -> None:
-        self.vocabulary, self.fonts, self.seed, self.size, self.first = vocabulary, fonts, seed, size, first
+    def __init__(self, vocabulary: Path, seed: int, size: int, first: int = 0) -> None:
+        self.vocabulary, self.seed, self.size, self.first = vocabulary, seed, size, first
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         torch.set_num_threads(1)
-        if self.fonts is not None:
-            add_fonts(self.fonts)
         codec, number = Codec(self.vocabulary), self.first + mine
         while True:
             yield self.block(codec, number)

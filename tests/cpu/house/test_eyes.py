@@ -56,11 +56,11 @@ def codec() -> Codec:
 
 @pytest.fixture(scope="module")
 def block(codec: Codec) -> dict[str, torch.Tensor]:
-    return Pictures(NANO, None, 1, 2048).block(codec, 3)
+    return Pictures(NANO, 1, 2048).block(codec, 3)
 
 
 def test_blocks_are_functions_of_seed_and_number(codec: Codec, block: dict[str, torch.Tensor]) -> None:
-    again, other = Pictures(NANO, None, 1, 2048), Pictures(NANO, None, 1, 2048, first=4)
+    again, other = Pictures(NANO, 1, 2048), Pictures(NANO, 1, 2048, first=4)
     found = again.block(codec, 3)
     assert found.keys() == block.keys() and all(torch.equal(found[key], block[key]) for key in block)
     assert not torch.equal(next(iter(other))["stream"], block["stream"])
@@ -181,9 +181,19 @@ def arguments(model: Path, **changes: object) -> argparse.Namespace:
 
 def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     ledger, log = tmp_path / "evaluate.jsonl", tmp_path / "eyes.jsonl"
-    start = {"kind": "start", "parameters": 678544, "device": "cpu", "torch": "2", "seed": 1, "minutes": 4.5}
+    start = {
+        "kind": "start",
+        "parameters": 678544,
+        "device": "cpu",
+        "torch": "2",
+        "seed": 1,
+        "fonts": 50,
+        "minutes": 4.5,
+    }
     stop = {"kind": "stop", "step": 7, "pictures": 3210, "finished": True}
-    log.write_text(f"{json.dumps(start)}\n{json.dumps(stop)}\n")
+    exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
+    score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
+    log.write_text("".join(json.dumps(row) + "\n" for row in (start, stop, score)))
     facts = eyes_card.trained(log, model)
     assert facts["pictures"] == 3210 and facts["weights_sha256"] == eyes_card.weights_hash(model)
     rows = [
@@ -198,6 +208,7 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = eyes_card.part(facts, ledger)
     assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
+    assert "of 50 font files one in five" in said and "picture_sums 87.9 %, picture_shapes 75.0 % of 256" in said
     assert "3,210 pictures" in said and all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(
         said.splitlines(), key=len
     )
