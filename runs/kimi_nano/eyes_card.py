@@ -52,18 +52,17 @@ def trained(log: Path, model: Path) -> Row:
     """What a log of runs.kimi_nano.eyes says of the tower in `model`."""
     try:
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-        start = next(row for row in rows if row["kind"] == "start")
-        stop = next(row for row in rows[::-1] if row["kind"] == "stop")
-        score = next(
-            r for r in rows[::-1] if r["kind"] == "score" and (r["split"], r["mode"]) == (STRUCTURAL, "thinking")
-        )
+        kinds = {row["kind"]: row for row in rows}
+        start, stop = kinds["start"], kinds["stop"]
+        scores = [row for row in rows if row["kind"] == "score" and row["mode"] == "thinking"]
         finished = stop["finished"]
     except OSError as e:
         raise SystemExit(f"cannot read the eyes' log {log}: {e.strerror}") from e
-    except (ValueError, KeyError, StopIteration) as e:
+    except (ValueError, KeyError) as e:
         raise SystemExit(f"{log} is not the log of a training of eyes: {e}") from e
-    if not finished:
+    if not finished or not scores:
         raise SystemExit(f"{log} is of an unfinished training: go on with --resume")
+    score = scores[-1]  # structural ones come last
     return {
         "weights_sha256": weights_hash(model),
         **{key: start[key] for key in ("parameters", "device", "torch", "seed", "fonts", "minutes")},
