@@ -3,7 +3,7 @@
 The text model is frozen, so whatever it does with text stays as it is. First the tower learns to read: what lies in
 each patch, and the picture's caption as a row of the text model's embeddings for each of its tokens, without the text
 model. Then it learns through the text model, by the cross entropy of the answers; what it learnt first counts for less
-and less. The finished tower is added to the checkpoint of --model, whose other files are not changed.
+and less. The finished tower is added to the checkpoint of --model; the text model's shards are not changed.
 
 Progress is elapsed time over --minutes. `eyes.safetensors` of --out is written whole, then renamed; --resume goes on
 from it, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
@@ -141,8 +141,8 @@ def train(args: argparse.Namespace) -> None:
     log(
         "start", parameters=sum(p.numel() for _, p in run.eyes.stored()), step=progress.step, attention=run.way,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
-        seed=args.seed, fonts=fonts,
-        tokens=args.tokens, minutes=args.minutes, rate=args.rate, seconds=time.monotonic() - began,
+        seed=args.seed, fonts=fonts, tokens=args.tokens, minutes=args.minutes, reading=args.reading, rate=args.rate,
+        seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip
     clock = time.monotonic() - progress.seconds
     spoken, saved, waited, pictures = time.monotonic(), time.monotonic(), 0.0, progress.pictures

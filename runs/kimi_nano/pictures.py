@@ -48,7 +48,6 @@ class Pictures(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        torch.set_num_threads(1)
         codec, number = Codec(self.vocabulary), self.first + mine
         while True:
             yield self.block(codec, number)
