@@ -263,6 +263,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokens < LONGEST or args.minutes <= 0:
         parser.error(f"--tokens must be at least {LONGEST}, and --minutes positive")
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model} has no config.json: export the text model there first")
     if args.fonts is not None and not args.fonts.is_dir():
         parser.error(f"--fonts {args.fonts} is no directory")
     if args.device == "cuda" and not torch.cuda.is_available():
