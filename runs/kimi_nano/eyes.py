@@ -1,4 +1,4 @@
-"""Trains kimi-nano's eyes: python -m runs.kimi_nano.eyes --model perilune/bundled/kimi-nano --minutes 4.5
+"""Trains kimi-nano's eyes: python -m runs.kimi_nano.eyes --model perilune/bundled/kimi-nano --minutes 6
 
 The text model is frozen, so whatever it does with text stays as it is. First the tower learns to read: what lies in
 each patch, and the picture's caption as a row of the text model's embeddings for each of its tokens, without the text
@@ -247,12 +247,12 @@ def main() -> None:
     add("--out", type=Path, default=Path("runs/out/kimi_nano"), help="directory of the run")
     add("--fonts", type=Path, help="directory with TrueType fonts to write in, besides Pillow's own")
     add("--seed", type=int, default=SEED, help="seed of data and weights")
-    add("--minutes", type=float, default=4.5, help="length of the schedule")
+    add("--minutes", type=float, default=6.0, help="length of the schedule")
     add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
-    add("--tokens", type=int, default=32768, help="tokens of a step")
+    add("--tokens", type=int, default=65536, help="tokens of a step")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--decay", type=float, default=0.05, help="weight decay")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the text model's blocks")
