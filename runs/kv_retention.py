@@ -7,12 +7,13 @@ python -m runs.kv_retention [TRACE ...]. Without a trace: generated ones, the sa
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from perilune.bench.traces import HASH_TOKENS, Agents, Piece, Session, Turn, generate, read, sessions_of
+from perilune.bench.trace_formats import sessions_of
+from perilune.bench.traces import HASH_TOKENS, Agents, Piece, Session, Turn, generate, read
 from perilune.kv.retention import Retention
 from perilune.kv.tiers import Copied, Done, Name, Restored, Stored, Tiers
 from perilune.kv.tiers import Piece as Block
@@ -58,6 +59,8 @@ def requests(sessions: Sequence[Session]) -> list[tuple[float, list[bytes], list
         now, digest, chain, tokens = session.start, b"", list[bytes](), list[int]()
         for index, turn in enumerate(session.turns):
             now += turn.delay
+            if turn.whole:
+                digest, chain, tokens = b"", [], []
             for piece in (*turn.pieces, Piece(f"answer {session.name} {index}", turn.output_tokens)):
                 digest = blake2b(digest + piece.name.encode(), digest_size=16).digest()
                 chain.append(digest)
@@ -103,7 +106,7 @@ def mixed(agents: int, single: int, seed: int) -> list[Session]:
     return sorted(made, key=lambda session: session.start)
 
 
-TRACES = {
+TRACES: dict[str, Callable[[], list[Session]]] = {
     "agents": lambda: mixed(48, 0, 1),
     "agents, 300 single questions": lambda: mixed(48, 300, 1),
     "agents, 1500 single questions": lambda: mixed(48, 1500, 1),

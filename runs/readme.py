@@ -9,12 +9,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runs.docs import chart, http_api, references, rooms, screenshot, tables
+from runs.docs import chart, http_api, references, rooms, screenshot, tables, whole_model
 from runs.docs.tables import ROOT
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": tables.speed, "nano": tables.nano},
-    "docs/speed.md": {"layers": tables.layers, "cycles": tables.cycles, "nano-speed": tables.nano_speed},
+    "docs/speed.md": {
+        "layers": tables.layers,
+        "cycles": tables.cycles,
+        "whole": whole_model.whole,
+        "two": whole_model.two,
+        "nano-speed": tables.nano_speed,
+    },
     "docs/architecture.md": {"files": tables.files, "imports": rooms.text},
     "docs/configuration.md": {"engine": tables.engine_keys, "server": tables.server_keys},
     "docs/http-api.md": {

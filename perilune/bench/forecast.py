@@ -116,25 +116,37 @@ class Forecast:
             and ("slice" in r) == sliced
             and r["batch"] * (1 + r.get("draft", 0)) == tokens
             and r.get("kv_layout", "replicated") == "replicated"
-            and (r["rest_dtype"], r["expert_format"]) == (self.rest_dtype, self.expert_format)
+            and r["rest_dtype"] == self.rest_dtype
             and (sliced or r.get("graph_ms") is not None)
         ]
+        found = [r for r in found if r["expert_format"] == self.expert_format] or found  # others differ by up to 3 %
         if not found:
             options = f"--{'slice' if sliced else 'tp'} {ranks} --batch {tokens} --rest-dtype {self.rest_dtype}"
             options += f" --expert-format {self.expert_format}"
             raise ConfigError(f"no row of: bench decode --shape {self.shape} {options}")
+        two_depths = [r for r in found if "us_per_layer" in r]
+        found = two_depths or found
         nearest = min({r["context"] for r in found}, key=lambda c: (abs(c - context), c))
         return newest([r for r in found if r["context"] == nearest])
 
     def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
-        """Lengths of prompts that one rank and two have rows of, and ms a layer of one and of two."""
+        """Lengths of prompts that one rank has rows of, and ms a layer of one rank and of two. Where two have no row of
+        a length, they are as much faster as at the nearest length of which they have one."""
         rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
-        found = [[r for r in rows if r.get("tp", 1) == n] for n in (1, 2)]
-        lengths = sorted(set.intersection(*({r["tokens"] for r in some} for some in found)))
-        if not lengths:
+        one, two = (_by_length([r for r in rows if r.get("tp", 1) == n]) for n in (1, 2))
+        both = sorted(one.keys() & two.keys())
+        if not both:
             raise ConfigError(f"no rows of one length of: bench prefill --shape {self.shape}, with --tp 2 and without")
-        one, two = ([newest([r for r in s if r["tokens"] == n])["ms_per_layer"] for n in lengths] for s in found)
-        return lengths, one, two
+        lengths = sorted(one)
+        ms = [float(one[n]["ms_per_layer"]) for n in lengths]
+        near = [min(both, key=lambda m: abs(m - n)) for n in lengths]
+        of_two = [t * two[m]["ms_per_layer"] / one[m]["ms_per_layer"] for t, m in zip(ms, near)]
+        return lengths, ms, of_two
+
+
+def _by_length(rows: Sequence[Row]) -> dict[int, Row]:
+    """The newest row of each length of a prompt."""
+    return {n: newest([r for r in rows if r["tokens"] == n]) for n in {r["tokens"] for r in rows}}
 
 
 def newest(rows: Sequence[Row]) -> Row:

@@ -29,6 +29,7 @@ BLOCK = 64  # tokens of a cache block
 PROMPTS = 5  # the first warms up
 MARK = "plan_kernel"  # begins the experts of a layer
 FORMATS = ("int4-g32", "int4-compact")
+RESTS = ("bf16", "fp8", "w8a8")
 
 
 def measure(
@@ -38,10 +39,12 @@ def measure(
     *,
     cached: int = 0,
     expert_format: str = FORMATS[0],
+    rest: str = RESTS[0],
     kernels: bool = False,
 ) -> dict[str, Any]:
-    """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens."""
-    assert cached % BLOCK == 0 and expert_format in FORMATS, f"{cached=} {expert_format=}"
+    """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens. With a `rest` of
+    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good."""
+    assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
         bench.weights = compacted(bench.weights)
@@ -55,14 +58,15 @@ def measure(
             kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
             block_size=BLOCK,
             prefix_cache=cached > 0,
+            **rest_settings(rest),
         )
         try:
-            prefix = _prompt(engine, cached, 0)
+            prefix = random_prompt(engine, cached, 0)
             engine.scheduler.adopt(prefix)
-            seconds = [_seconds(engine, prefix + _prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
+            seconds = [_seconds(engine, prefix + random_prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
             ms[layers] = statistics.median(seconds[1:]) * 1e3
             if kernels and layers == bench.layers:
-                for line in _kernels(engine, prefix + _prompt(engine, tokens, PROMPTS + 1)):
+                for line in step_kernels(engine, prefix + random_prompt(engine, tokens, PROMPTS + 1)):
                     report(line)
         finally:
             engine.close()
@@ -81,7 +85,7 @@ def measure(
         "tokens": tokens,
         "cached": cached,
         "expert_format": expert_format,
-        "rest_dtype": "bf16",
+        "rest_dtype": rest,
         "kv_dtype": "bf16",
         "ms_per_layer": round(per_layer, 3),
         "floor_ms_per_layer": round(floor, 3),
@@ -97,7 +101,7 @@ def measure(
     }
     behind = f" behind {cached}" if cached else ""
     report(
-        f"prefill {tokens}{behind}, {expert_format}: {per_layer:.2f} ms per layer, floor {floor:.2f} "
+        f"prefill {tokens}{behind}, {expert_format}, rest {rest}: {per_layer:.2f} ms per layer, floor {floor:.2f} "
         f"({100 * floor / per_layer:.0f} %), {row['tflops']} TFLOP/s"
     )
     return row
@@ -135,7 +139,13 @@ def compacted(weights: Weights) -> Weights:
     return dataclasses.replace(weights, layers=[layer(old) for old in weights.layers])
 
 
-def _prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
+def rest_settings(rest: str) -> dict[str, Any]:
+    """Keys of EngineConfig for one of RESTS."""
+    return {"rest_dtype": "dtype" if rest == "bf16" else "fp8", "fp8_activations": rest == "w8a8"}
+
+
+def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
+    """So many token ids, the same for a seed."""
     rng = random.Random(seed)
     return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
 
@@ -149,7 +159,7 @@ def _seconds(engine: Engine, prompt: tuple[int, ...]) -> float:
     return time.perf_counter() - begin
 
 
-def _kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
+def step_kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
     """What each kernel adds, from its predecessor's end to its own, from the experts of the last MoE layer but one to
     those of the last; and the sums of the layers before.
 

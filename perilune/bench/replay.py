@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from typing import Any, Protocol
 
-from perilune.bench.traces import Piece, Session
+from perilune.bench.traces import Piece, Session, Turn
 from perilune.client.endpoint import Endpoint
 from perilune.core.errors import PeriluneError, RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
@@ -40,6 +41,7 @@ class Call:
     answer: int = 0  # hash of prompt and answer
     ideal: float = 0.0  # of the prompt, the share that a cache without bound would have had
     error: str | None = None
+    warm_up: bool = False  # before the clock starts
 
     @property
     def ttft(self) -> float:
@@ -61,8 +63,8 @@ class Call:
 
 
 class Conversation(Protocol):
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        """Adds to the conversation, and fills in the call as the answer comes."""
+    async def ask(self, turn: Turn, call: Call) -> None:
+        """Goes on with the conversation, and fills in the call as the answer comes."""
         ...
 
 
@@ -75,12 +77,16 @@ class Options:
     """concurrency   sessions at once, None: as the trace has them
     speed            of the trace's clock; 0: no waiting between turns
     ttft_limit, inter_token_limit   seconds within which a request counts as good
+    seconds          after which no turn begins
+    warm_up          the first turns of all sessions are played before the clock starts
     """
 
     concurrency: int | None = None
     speed: float = 1.0
     ttft_limit: float = 5.0
     inter_token_limit: float = 0.1
+    seconds: float = float("inf")
+    warm_up: bool = False
 
 
 # ---- the two kinds of target
@@ -162,8 +168,10 @@ class LocalConversation:
         self._target = target
         self._ids: list[int] = []
 
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        for piece in new:
+    async def ask(self, turn: Turn, call: Call) -> None:
+        if turn.whole:
+            self._ids = []
+        for piece in turn.pieces:
             self._ids += self._target.ids(piece)
         room = self._target.engine.info.max_model_len - len(self._ids)
         if room < 1:
@@ -172,7 +180,7 @@ class LocalConversation:
             )
             return
         call.prompt_tokens = len(self._ids)
-        self._ids += await self._target.generate(self._ids, min(output_tokens, room), call)
+        self._ids += await self._target.generate(self._ids, min(turn.output_tokens, room), call)
 
 
 class Remote:
@@ -190,10 +198,13 @@ class RemoteConversation:
         self._endpoint = endpoint
         self._messages: list[dict[str, str]] = []
 
-    async def ask(self, new: Sequence[Piece], output_tokens: int, call: Call) -> None:
-        said = " ".join(p.text if p.text is not None else " ".join(_words(p)) for p in new)
-        self._messages.append({"role": "user", "content": said})
-        body = {"messages": self._messages, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    async def ask(self, turn: Turn, call: Call) -> None:
+        if turn.whole:
+            self._messages = []
+        for role, pieces in groupby(turn.pieces, lambda piece: piece.role):
+            said = " ".join(p.text if p.text is not None else " ".join(_words(p)) for p in pieces)
+            self._messages.append({"role": role, "content": said})
+        body = {"messages": self._messages, "max_tokens": turn.output_tokens, "temperature": 0, "ignore_eos": True}
         if self._endpoint.owner not in ("perilune", "vllm", "sglang"):
             del body["ignore_eos"]
         answer: list[str] = []
@@ -230,40 +241,80 @@ def _spread(call: Call, tokens: int) -> None:
 # ---- playing
 
 
-async def play(target: Target, sessions: Sequence[Session], options: Options, report: Report) -> list[Call]:
-    """All calls, in the order in which they ended. One that fails ends its session."""
+class _Player:
+    """A session: its conversation, and the hashes of what was said in it."""
+
+    def __init__(self, target: Target, number: int, session: Session) -> None:
+        self.session, self._number = session, number
+        self._conversation = target.conversation(number)
+        self._text, self._said, self._turn = 0, list[tuple[int, int]](), 0
+
+    async def ask(self, *, warm_up: bool = False) -> Call:
+        """Plays the next turn."""
+        turn = self.session.turns[self._turn]
+        call = Call(self._number, self._turn, warm_up=warm_up)
+        self._turn += 1
+        if turn.whole:
+            self._text, self._said = 0, []
+        for piece in turn.pieces:
+            self._text = hash((self._text, piece.name))
+            self._said.append((self._text, piece.tokens or max(len(piece.name) // 4, 1)))
+        call.prompt = list(self._said)
+        call.begin = time.perf_counter()
+        try:
+            await self._conversation.ask(turn, call)
+        except PeriluneError as e:
+            call.error = str(e)
+        if call.error is None and call.arrivals:
+            call.answer = self._text = hash((self._text, "answer", self._number))
+            self._said.append((self._text, call.tokens))
+        return call
+
+
+async def play(
+    target: Target,
+    sessions: Sequence[Session],
+    options: Options,
+    report: Report,
+    started: Callable[[], None] = lambda: None,
+) -> list[Call]:
+    """All calls, in the order in which they ended. One that fails ends its session. `started`: the clock starts."""
     free = asyncio.Semaphore(options.concurrency or len(sessions))
     calls: list[Call] = []
     total = sum(len(session.turns) for session in sessions)
+    players = [_Player(target, number, session) for number, session in enumerate(sessions)]
     begin = time.perf_counter()
 
-    async def one(number: int, session: Session) -> None:
+    async def turn(player: _Player, *, warm_up: bool = False) -> bool:
+        """Whether the session goes on."""
+        call = await player.ask(warm_up=warm_up)
+        calls.append(call)
+        if call.error is not None or not call.arrivals:
+            report(f"{player.session.name}, turn {call.turn + 1}: {call.error or 'no answer'}")
+            return False
+        _progress(calls, total, begin, report)
+        return True
+
+    async def warm(player: _Player) -> bool:
+        async with free:
+            return await turn(player, warm_up=True)
+
+    async def one(player: _Player) -> None:
+        session = player.session
         await _pause(session.start - (time.perf_counter() - begin) * options.speed, options.speed)
         async with free:
-            conversation = target.conversation(number)
-            text, history = 0, list[tuple[int, int]]()
-            for index, turn in enumerate(session.turns):
-                if index:
-                    await _pause(turn.delay, options.speed)
-                call = Call(number, index)
-                for piece in turn.pieces:
-                    text = hash((text, piece.name))
-                    history.append((text, piece.tokens or max(len(piece.name) // 4, 1)))
-                call.prompt = list(history)
-                call.begin = time.perf_counter()
-                try:
-                    await conversation.ask(turn.pieces, turn.output_tokens, call)
-                except PeriluneError as e:
-                    call.error = str(e)
-                calls.append(call)
-                if call.error is not None or not call.arrivals:
-                    report(f"{session.name}, turn {index + 1}: {call.error or 'no answer'}")
+            for index in range(options.warm_up, len(session.turns)):
+                if index > options.warm_up:
+                    await _pause(session.turns[index].delay, options.speed)
+                if time.perf_counter() - begin > options.seconds or not await turn(player):
                     return
-                call.answer = text = hash((text, "answer", number))
-                history.append((text, call.tokens))
-                _progress(calls, total, begin, report)
 
-    await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
+    if options.warm_up:
+        going = await asyncio.gather(*(warm(player) for player in players))
+        players = [player for player, goes_on in zip(players, going) if goes_on]
+    begin = time.perf_counter()
+    started()
+    await asyncio.gather(*(one(player) for player in players))
     return calls
 
 
@@ -312,9 +363,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     """What of a ledger row the calls say; times in seconds."""
     good = [call for call in calls if call.error is None and call.arrivals]
-    if not good:
-        return {"requests": 0, "failed": len(calls)}
     judge(good)
+    good = [call for call in good if not call.warm_up]
+    failed = sum(call.error is not None or not call.arrivals for call in calls)
+    if not good:
+        return {"requests": 0, "failed": failed}
     hit, ideal = shares(good)
     wall = max(c.arrivals[-1][0] for c in good) - min(c.begin for c in good)
     between = [gap for c in good if (gap := c.inter_token) is not None]
@@ -322,7 +375,7 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     kept = [
         c for c in good if c.ttft <= options.ttft_limit and (c.inter_token or 0.0) <= options.inter_token_limit
     ]  # fmt: skip
-    found: dict[str, Any] = {"requests": len(good), "failed": len(calls) - len(good)}
+    found: dict[str, Any] = {"requests": len(good), "failed": failed}
     found |= {"prompt_tokens": sum(c.prompt_tokens for c in good), "hit_share": hit, "ideal_share": ideal}
     for share, name in ((0.5, "p50"), (0.9, "p90"), (0.99, "p99")):
         found[f"ttft_{name}_s"] = percentile([c.ttft for c in good], share)
@@ -390,11 +443,17 @@ async def measure(
 ) -> tuple[dict[str, Any], list[Call]]:
     """(what of a ledger row is known, the calls)"""
     engine = target.engine if isinstance(target, Local) else None
-    before = engine.stats() if engine is not None else None
-    calls = await play(target, sessions, options, report)
+    readings: list[EngineStats] = []
+
+    def read() -> None:
+        if engine is not None:
+            readings.append(engine.stats())
+
+    calls = await play(target, sessions, options, report, read)
     row = summary(calls, options)
-    if engine is not None and before is not None:
-        after = engine.stats()
+    if engine is not None:
+        read()
+        before, after = readings
         row["hit_share_by_tier"] = tier_shares(before, after)
         row["restore_s"] = round(after.restore_seconds - before.restore_seconds, 4)
         row["saved_s"] = round(after.saved_seconds - before.saved_seconds, 4)

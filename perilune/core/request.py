@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import PENDING, MediaRows
 
-_PENDING = (PENDING,)
+ONE_PENDING = (PENDING,)
 NO_BARRIER = 1 << 62
 
 
@@ -69,6 +69,9 @@ class Request:
     restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk
     pictures: tuple[Placed, ...] = ()
     barrier: int = NO_BARRIER  # positions from here on wait for a picture's rows
+    series: int = 0  # of its last work
+    steady_table: tuple[int, ...] | None = field(default=None, repr=False)  # that work's, if it only decoded
+    steady_chain: int | None = None  # that work's drafts, if it was chained
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +114,7 @@ class Request:
         known, start = len(self.tokens), self.planned
         assert 0 < count <= known + self.pending - start, (self.rid, count, self)
         if count == 1:
-            return _PENDING if start == known else (self.tokens[start],)
+            return ONE_PENDING if start == known else (self.tokens[start],)
         ids = tuple(self.tokens[start : start + count])
         return ids if start + count <= known else (*ids, PENDING)
 

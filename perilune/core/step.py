@@ -10,6 +10,7 @@ after its step was launched.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 from perilune.core.sampling import SamplingParams
@@ -47,6 +48,8 @@ class Work:
                     draft model drafted after it. start, output_index and left are as if that step brought one token,
                     and `blocks` reach as far as all its drafts may
     media           rows of pictures that replace the embeddings of `tokens`
+    series          works with the same number are of one request, in one slot, and differ only in start, output_index
+                    and left: n tokens further. A work that is given no number has one of its own
     """
 
     rid: int
@@ -65,6 +68,7 @@ class Work:
     next_token: int = PENDING
     chained: bool = False
     media: tuple[MediaRows, ...] = ()
+    series: int = field(default_factory=count(-1, -1).__next__, repr=False, compare=False)
 
     @property
     def count(self) -> int:

@@ -34,11 +34,13 @@ class Group(Protocol):
 
     name   how partial outputs are added, as rows of the ledger say
     peers  the ranks as ops add partial outputs over their memory; None: with `sum`
+    begun  calls of sum, gather, all_to_all and broadcast: a rank with fewer than the others keeps them waiting
     """
 
     slicing: Slicing
     name: str
     peers: Peers | None
+    begun: int
 
     @property
     def ranks(self) -> int: ...
@@ -101,12 +103,25 @@ def largest(group: Group, number: int) -> int:
     return -least(group, -number)
 
 
+def everyone(group: Group, data: bytes) -> list[bytes]:
+    """Every rank's bytes, in order."""
+    if group.ranks == 1:
+        return [data]
+    device = "cuda" if isinstance(group, Nccl) else "cpu"
+    lengths = group.gather(torch.tensor([len(data)], dtype=torch.int64, device=device)).flatten().tolist()
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    rows = group.gather(padded.to(device)).cpu()
+    return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths)]
+
+
 class Alone:
     """One rank, which holds everything."""
 
     slicing, name = WHOLE, "none"
     ranks = 1
     peers: Peers | None = None
+    begun = 0
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -145,20 +160,24 @@ class _Process:
         """`processes`: a torch_dist.ProcessGroupGloo or ProcessGroupNCCL, which have no common type in its stubs."""
         self.slicing, self._processes = slicing, processes
         self.ranks = slicing.ranks
+        self.begun = 0
 
     def sum(self, x: Tensor) -> Tensor:
+        self.begun += 1
         options = torch_dist.AllreduceOptions()
         options.asyncOp = False  # NCCL: on the current stream, not on one of its own
         self._wait(self._processes.allreduce([x], options))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
+        self.begun += 1
         out = x.new_empty(self.ranks, *x.shape)
         # Flat: gloo wants rows of ranks below each other, NCCL takes any shape.
         self._wait(self._processes._allgather_base(out.view(-1), x.contiguous().view(-1)))
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        self.begun += 1
         options = torch_dist.AllToAllOptions()
         options.asyncOp = False
         x = x.contiguous()
@@ -167,6 +186,7 @@ class _Process:
         return out
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
+        self.begun += 1
         options = torch_dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = rank, 0, False
         self._wait(self._processes.broadcast([x], options))

@@ -20,6 +20,7 @@ from perilune.dist.slicing import Slicing
 from perilune.engine import exclusive_kernels
 from perilune.engine.fit import fewest_gpus, fitted
 from perilune.engine.kv_tiers.open import open_tiers
+from perilune.engine.kv_tiers.ranked import RankedTransfer
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Progress, Ranks, places
 from perilune.engine.resolve import (
@@ -81,7 +82,7 @@ class Parts:
     rejected: RejectedLog | None
     ranks: Ranks | None
     synthetic: str  # as in EngineInfo
-    transfer: Transfer | None
+    transfer: Transfer | RankedTransfer | None
 
     def info(self, name: str) -> EngineInfo:
         config, model = self.config, self.runner.model.config
@@ -254,10 +255,10 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
     if rounding is not None and rounding.matrices:
         choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
     assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
-    tiers = transfer = None
+    opened = None
     if config.kv_host_gb is not None or config.kv_disk is not None:
         try:
-            tiers, transfer = worker.submit(open_tiers, config, choices, model.weights, pages, drafter).result()
+            opened = worker.submit(open_tiers, config, choices, model, pages, drafter, task.ranks).result()
         except BaseException:
             worker.shutdown(cancel_futures=True)
             raise
@@ -273,14 +274,23 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         max_step_tokens=config.max_step_tokens,
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
-        tiers=tiers,
+        tiers=None if opened is None else opened.tiers,
         pacer=Pacer(config.decode_stretch, config.max_step_tokens),
     )
     scheduler.encoder = encoder
     grammars = Grammars(partial(_vocabulary, model_dir))
     runner = Runner(model, pages, config, grammars, worker, drafter, place=task.place, ranks=task.ranks)
     runner.tower = tower
-    return Parts(config, choices, scheduler, runner, rejected, task.ranks, task.synthetic, transfer)
+    return Parts(
+        config,
+        choices,
+        scheduler,
+        runner,
+        rejected,
+        task.ranks,
+        task.synthetic,
+        None if opened is None else opened.transfer,
+    )
 
 
 def speculator(
@@ -324,7 +334,8 @@ def _allocate(
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
-        loss = to_fp8(weights, None if group.ranks == 1 else lambda x: group.gather(x).amax(0))
+        agree = None if group.ranks == 1 else lambda x: group.gather(x).amax(0)
+        loss = to_fp8(weights, agree, activations=config.fp8_activations)
         choices.note(
             "rest_dtype",
             "fp8",

@@ -124,6 +124,8 @@ class Engine:
         if running is not None and first:
             deltas += self._commit(*running)
         self._running = self._launch(chained)
+        if self._transfer is not None:
+            self._transfer.steps_run = self._running is not None
         if running is not None and not first:
             deltas += self._commit(*running)
         if self._running is None:

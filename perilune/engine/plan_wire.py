@@ -1,14 +1,12 @@
 """Step plans on their way to the other ranks: msgpack frames that say only what those do not know yet.
 
-A decode step is nearly the step before, one token further. So both ends keep by slot what stays of a request from step
-to step, and a frame has of most requests only where they are. Another one has a row, and of that the parameters only
-where the slot has got another request, and of the block table what is new at its end.
+A decode step is nearly the step before, one token further. So both ends keep by slot what works of a series have in
+common (core/step.py), and of a work that goes on in its series a frame has only where it is. Another one has a row, and
+of that the parameters only where the slot has got another request, and of the block table what is new at its end.
 """
 
 import struct
 from collections.abc import Sequence
-from itertools import compress, count
-from operator import ne
 
 import msgspec
 
@@ -19,19 +17,18 @@ from perilune.core.step import MediaRows, Slice, StepPlan, Work
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
 
-# What stays of a request while it decodes: Work's slot, rid, params, seed, blocks, tokens, sample, prompt_targets,
+# What works of a series have in common: slot, rid, params, seed, blocks, tokens, sample, prompt_targets,
 # history, drafts, next_token, chained, media; start - output_index; output_index + left.
 Terms = tuple[
     int, int, SamplingParams, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], tuple[int, ...], int, int,
     bool, tuple[MediaRows, ...], int, int,
 ]  # fmt: skip
-# New terms of the request at a place of the plan: (place, rid; (params, seed), or None: as before; how many blocks of
-# the table before are kept, -1: it is the same; the blocks after those; the terms from tokens on).
+# Of a work that begins a series: its place in the plan, rid; (params, seed), or None: as before; how many blocks of
+# the slot's table are kept, -1: it is the same; the blocks after those; what a series has in common from tokens on.
 Row = tuple[
     int, int, tuple[SamplingParams, int] | None, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...],
     tuple[int, ...], int, int, bool, tuple[MediaRows, ...], int, int,
 ]  # fmt: skip
-NOTHING: Terms = (-1, -1, SamplingParams(), 0, (), (), False, (), (), 0, 0, False, (), 0, 0)  # of an unused slot
 Cut = tuple[int, bytes, tuple[int, int, int], int, int]  # Slice's fields but patches
 
 
@@ -41,11 +38,12 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
              "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
              last, in `number` rounds, for measurements; "pixels": the picture with which the next plan has rank
-             `number` begin; "close": end
+             `number` begin; "move": blocks of KV, as `move` says, when at most `number` steps are in flight; "close":
+             end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     slots    of the plan's work, in order; None: those of the plan before
     starts   of the plan's work
-    rows     of those requests of the plan that do not go on as they did
+    rows     of those works that begin a series
     slices, dropped   of StepPlan
     pixels   (digest, patches)
     """
@@ -61,6 +59,7 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     slices: Sequence[Cut] = ()
     dropped: tuple[bytes, ...] = ()
     pixels: tuple[bytes, memoryview] | None = None
+    move: bytes = b""
 
 
 class Writer:
@@ -68,50 +67,50 @@ class Writer:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._known: dict[int, Terms] = {}  # by slot
-        self._last: list[Terms] = []  # of the last plan's work
+        self._known: dict[int, Work] = {}  # by slot: the first of its series
+        self._slots: list[int] = []  # of the last plan
+        self._series: list[int] = []
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> bytes:
-        # Without a call for each request: of 64 nearly all go on as they did, and 10 us find the others.
-        terms: list[Terms] = [
-            (
-                w.slot, w.rid, w.params, w.seed, w.blocks, w.tokens, w.sample, w.prompt_targets, w.history, w.drafts,
-                w.next_token, w.chained, w.media, w.start - w.output_index, w.output_index + w.left,
-            )
-            for w in plan.work
-        ]  # fmt: skip
         starts = [w.start for w in plan.work]
-        slots, before = None, self._last
-        changed = _differing(before, terms)
-        if len(before) != len(terms) or any(before[i][0] != terms[i][0] for i in changed):
-            slots = [w.slot for w in plan.work]
-            before = [self._known.get(slot, NOTHING) for slot in slots]
-            changed = _differing(before, terms)
-        rows = [_row(i, before[i], terms[i]) for i in changed]
-        for i in changed:
-            self._known[terms[i][0]] = terms[i]
-        self._last = terms
+        series = [w.series for w in plan.work]
+        slots, rows = None, list[Row]()
+        if series != self._series:
+            slots, rows = self._changes(plan.work, series)
         cuts = [(s.rank, s.digest, s.grid, s.start, s.stop) for s in plan.slices]
         chain, confidence = plan.chain, plan.min_confidence
         return self.order(Order(kind, plan.step, chain, confidence, plan.host, slots, starts, rows, cuts, plan.dropped))
+
+    def _changes(self, work: Sequence[Work], series: list[int]) -> tuple[list[int] | None, list[Row]]:
+        """(slots if they are not those of the last plan, rows of works that begin a series)."""
+        known, slots = self._known, None
+        changed = [i for i, (before, now) in enumerate(zip(self._series, series)) if before != now]
+        if len(series) != len(self._series) or any(work[i].slot != self._slots[i] for i in changed):
+            slots = self._slots = [w.slot for w in work]
+            changed = [i for i, w in enumerate(work) if w.slot not in known or known[w.slot].series != w.series]
+        rows = [_row(i, known.get(work[i].slot), work[i]) for i in changed]
+        for i in changed:
+            known[work[i].slot] = work[i]
+        self._series = series
+        return slots, rows
 
     def order(self, order: Order) -> bytes:
         return self._encoder.encode(order)
 
 
-def _differing(before: list[Terms], terms: list[Terms]) -> list[int]:
-    return list(compress(count(), map(ne, before, terms)))
-
-
-def _row(place: int, before: Terms, terms: Terms) -> Row:
-    _, rid, params, seed, blocks, *others = terms
-    table, kept, added = before[4], 0, blocks
-    if table and blocks == table:
-        kept, added = -1, ()
-    elif table and blocks[: len(table)] == table:
-        kept, added = len(table), blocks[len(table) :]
-    fresh = None if before[1:4] == terms[1:4] else (params, seed)
-    return place, rid, fresh, kept, added, *others  # type: ignore[return-value]  # a list of unlike things
+def _row(place: int, last: Work | None, w: Work) -> Row:
+    kept, added, fresh = 0, w.blocks, None
+    if last is None or (last.rid, last.params, last.seed) != (w.rid, w.params, w.seed):
+        fresh = w.params, w.seed
+    if last is not None and (table := last.blocks):
+        if table is w.blocks:
+            kept, added = -1, ()
+        elif w.blocks[: len(table)] == table:
+            kept, added = len(table), w.blocks[len(table) :]
+    return (
+        place, w.rid, fresh, kept, added, w.tokens, w.sample, w.prompt_targets, w.history, w.drafts, w.next_token,
+        w.chained, w.media, w.start - w.output_index, w.output_index + w.left,
+    )  # fmt: skip
 
 
 class Reader:

@@ -23,11 +23,13 @@ from perilune.core.errors import EngineError, PeriluneError
 from perilune.dist.group import ALONE, Group
 from perilune.dist.peer_memory import ExchangeError
 from perilune.engine.build import build
+from perilune.engine.kv_tiers.ranked import Follower
 from perilune.engine.order_ring import SPIN_SECONDS, OrderReader
 from perilune.engine.plan_wire import Order, Reader
 from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
 from perilune.engine.readout import Readout
 from perilune.engine.runner import Runner
+from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 
 POLLING_CORES = 4  # Fewer: polling for orders would take a core from the threads that launch and report.
@@ -40,7 +42,7 @@ class Leader:
     def __init__(self, pulse: socket.socket) -> None:
         self._pulse, self._lock = pulse, threading.Lock()
         self._process = 0
-        self.group: Group = ALONE  # reports its progress
+        self.group: Group = ALONE  # how far it is, beats say
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def watch(self, process: int) -> None:
@@ -55,7 +57,8 @@ class Leader:
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
         while True:
-            self.send("beat", building=ops_build.building(), progress=self.group.progress())
+            state = dict(progress=self.group.progress(), begun=self.group.begun)
+            self.send("beat", building=ops_build.building(), **state)
             end, heard = time.monotonic() + BEAT_SECONDS, False
             while (rest := end - time.monotonic()) > 0:
                 if select.select([self._pulse], [], [], rest)[0]:
@@ -74,7 +77,7 @@ class Leader:
                 os._exit(1)
 
 
-def follow(runner: Runner, orders: OrderReader, leader: Leader) -> None:
+def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower | None) -> None:
     """Runs what rank 0 orders, until it says that this is all. Digests are sent by a thread of their own, as soon as a
     step is over."""
     reader, drafter = Reader(), runner.drafter
@@ -102,6 +105,12 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader) -> None:
                 if len(running) == 2:  # as the engine: two steps are in flight, no more
                     running.popleft().result()
                 running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
+                continue
+            if order.kind == "move" and tiers is not None:
+                while len(running) > order.number:
+                    running.popleft().result()
+                tiers.own.steps_run = bool(running)
+                tiers.run(order.move)
                 continue
             if order.kind == "pixels" and order.pixels is not None and runner.tower is not None:
                 if order.number == runner.group.slicing.rank:
@@ -147,7 +156,10 @@ def main() -> None:
         # On a CPU it would poll on a core that computes.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)
-        follow(parts.runner, orders, leader)
+        tiers = None
+        if isinstance(parts.transfer, Transfer):
+            tiers = Follower(parts.transfer, lambda moved: leader.send("moved", moved=moved))
+        follow(parts.runner, orders, leader, tiers)
     except EOFError:
         return  # rank 0 is gone
     except BaseException as e:

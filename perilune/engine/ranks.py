@@ -48,7 +48,7 @@ Progress = Callable[[int, int, int], None]
 RANK_MODULE = "perilune.engine.rank"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
-STILL_SECONDS = 6.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
+STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
 # For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
 # their error when ranks compute without an end.
 STEP_SECONDS = 30.0
@@ -92,11 +92,12 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "failed", with the reason in `text`.
+    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "moved", what its KV tiers have done;
+    "failed", with the reason in `text`.
 
     decode_seconds  from the step's frame in memory to its plan
     building        it compiles kernels: with "beat"
-    progress        Group.progress of the rank: with "beat"
+    progress, begun   of the rank's Group: with "beat"
     read, to_read   bytes of weights: with "loading"
     """
 
@@ -106,8 +107,10 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     decode_seconds: float = 0.0
     building: bool = False
     progress: int = 0
+    begun: int = 0
     read: int = 0
     to_read: int = 0
+    moved: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,7 @@ class _Rank:
         self.loaded = False
         self.silent_seconds = self.late_seconds = 0.0
         self.ended = 0  # steps, when they were last looked at
-        self.building, self.progress = False, 0
+        self.beat = Report("beat")  # the last one
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -198,6 +201,7 @@ class Ranks:
         self._still_seconds = 0.0  # since a rank has computed
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
+        self.on_moved: Callable[[int, bytes], None] | None = None  # gets (rank, report of its KV tiers)
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
         leader = os.getpid() if owns_process else 0
@@ -217,6 +221,11 @@ class Ranks:
         """Of all ranks, in order; empty on a CPU."""
         places = (self.place, *(rank.place for rank in self._ranks))
         return [place.gpu for place in places if place.gpu is not None]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the ranks."""
+        return tuple(rank.place.rank for rank in self._ranks)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -247,6 +256,12 @@ class Ranks:
 
     def order(self, kind: str, number: int = 0) -> None:
         self._send(self._writer.order(Order(kind, number)))
+
+    def move(self, body: bytes) -> None:
+        """The ranks move blocks of KV (engine/kv_tiers/ranked.py), behind the steps that rank 0 has read."""
+        with self._lock:
+            unread = self._sent - self._read - len(self._own)
+        self._send(self._writer.order(Order("move", unread, move=body)))
 
     def _send(self, body: bytes) -> None:
         with self.explained():
@@ -349,8 +364,8 @@ class Ranks:
 
     def _watch_steps(self) -> None:
         """Called every BEAT_SECONDS."""
-        building = build.building() or any(rank.building for rank in self._ranks)
-        progressed = [self._group.progress(), *(rank.progress for rank in self._ranks)]
+        building = build.building() or any(rank.beat.building for rank in self._ranks)
+        progressed = [self._group.progress(), *(rank.beat.progress for rank in self._ranks)]
         still, self._progressed = progressed == self._progressed, progressed  # none computes, or ends a step
         with self._lock:
             own = self._read + len(self._own)
@@ -366,17 +381,26 @@ class Ranks:
         if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
             self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
         elif self._still_seconds >= STILL_SECONDS:
-            self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s, and no rank computes")
+            self._fail(f"{self._behind()} for {rank.late_seconds:.0f} s, and no rank computes")
         elif rank.late_seconds >= limit:
             self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
+
+    def _behind(self) -> str:
+        """Of a step that no rank ends: which rank the others wait for, if that is known."""
+        begun = [self._group.begun, *(rank.beat.begun for rank in self._ranks)]
+        if begun.count(min(begun)) > 1:
+            return "a step has ended on no rank"
+        number = begun.index(min(begun))
+        rank = self._ranks[number - 1] if number else f"rank 0 of {len(begun)}"
+        return f"{rank} has not begun an exchange in which others wait"
 
     def _hear(self, rank: _Rank) -> None:
         try:
             for frame in rank.frames.arrived():
                 report = msgspec.msgpack.decode(frame, type=Report)
                 if report.kind == "beat":
-                    rank.building, rank.progress = report.building, report.progress
-                if report.kind == "loading" and self._progress is not None:
+                    rank.beat = report
+                elif report.kind == "loading" and self._progress is not None:
                     self._progress(rank.place.rank, report.read, report.to_read)
                 elif report.kind == "loaded":
                     rank.loaded = True
@@ -384,6 +408,8 @@ class Ranks:
                     with self._lock:
                         rank.digests.append(report.digest)
                         rank.decode_seconds.append(report.decode_seconds)
+                elif report.kind == "moved" and self.on_moved is not None:
+                    self.on_moved(rank.place.rank, report.moved)
                 elif report.kind == "failed":
                     self._fail(report.text)
         except (EOFError, msgspec.DecodeError, EngineError):
@@ -419,10 +445,11 @@ class Ranks:
             if self.on_failure is not None:
                 self.on_failure(why)
             self.failure = f"{why}: start it again"
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
         self._over.set()
         self._changed.set()
+        # Last: NCCL takes seconds to leave a rank that has ended, though its calls in flight end at once.
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
 
 
 def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:

@@ -38,7 +38,7 @@ from operator import attrgetter
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
-from perilune.core.request import Request
+from perilune.core.request import ONE_PENDING, Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.request_blocks import RequestBlocks
 from perilune.engine.step_times.pacing import Pacer
@@ -103,7 +103,7 @@ class Scheduler:
         self._flying: deque[tuple[int, list[_Flight]]] = deque()  # steps planned and not committed: at most two
         self._slots = list(range(max_num_seqs))  # a heap: low rows first
         self._arrivals = 0
-        self._planned_steps = 0
+        self._planned_steps = self._series = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -419,12 +419,18 @@ class Scheduler:
         history = () if request.counted else request.history(count)
         next_token = request.next_token(count)
         media = request.media(count) if request.pictures else ()
-        sample, drafts = request.launch(count), chained or 0
+        sample, drafts, table = request.launch(count), chained or 0, request.table
         request.drafted += drafts
+        decodes = sample and (tokens is ONE_PENDING or chained is not None) and not (targets or history or media)
+        if not (decodes and request.steady_table is table and request.steady_chain == chained):
+            self._series += 1
+            request.series, request.steady_chain = self._series, chained
+            request.steady_table = table if decodes else None
         # By position: 1.7 us less than by keyword, for each request and step.
         work = Work(
-            request.rid, slot, start, tokens, request.table, sample, horizon - request.prompt_len, request.params,
+            request.rid, slot, start, tokens, table, sample, horizon - request.prompt_len, request.params,
             request.seed, targets, history, request.limit - horizon, drafts, next_token, chained is not None, media,
+            request.series,
         )  # fmt: skip
         return _Flight(request, request.life, work)
 

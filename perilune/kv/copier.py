@@ -22,7 +22,13 @@ Pair = tuple[int, Bytes]  # (block, row)
 
 
 class Copier(Protocol):
-    """One direction's queue; used by one thread."""
+    """One direction's queue; used by one thread.
+
+    block_seconds  how long queueing a block takes at least; 0: as quickly as it can. Paced, the queue stays short, so
+                   that other copies of the device wait for few blocks and other threads for few calls of the driver
+    """
+
+    block_seconds: float
 
     def out(self, pairs: Sequence[Pair]) -> None:
         """Queues copies of blocks to rows."""
@@ -61,6 +67,7 @@ def copier(caches: Sequence[Tensor]) -> Copier:
 
 class CpuCopier:
     def __init__(self, caches: Sequence[Tensor]) -> None:
+        self.block_seconds = 0.0  # copies are over when they are queued
         self._pages = [view.numpy() for view in page_views(caches)]
 
     def out(self, pairs: Sequence[Pair]) -> None:
@@ -91,6 +98,7 @@ class CudaCopier:
     and none that was launched later has them."""
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
+        self.block_seconds = 0.0
         self._device = caches[0].device
         self._pages = []
         for view in page_views(caches):
@@ -123,7 +131,8 @@ class CudaCopier:
     def _queue(self, pairs: Sequence[Pair], *, out: bool) -> None:
         self._check(self._driver.cuCtxSetCurrent(self._context))  # a thread begins without one
         stream = self._stream.cuda_stream
-        self._check(host_rows.copy(self._driver.cuMemcpy2DAsync_v2, stream, pairs, self._pages, out=out))
+        run, pace = self._driver.cuMemcpy2DAsync_v2, self.block_seconds
+        self._check(host_rows.copy(run, stream, pairs, self._pages, out=out, block_seconds=pace))
 
     @staticmethod
     def _check(status: int) -> None:

@@ -12,11 +12,12 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import mmap
 import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -45,20 +46,23 @@ class Found:
 
 class Directory:
     """The blocks of one fingerprint in `root`, each of `payload_bytes`. ConfigError if the directory cannot be used:
-    another engine has it, it holds other files, it is another user's, or it cannot be written."""
+    another engine has it, it holds other files, it is another user's, or it cannot be written.
 
-    def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int) -> None:
+    lock  False: another process of this engine has locked the directory
+    """
+
+    def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int, *, lock: bool = True) -> None:
         assert len(fingerprint) == FINGERPRINT_BYTES
-        self.root, self._fingerprint, self.payload_bytes = root, fingerprint, payload_bytes
+        self.root, self.fingerprint, self.payload_bytes = root, fingerprint, payload_bytes
         self._own = root / fingerprint.hex()
         self._numbers = itertools.count()
-        self._lock = _locked(root, create=True)
+        self._lock = _locked(root, create=True) if lock else None
         try:
             self._own.mkdir(mode=0o700, exist_ok=True)
             for stale in self._own.glob("*.part"):
                 stale.unlink(missing_ok=True)
         except OSError as e:
-            self._lock.close()
+            self.close()
             raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
 
     @property
@@ -71,11 +75,16 @@ class Directory:
         names = [(stat.st_mtime, name) for path, stat in _files(self._own) if (name := _name_of(path)) is not None]
         return [Found(name, max(now - used, 0.0)) for used, name in sorted(names, key=lambda one: one[0])]
 
-    def shrink_others(self, limit_bytes: int) -> int:
-        """Deletes blocks of other fingerprints, the least recently used first, until they take at most `limit_bytes`;
-        returns what they take then."""
+    def shrink_others(self, limit_bytes: int, own: Sequence[bytes]) -> int:
+        """Deletes blocks of other fingerprints than `own`, the least recently used first, until they take at most
+        `limit_bytes`; returns what they take then."""
+        kept = {fingerprint.hex() for fingerprint in own}
         others = sorted(
-            ((stat.st_mtime, stat.st_size, path) for path, stat in _files(self.root) if self._own not in path.parents),
+            (
+                (stat.st_mtime, stat.st_size, path)
+                for path, stat in _files(self.root)
+                if path.relative_to(self.root).parts[0] not in kept
+            ),
             key=lambda one: one[0],
             reverse=True,
         )
@@ -90,7 +99,7 @@ class Directory:
     def write(self, name: Name, payload: memoryview, checksum: int) -> None:
         """Makes the block's file, whole or not at all. OSError; FileNotFoundError: the directory is gone."""
         header = _HEADER.pack(
-            _MAGIC, self._fingerprint, name.digest, name.first, self.payload_bytes, checksum
+            _MAGIC, self.fingerprint, name.digest, name.first, self.payload_bytes, checksum
         )  # fmt: skip
         header += _CRC.pack(zlib.crc32(header))
         path = self._path(name)
@@ -119,20 +128,16 @@ class Directory:
             size = os.fstat(file.fileno()).st_size
             if size != self.file_bytes:
                 raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
-            header = memoryview(bytearray(HEADER_BYTES))
-            for data in (header, payload):
-                while data:
-                    count = file.readinto(data)
-                    if not count:
-                        raise DamagedFile(f"{path.name} ended while it was read")
-                    data = data[count:]
+            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # at a page's beginning, as O_DIRECT wants it
+            if not _fill(file.fileno(), header, payload):
+                raise DamagedFile(f"{path.name} ended while it was read")
             with contextlib.suppress(OSError):
                 os.utime(file.fileno())  # its age is counted from its last use, also after a restart
         (crc,) = _CRC.unpack_from(header, _HEADER.size)
         magic, fingerprint, digest, first, length, checksum = _HEADER.unpack_from(header)
         if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
             raise DamagedFile(f"{path.name} has a damaged header")
-        if (fingerprint, digest, first, length) != (self._fingerprint, name.digest, name.first, self.payload_bytes):
+        if (fingerprint, digest, first, length) != (self.fingerprint, name.digest, name.first, self.payload_bytes):
             raise DamagedFile(f"{path.name} holds another block, or is of another model")
         return int(checksum)
 
@@ -145,7 +150,8 @@ class Directory:
         return self._own.is_dir()
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _path(self, name: Name) -> Path:
         digest = name.digest.hex()
@@ -191,6 +197,31 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
             raise ConfigError(f"{root} is in use by another engine: stop it, or give a directory of its own") from e
         raise ConfigError(f"{root} cannot be locked: {e.strerror}; give a directory on a local disk") from e
     return lock
+
+
+def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
+    """Reads a file's header and payload; False if it is shorter. From the page cache if all of it is there, else past
+    it: 1.5 GB/s instead of 0.2 to 1.2 with 8 threads on files of 0.67 MB, because the kernel reads ahead by 128 KB."""
+    total = len(header) + len(payload)
+    with contextlib.suppress(OSError):
+        if os.preadv(file, (header, payload), 0, os.RWF_NOWAIT) == total:
+            return True
+    for direct in (True, False):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+            done = 0
+            while done < total:
+                rest = (header[done:], payload) if done < len(header) else (payload[done - len(header) :],)
+                count = os.preadv(file, rest, done)
+                if not count:
+                    return False
+                done += count
+            return True
+        except OSError as e:
+            if not direct or e.errno != errno.EINVAL:  # O_DIRECT: not on this file system, or not at these addresses
+                raise
+    raise AssertionError("the second way returns or raises")
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -26,9 +26,15 @@ from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.ops.rows import host_rows
 
-STAGED_ROWS = 32  # for blocks on their way from files: half of them read ahead, half being copied
+STAGED_ROWS = 64  # for blocks on their way from files: half of them read ahead, half being copied
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device; blocks to be stored give their pages back later.
 CHECKING_THREADS = 8  # at most; half of the processors
+READING_THREADS = STAGED_ROWS // 2  # Fewer: a disk is asked for less at once.
+MIN_SHARE_BLOCKS = 16  # Fewer for a thread to check: most of its time it waits for Python's lock.
+MEASURED_BLOCKS = 64  # that are copied each way at the start, to know the link
+MEASUREMENTS = 3  # of which the quickest counts: memory is being pinned meanwhile
+# Of the link's measured speed, what copies take of it while steps run. Larger: steps' own copies wait longer.
+STORE_SHARE, RESTORE_SHARE = 0.5, 0.9
 
 _T = TypeVar("_T")
 
@@ -61,7 +67,17 @@ class Transfer:
             ThreadPoolExecutor(count, f"perilune-kv-{name}")
             for count, name in ((1, "out"), (1, "in"), (1, "disk"), (workers, "check"))
         )
+        self._reading = (
+            ThreadPoolExecutor(READING_THREADS, "perilune-kv-read") if directory is not None else self._check
+        )
         self._workers = workers
+        self.steps_run = False  # so copies leave a share of the link to steps
+        self._paces = 0.0, 0.0  # seconds a block while steps run, each way
+        if device.type == "cuda":
+            self._paces = (
+                self._block_seconds(self._outward, STORE_SHARE),
+                self._block_seconds(self._inward, RESTORE_SHARE),
+            )
         self._done: deque[Done] = deque()  # bounded by the blocks and rows there are
         self._arrived = threading.Event()
 
@@ -90,14 +106,31 @@ class Transfer:
         """Until `poll` has something, at most so long."""
         self._arrived.wait(seconds)
 
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        self._arrived.set()
+
     def close(self) -> None:
         """Waits for what runs, drops what is queued, and gives the memory back."""
-        for pool in (self._out, self._in, self._disk, self._check):
+        for pool in (self._out, self._in, self._disk, self._check, self._reading):
             pool.shutdown(cancel_futures=True)
         self._memory.close()
         del self._outward, self._inward
         if self._directory is not None:
             self._directory.close()
+
+    def _block_seconds(self, queue: Copier, share: float) -> float:
+        """At this share of the link's speed. Copies a block to a row and, where that is the way, back to itself."""
+        pairs = [(0, self._memory.row(0))]
+        queue.out(pairs)
+        queue.wait()
+        move, least = queue.out if queue is self._outward else queue.into, float("inf")
+        for _ in range(MEASUREMENTS):
+            begin = time.perf_counter()
+            move(pairs * MEASURED_BLOCKS)
+            queue.wait()
+            least = min(least, time.perf_counter() - begin)
+        return least / MEASURED_BLOCKS / share
 
     def _row(self, row: int) -> Bytes:
         return self._memory.row(self._staged + row)
@@ -114,6 +147,7 @@ class Transfer:
         try:
             while windows or queued:
                 if windows:
+                    self._outward.block_seconds = self._paces[0] if self.steps_run else 0.0
                     self._outward.out([(block, self._row(row)) for _, block, row in windows[0]])
                     queued.append((windows.pop(0), self._outward.mark()))
                 if len(queued) == 2 or not windows:
@@ -148,7 +182,14 @@ class Transfer:
         try:
             held = [p for p in pieces if p.row is not None]
             checks = [self._check.submit(self._damaged, part) for part in self._shares(held)]
-            self._inward.into([(p.block, self._row(p.row)) for p in held if p.row is not None])
+            marks: deque[object] = deque()
+            for first in range(0, len(held), WINDOW_BLOCKS):
+                if len(marks) == 2:  # so that a change of pace counts soon
+                    self._inward.wait(marks.popleft())
+                self._inward.block_seconds = self._paces[1] if self.steps_run else 0.0
+                window = held[first : first + WINDOW_BLOCKS]
+                self._inward.into([(p.block, self._row(p.row)) for p in window if p.row is not None])
+                marks.append(self._inward.mark())
             for check in checks:
                 bad |= check.result()
             self._inward.wait()
@@ -197,7 +238,7 @@ class Transfer:
         return {}
 
     def _begin(self, piece: Piece, row: Bytes) -> "_Read":
-        return _Read(piece, row, self._check.submit(self._read, piece.name, row))
+        return _Read(piece, row, self._reading.submit(self._read, piece.name, row))
 
     def _read(self, name: Name, row: Bytes) -> str | None:
         """What is wrong with the file, None: the row holds its block."""
@@ -222,7 +263,7 @@ class Transfer:
         self._say([Written(name, error, gone)])
 
     def _shares(self, items: Sequence[_T]) -> list[Sequence[_T]]:
-        size = -(-len(items) // self._workers) or 1
+        size = max(-(-len(items) // self._workers), MIN_SHARE_BLOCKS)
         return [items[first : first + size] for first in range(0, len(items), size)]
 
 

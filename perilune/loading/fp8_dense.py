@@ -7,7 +7,7 @@ the kernel for one token reads an FP8 copy of the same numbers. FP8 copies of W_
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ class Loss:
 Agree = Callable[[Tensor], Tensor]
 
 
-def to_fp8(weights: Weights, agree: Agree | None = None) -> Loss:
+def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = False) -> Loss:
     """Replaces the dense linear layers in place, one at a time, and says how much was lost. After `to_fp8_latents`, if
     that is done: it multiplies what is rounded here.
 
     agree  the elementwise maximum over ranks, which all call this: rows that are split over ranks then get the scales
            they have on one
+    activations  prompts' activations may be rounded too, but for lm_head's
     """
     signal = error = 0.0
     matrices = saved = 0
@@ -57,7 +58,7 @@ def to_fp8(weights: Weights, agree: Agree | None = None) -> Loss:
         if old.format != "dense" or old.weight.shape[1] % 64:
             continue
         new, s, e = quantize(old.weight, agree if field in _SPLIT_ROWS else None)
-        setattr(holder, field, new)
+        setattr(holder, field, replace(new, fp8_activations=activations and field != "lm_head"))
         saved += old.weight.nbytes - new.nbytes
         count(name, s, e)
     for i, layer in enumerate(weights.layers):

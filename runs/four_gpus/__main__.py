@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from perilune.core.errors import ConfigError, PeriluneError
 from perilune.engine import fit
 from perilune.engine.engine import Engine
 from perilune.engine.resolve import free_bytes
+from perilune.ops.harness import build as ops_build
 from perilune.plan import memory
 from runs.four_gpus import over_http, steps
 from runs.four_gpus.predictions import predictions
@@ -111,6 +113,10 @@ def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> 
     ends = time.monotonic() + args.seconds
     here = [] if args.again or args.ledger is None else _measured(setting, args.ledger)
     left = [letter for letter in letters if letter not in here]
+    if setting.device == "cuda" and left:  # within a start it would take that start's time
+        with ThreadPoolExecutor() as pool:
+            failed = [built for built in pool.map(ops_build.library, ops_build.sources()) if isinstance(built, str)]
+        print(f"kernels built after {time.monotonic() - ends + args.seconds:.1f} s", *failed, sep="\n", flush=True)
     if skipped := [letter for letter in letters if letter in here]:
         print(f"rows of this commit are there: {', '.join(skipped)} (--again measures them anew)")
     missing: list[str] = []

@@ -11,6 +11,7 @@ from typing import Any
 from perilune.bench import aa, ledger
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.client.target import serving
+from perilune.core.config import EngineConfig, build
 from runs.four_gpus.setting import CACHED_SHARE, DECODING, Setting
 
 BEGIN_SECONDS = 120.0  # until all users have their first token
@@ -33,6 +34,7 @@ async def rows(path: Path, setting: Setting, start: str, parts: str) -> AsyncGen
         started = time.perf_counter() - begin
         common = setting.keys() | {"shape": setting.shape, "layers": setting.layers, "kv_layout": "replicated"}
         common |= {"kv_dtype": setting.kv_dtype, "rest_dtype": "fp8", "expert_format": "int4-compact"}
+        common |= {"decode_stretch": build(EngineConfig, setting.engine(start)).decode_stretch}
         common |= {"start_s": round(started, 1), "model": endpoint.model, **endpoint.marks}
         if setting.shape is not None:
             common["layers"] = setting.depth
@@ -125,10 +127,13 @@ async def _beside(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, N
         for kind, count in ((short, SHORT_PROMPTS), (long, LONG_PROMPTS)):
             asked = [await kind.new() for _ in range(count)]
             gaps.clear()
-            times = [(await first_token(endpoint, messages))[0] for messages in asked]
+            times = list[float]()
+            for messages in asked:
+                await asyncio.sleep(setting.sizes.every_seconds)
+                times.append((await first_token(endpoint, messages))[0])
             if ended := sum(task.done() for task in users):
                 raise EndpointError(f"{ended} of {DECODING} users' answers ended before the prompts did")
-            row = _pace(kind.tokens, times, sorted(gaps))
+            row = _pace(kind.tokens, times, sorted(gaps)) | {"every_s": setting.sizes.every_seconds}
             if kind is long:
                 row |= {"figure": f"p99 over median of {DECODING} over HTTP", "measured": row["p99_over_median"]}
             yield row

@@ -19,7 +19,7 @@ def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
     """By the names of figures: the value, or which row is missing. Empty for a model that no row is of."""
     if setting.shape is None or setting.device != "cuda":
         return {}
-    forecast = Forecast(_rows(ledger, "decode"), _rows(ledger, "prefill"), setting.tp, setting.depth, setting.shape)
+    forecast = Forecast(read(ledger, "decode"), read(ledger, "prefill"), setting.tp, setting.depth, setting.shape)
     sizes, kv = setting.sizes, _kv_bytes(setting)
 
     def step(tokens: int, context: int) -> float:
@@ -73,6 +73,7 @@ def _kv_bytes(setting: Setting) -> float:
     return float(latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, dtype) * dtype.itemsize)
 
 
-def _rows(ledger: Path, bench: str) -> list[dict[str, Any]]:
+def read(ledger: Path, bench: str) -> list[dict[str, Any]]:
+    """The rows of a bench; none if it has no file."""
     file = ledger / f"{bench}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

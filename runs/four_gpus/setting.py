@@ -59,9 +59,10 @@ class Sizes:
     batches: tuple[int, ...] = (16, 64)
     rounds: int = 3  # of requests over HTTP
     arrival_seconds: float = 8.0
+    every_seconds: float = 2.0  # from the end of one prompt to the next, beside users that decode
 
 
-CPU_SIZES = Sizes(600, 128, 1_200, 24, 4, (2, 4), 1, 2.0)
+CPU_SIZES = Sizes(600, 128, 1_200, 24, 4, (2, 4), 1, 2.0, 0.05)
 
 # Of 61 layers on four GPUs, from the issue of this run: (part, figure): (wanted, whether more is better).
 WANTED: dict[tuple[str, str], tuple[float, bool]] = {
@@ -131,7 +132,8 @@ class Setting:
             return config | {"max_num_seqs": max(sizes.batches) + 2, "max_model_len": max(longest, 2 * sizes.prompt)}
         config |= {"max_num_seqs": 1 if start == "plain" else DECODING + 8}
         if start == "served":
-            config |= {"draft": "eagle3", "draft_tokens": DRAFTS}
+            # Prompts beside users come at once, as fast as they can: part d bounds users' intervals instead.
+            config |= {"decode_stretch": 0, "draft": "eagle3", "draft_tokens": DRAFTS}
             config |= {} if self.model else {"declared_acceptance": ACCEPTED}
         return config
 

@@ -15,7 +15,7 @@ from perilune.engine import ranks
 from perilune.engine.order_ring import OrderWriter
 from tests.cpu.conftest import steps_have_a_price as steps_have_a_price
 from tests.e2e.server import Server, needs_nano
-from tests.multi.test_lost_ranks import fails, gone, processes, start
+from tests.multi.test_lost_ranks import STILL_SECONDS, fails, gone, processes, start, wait_until_still
 
 pytestmark = [needs_nano, pytest.mark.timeout(0)]
 OTHERS = [(tp, rank) for tp in (2, 4) for rank in range(1, tp)]
@@ -33,16 +33,35 @@ def test_a_lost_rank(number: signal.Signals, tp: int, rank: int) -> None:
     assert gone(pids)
 
 
-@pytest.mark.parametrize("tp, rank", OTHERS)
-def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch, tp: int, rank: int) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, rank: int, module: str) -> None:
+    """This rank runs tests.multi.`module`, the others what they always run."""
     spawn = ranks._spawn
 
-    def one_wrong(place: ranks.Start, ring: OrderWriter) -> ranks._Rank:
-        wrong = "tests.multi.wrong_rank" if place.place.rank == rank else "perilune.engine.rank"
-        monkeypatch.setattr(ranks, "RANK_MODULE", wrong)
+    def one_other(place: ranks.Start, ring: OrderWriter) -> ranks._Rank:
+        other = f"tests.multi.{module}" if place.place.rank == rank else "perilune.engine.rank"
+        monkeypatch.setattr(ranks, "RANK_MODULE", other)
         return spawn(place, ring)
 
-    monkeypatch.setattr(ranks, "_spawn", one_wrong)
+    monkeypatch.setattr(ranks, "_spawn", one_other)
+
+
+@pytest.mark.parametrize("tp, rank", OTHERS)
+@pytest.mark.parametrize("module", ["hanging_rank", "late_rank"])
+def test_a_step_that_never_ends(monkeypatch: pytest.MonkeyPatch, module: str, tp: int, rank: int) -> None:
+    only(monkeypatch, rank, module)
+    llm = start(tp=tp)
+    pids = processes(llm)
+    error, seconds = fails(llm, lambda: wait_until_still(llm))
+    print(f"tp {tp}, rank {rank}, {module}: {STILL_SECONDS + seconds:.2f} s: {error}")
+    assert error.startswith(f"the engine stopped: rank {rank} of {tp} (process {pids[rank - 1]}) has not ")
+    assert STILL_SECONDS + seconds < 10
+    llm.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("tp, rank", OTHERS)
+def test_a_wrong_token(monkeypatch: pytest.MonkeyPatch, tp: int, rank: int) -> None:
+    only(monkeypatch, rank, "wrong_rank")
     llm = start(tp=tp)
     pids = processes(llm)
     error, _ = fails(llm, lambda: None)

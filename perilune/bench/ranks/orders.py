@@ -102,12 +102,14 @@ def _times(ranks: int, batch: int, polling: bool) -> tuple[float, float, float]:
 def _plans(batch: int) -> Iterator[StepPlan]:
     params = [SamplingParams(temperature=0.0) for _ in range(batch)]
     tables = [tuple(range(32 * i, 32 * i + 8)) for i in range(batch)]
+    series = list(range(1, batch + 1))  # as the scheduler numbers them
     for step in range(STEPS):
         for i in range(batch):
             if (step + i) % BLOCK_TOKENS == 0:
                 tables[i] = (*tables[i], step)
+                series[i] += batch
         work = [
-            Work(i, i, 500 + step, (PENDING,), tables[i], True, step, params[i], i, left=STEPS - step)
+            Work(i, i, 500 + step, (PENDING,), tables[i], True, step, params[i], i, left=STEPS - step, series=series[i])
             for i in range(batch)
         ]
         yield StepPlan(step, tuple(work))

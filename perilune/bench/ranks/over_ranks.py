@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from perilune.bench import ledger
 from perilune.bench.decode import expert_format, footprint
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, slice_of
-from perilune.bench.prefill import PROMPTS, layer_flops
+from perilune.bench.prefill import PROMPTS, layer_flops, random_prompt, step_kernels
 from perilune.bench.shapes import shape
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, build
@@ -57,9 +59,12 @@ def measure(
 
 
 def prefill(
-    name: str, layers: int, config: Mapping[str, Any], lengths: list[int], report: Report
+    name: str, layers: int, config: Mapping[str, Any], lengths: list[int], report: Report, *, kernels: bool = False
 ) -> list[dict[str, Any]]:
-    """As `measure`: one row for each length of a prompt, which is computed in one step."""
+    """As `measure`: one row for each length of a prompt, which is computed in one step. `kernels`: what each kernel of
+    a layer adds on rank 0, exchanges included, is reported too."""
+    if kernels and not torch.cuda.is_available():
+        raise ConfigError("--kernels shows what runs on a GPU, and there is none here: leave it out")
     longest = max(lengths)
     settings = {
         "max_num_seqs": 1,
@@ -74,6 +79,10 @@ def prefill(
     for engine in _engines(name, layers, settings, report):
         times = {n: [prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
+        if kernels and not common:
+            for n in lengths:
+                for line in step_kernels(engine, random_prompt(engine, n, PROMPTS + 1)):
+                    report(line)
         common = common or common_keys(engine, name, layers)
     rows, apart = [], _apart(layers)
     for n in lengths:

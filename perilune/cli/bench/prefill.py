@@ -24,7 +24,14 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
     help="Tokens before the prompt whose KV is cached, in whole blocks of 64.",
 )
 @click.option("--experts", type=click.Choice(bench.FORMATS), default="int4-g32", show_default=True)
-@click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached and --kernels.")
+@click.option(
+    "--rest-dtype",
+    type=click.Choice(bench.RESTS),
+    default="bf16",
+    show_default=True,
+    help="Weights besides the routed experts; w8a8: fp8, with --fp8-activations.",
+)
+@click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 @click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
@@ -36,6 +43,7 @@ def command(
     tokens: str,
     cached: int,
     experts: str,
+    rest_dtype: str,
     tp: int,
     ep: int,
     gpus: str | None,
@@ -46,15 +54,19 @@ def command(
     """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU, or several)."""
     lengths, name = numbers(tokens, "--tokens"), shape or next(iter(SHAPES))
     if max(tp, ep) > 1:
-        if cached or kernels:
-            raise click.BadParameter("goes without --cached and --kernels", param_hint="--tp, --ep")
+        if cached:
+            raise click.BadParameter("goes without --cached", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
-        finish(over_ranks.prefill(name, layers, config, lengths, say), directory)
+        config |= bench.rest_settings(rest_dtype)
+        finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return
     slices = microscope.Bench(name, layers)
     cached -= cached % bench.BLOCK
     finish(
-        [bench.measure(slices, n, say, cached=cached, expert_format=experts, kernels=kernels) for n in lengths],
+        [
+            bench.measure(slices, n, say, cached=cached, expert_format=experts, rest=rest_dtype, kernels=kernels)
+            for n in lengths
+        ],
         directory,
     )

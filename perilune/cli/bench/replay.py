@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perilune.bench import microscope, replay, traces
+from perilune.bench import microscope, replay, trace_formats, traces
 from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
@@ -50,7 +51,19 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 )
 @click.option("--ttft-limit", type=float, default=5.0, show_default=True, help="Seconds; for the goodput.")
 @click.option("--inter-token-limit", type=float, default=0.1, show_default=True, help="Seconds; for the goodput.")
-@click.option("--compare", is_flag=True, help="Play it once more without KV tiers.")
+@click.option(
+    "--begin-after",
+    type=click.IntRange(1),
+    default=None,
+    help="Sessions have gone on for so many turns, which are one prompt, computed before the clock starts.",
+)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, help="Begin no turn after so long.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Play it once more without KV tiers, and without computing what --begin-after has said beforehand: a cache "
+    "that holds few sessions would have forgotten it.",
+)
 @click.option(
     "--shape", default=None, help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU."
 )
@@ -73,6 +86,8 @@ def command(
     speed: float,
     ttft_limit: float,
     inter_token_limit: float,
+    begin_after: int | None,
+    seconds: float | None,
     compare: bool,
     shape: str | None,
     layers: int,
@@ -85,31 +100,38 @@ def command(
     directory: Path | None,
     **engine: Any,
 ) -> None:
-    """Replay TRACE against MODEL: a file of JSON lines (Mooncake's or AIPerf's), or `agents` for generated sessions.
+    """Replay TRACE against MODEL: a file of JSON lines (Mooncake's, Bailian's, AIPerf's), a directory of Weka traces
+    (AgentX), or `agents` for generated sessions.
 
     MODEL is run in this process, or is the http(s) address of any OpenAI-compatible endpoint.
     """
     lines = _lines(trace, sessions, turns, seed)
     if write is not None:
         _write(write, "".join(json.dumps(line) + "\n" for line in lines))
-    made = _cut(traces.sessions_of(lines, scale=scale), sessions, turns)
-    limits = replay.Options(concurrency, speed, ttft_limit, inter_token_limit)
+    made = _cut(trace_formats.sessions_of(lines, scale=scale), sessions, turns)
+    plain_made = made
+    if begin_after is not None:
+        plain_made = [traces.begun(session, begin_after, warm_up=False) for session in made]
+        made = [traces.begun(session, begin_after, warm_up=True) for session in made]
+    limits = replay.Options(
+        concurrency, speed, ttft_limit, inter_token_limit, seconds or float("inf"), begin_after is not None
+    )
     values = options.engine_values(engine, assignments, {})
     if is_url(model):
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
         row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
     else:
-        row, calls = _local(lambda **more: _engine(model, shape, layers, {**values, **more}), made, limits)
+        weights = None if shape is None else microscope.Bench(shape, layers)
+        row, calls = _local(partial(_engine, model, weights, values), made, limits)
         if compare:
             say("once more without tiers")
-            plain, _ = _local(
-                lambda **more: _engine(
-                    model, shape, layers, {k: v for k, v in (values | more).items() if k not in TIERS}
-                ),
-                made, limits,
-            )  # fmt: skip
+            without = {k: v for k, v in values.items() if k not in TIERS}
+            cold = dataclasses.replace(limits, warm_up=False)
+            plain, _ = _local(partial(_engine, model, weights, without), plain_made, cold)
             row |= {"ttft_p50_no_tiers_s": plain.get("ttft_p50_s"), "tokens_per_s_no_tiers": plain.get("tokens_per_s")}
+            if row.get("tokens_per_s") and plain.get("tokens_per_s"):
+                say(f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f} times as many tokens a second as without tiers")
             say(f"without tiers: {replay.describe(plain)}")
     where = (
         {"shape": shape, "layers": layers, **circumstances()}
@@ -136,16 +158,16 @@ def _cut(made: Sequence[traces.Session], sessions: int | None, turns: int | None
     return [dataclasses.replace(session, turns=session.turns[:turns]) for session in made[:sessions]]
 
 
-def _engine(model: str, shape: str | None, layers: int, values: dict[str, Any]) -> tuple[Engine, Tokenizer | None]:
-    if shape is not None:
-        return microscope.Bench(shape, layers).engine(layers, **values), None
+def _engine(model: str, weights: microscope.Bench | None, values: dict[str, Any]) -> tuple[Engine, Tokenizer | None]:
+    if weights is not None:
+        return weights.engine(weights.layers, **values), None
     path = resolve_model(model)
     tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
     return Engine(path, build(EngineConfig, values)), tokenizer
 
 
 def _local(
-    make: Callable[..., tuple[Engine, Tokenizer | None]], made: Sequence[traces.Session], limits: replay.Options
+    make: Callable[[], tuple[Engine, Tokenizer | None]], made: Sequence[traces.Session], limits: replay.Options
 ) -> Measured:
     engine, tokenizer = make()
     try:

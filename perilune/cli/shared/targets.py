@@ -54,5 +54,11 @@ def key(file: Path | None) -> str | None:
 
 def serve_options(given: dict[str, Any], assignments: Sequence[str]) -> list[str]:
     """Arguments of `perilune serve` from engine options that were given and --set."""
-    named = [text for k, v in given.items() if v is not None for text in (f"--{k.replace('_', '-')}", str(v))]
+    named = []
+    for key, value in given.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            named.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            named += [f"--{flag}", str(value)]
     return named + [text for assignment in assignments for text in ("--set", assignment)]

@@ -37,6 +37,7 @@ from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.ops.drafts.accept_drafts import Report, accept_drafts
 from perilune.ops.drafts.advance_inputs import Columns, Requests, advance_inputs
 from perilune.ops.drafts.continuation import Continuation
+from perilune.ops.rows.mapped_copy import mapped_copy
 from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
 log = logging.getLogger("perilune.engine")
@@ -317,7 +318,7 @@ class DecodeGraphs:
                 drafts.draft(key.requests, key.width, chain)
         self._turn ^= 1
         table, done = self._host[self._turn][: key.requests], self._done[self._turn]
-        table.copy_(graph.out, non_blocking=True)
+        mapped_copy(graph.out, table, True)
         if done is not None:
             done.record()
         return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perilune.core.step import PENDING, Work
 from perilune.engine.sampler import uniforms
+from perilune.ops.rows.mapped_copy import mapped_copy
 
 A = TypeVar("A")
 
@@ -181,7 +182,7 @@ class Inputs:
         if any(known is not first for known in host.tables[count:]):
             to.tables[count:] = to.tables[0]
             host.tables[count:] = [first] * (self.size.requests - count)
-        self._buffer.copy_(host.buffer, non_blocking=True)
+        mapped_copy(self._buffer, host.buffer, False)
         return chained
 
     def _fill_tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:

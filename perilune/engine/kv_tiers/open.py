@@ -1,10 +1,12 @@
 """Opens the KV tiers of an engine: how large they may be on this machine, and which files it may read."""
 
+import contextlib
 import dataclasses
 import shutil
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from torch import Tensor
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
+from perilune.dist.group import Group, everyone, largest, least
+from perilune.engine.kv_tiers.ranked import RankedTransfer
+from perilune.engine.ranks import Ranks
 from perilune.engine.resolve import GB, Choices
 from perilune.kv.disk import FINGERPRINT_BYTES, Directory
 from perilune.kv.pages import Pages
-from perilune.kv.tiers import Tiers
+from perilune.kv.tiers import Name, Tiers
 from perilune.kv.transfer import Transfer, row_bytes
-from perilune.model.weights import Weights
+from perilune.model.kimi_k2 import KimiK2
 from perilune.speculation.drafter import Drafter
 
 FORMAT = "1"  # of rows and files: to be raised when what they hold changes
@@ -29,36 +34,109 @@ HOST_SHARE = 0.9  # of the memory that is available, at most
 DISK_SHARE = 0.5  # of the free space, if no size is given
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """transfer  moves this rank's bytes; rank 0's also those of the other ranks
+    tiers     None: this rank follows rank 0
+    """
+
+    transfer: Transfer | RankedTransfer
+    tiers: Tiers | None
+
+
 def open_tiers(
-    config: EngineConfig, choices: Choices, weights: Weights, pages: Pages, drafter: Drafter | None
-) -> tuple[Tiers, Transfer]:
-    """Raises ConfigError. The draft model's cache is stored with the target's: it could only be computed again from the
-    target's hidden states, and a hit without it would be drafted for from other text's entries."""
-    if (config.tp, config.ep) != (1, 1):
-        # Blocks restored on one rank and not on the others would be read as if they were whole.
-        raise ConfigError("kv_host_gb and kv_disk are for one rank so far: leave them out, or run tp=1 and ep=1")
+    config: EngineConfig,
+    choices: Choices,
+    model: KimiK2,
+    pages: Pages,
+    drafter: Drafter | None,
+    ranks: Ranks | None,
+) -> Opened:
+    """Called by all ranks. Raises ConfigError, on all of them. The draft model's cache is stored with the target's: it
+    could only be computed again from the target's hidden states, and a hit without it would be drafted for from other
+    text's entries. With several ranks each stores what its own pages hold; sizes are of all ranks together."""
+    group = model.group
     caches = [pages.data, *([] if drafter is None else [drafter.cache()])]
-    size = row_bytes(caches)
-    rows = _host_rows(config, size, pages.data, choices)
+    size = largest(group, row_bytes(caches))
+    with _on_all_ranks(group):
+        rows = _host_rows(config, size * group.ranks, pages.data, choices)
+    rows = least(group, rows)
     directory: Directory | None = None
     files, file_limit = None, 0
     if config.kv_disk is not None:
-        fingerprint = _fingerprint(config, weights, caches)
-        directory = Directory(Path(config.kv_disk).expanduser(), fingerprint, size)
-        files = [(found.name, found.age_seconds) for found in directory.found()]
-        file_limit = _file_limit(config, directory, len(files), choices)
+        directory = _open_directory(config, model, caches, size)
+        names = _common(group, directory)
+        file_limit = _file_limit(config, directory, len(names), group, choices)
+        files = list(names.items())
         choices.note("kv_disk", directory.root, f"{len(files)} blocks of this model in it")
     ttl = config.kv_ttl_hours * 3600
+    transfer: Transfer | None = None
+    with _on_all_ranks(group):
+        try:
+            transfer = Transfer(caches, rows, directory)
+        except (RuntimeError, MemoryError, OSError) as e:
+            if directory is not None:
+                directory.close()
+            why = f"host memory for KV cannot be taken: {e}"
+            raise ConfigError(f"{why}; lower kv_host_gb, or raise `ulimit -l`") from e
+    assert transfer is not None
+    if group.ranks > 1 and ranks is None:
+        least(group, 0)  # rank 0 listens from here on
+        return Opened(transfer, None)
+    mover: Transfer | RankedTransfer = transfer
+    if ranks is not None:
+        mover = RankedTransfer(transfer, ranks)
+        least(group, 0)
+    return Opened(mover, Tiers(mover, rows=rows, files=files, file_limit=file_limit, ttl_seconds=ttl))
+
+
+@contextlib.contextmanager
+def _on_all_ranks(group: Group) -> Iterator[None]:
+    """A ConfigError of one rank is raised by all, so that none waits for it."""
+    error: ConfigError | None = None
     try:
-        transfer = Transfer(caches, rows, directory)
-    except (RuntimeError, MemoryError, OSError) as e:
-        if directory is not None:
-            directory.close()
-        raise ConfigError(f"host memory for KV cannot be taken: {e}; lower kv_host_gb, or raise `ulimit -l`") from e
-    return Tiers(transfer, rows=rows, files=files, file_limit=file_limit, ttl_seconds=ttl), transfer
+        yield
+    except ConfigError as e:
+        if group.ranks == 1:
+            raise
+        error = e
+    said = everyone(group, b"" if error is None else str(error).encode()[:1000])
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise ConfigError(f"rank {rank}: {text.decode(errors='replace')}")
+
+
+def _open_directory(config: EngineConfig, model: KimiK2, caches: list[Tensor], size: int) -> Directory:
+    """This rank's folder in `kv_disk`, which rank 0 locks for all."""
+    group, fingerprint = model.group, _fingerprint(config, model, caches)
+    assert config.kv_disk is not None
+    root, found = Path(config.kv_disk).expanduser(), list[Directory]()
+    for first in (True, False):
+        with _on_all_ranks(group):
+            if first == (group.slicing.rank == 0):
+                found.append(Directory(root, fingerprint, size, lock=first))
+    return found[0]
+
+
+def _common(group: Group, directory: Directory) -> dict[Name, float]:
+    """Blocks that every rank has a file of, with their age in seconds, oldest first; this rank's others are deleted."""
+    found = {one.name: one.age_seconds for one in directory.found()}
+    if group.ranks == 1:
+        return found
+    own = b"".join(name.digest + name.first for name in found)
+    each = [{data[at : at + 32] for at in range(0, len(data), 32)} for data in everyone(group, own)]
+    common = set.intersection(*each)
+    for name in list(found):
+        if name.digest + name.first not in common:
+            directory.delete(name)
+            del found[name]
+    return found
 
 
 def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices) -> int:
+    """Rows for each rank, of `size` bytes on all ranks together."""
     # A CPU's pages are allocated, but the system has not counted what was never written.
     free = (available_bytes() - (pages.nbytes if pages.device.type == "cpu" else 0)) * HOST_SHARE
     wanted = config.kv_host_gb * GB if config.kv_host_gb is not None else min(STAGING_BYTES, free / 4)
@@ -74,30 +152,33 @@ def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices)
     return rows
 
 
-def _file_limit(config: EngineConfig, directory: Directory, own: int, choices: Choices) -> int:
-    """Files of this engine's blocks, of which there are `own`; `kv_disk_gb` is for all models in the directory."""
-    size = directory.file_bytes
-    free = shutil.disk_usage(directory.root).free + own * size
-    limit = config.kv_disk_gb * GB if config.kv_disk_gb is not None else free * DISK_SHARE
-    others = directory.shrink_others(int(limit / 2))
-    files = int((limit - others) // size)
-    if files < 1:
-        directory.close()
-        raise ConfigError(f"kv_disk_gb={limit / GB:.4f} holds no block of {size / GB:.4f} GB: raise it")
-    assert config.block_size
-    choices.note("kv_disk_gb", f"{limit / GB:.2f}", f"{files * config.block_size} tokens of KV")
-    return files
+def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Group, choices: Choices) -> int:
+    """Files of this engine's blocks on each rank, of which there are `own`; `kv_disk_gb` is for all ranks and all
+    models in the directory. Rank 0 decides."""
+    every, decided = everyone(group, directory.fingerprint), -1
+    with _on_all_ranks(group):
+        if group.slicing.rank == 0:
+            size = directory.file_bytes * group.ranks
+            free = shutil.disk_usage(directory.root).free + own * size
+            limit = config.kv_disk_gb * GB if config.kv_disk_gb is not None else free * DISK_SHARE
+            decided = int((limit - directory.shrink_others(int(limit / 2), every)) // size)
+            if decided < 1:
+                directory.close()
+                raise ConfigError(f"kv_disk_gb={limit / GB:.4f} holds no block of {size / GB:.4f} GB: raise it")
+            assert config.block_size
+            choices.note("kv_disk_gb", f"{limit / GB:.2f}", f"{decided * config.block_size} tokens of KV")
+    return largest(group, decided)
 
 
-def _fingerprint(config: EngineConfig, weights: Weights, caches: list[Tensor]) -> bytes:
+def _fingerprint(config: EngineConfig, model: KimiK2, caches: list[Tensor]) -> bytes:
     """What KV depends on besides tokens and cache keys: the weights as they were loaded, number formats, layout. The
     draft model's weights are left out: no answer depends on its cache."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"kv files")
     made = (FORMAT, sys.byteorder, caches[0].device.type, config.dtype, config.kv_dtype, config.qk_norm_eps)
     layout = [(c.dim(), c.shape[0] if c.dim() == 4 else 1, *c.shape[-2:], str(c.dtype)) for c in caches]
-    ranks = (0, config.tp, config.ep)
+    ranks = (model.group.slicing.rank, model.group.ranks, config.ep, config.kv_shards)
     digest.update(repr((made, layout, ranks)).encode())
-    for name, tensor in _tensors("", weights):
+    for name, tensor in _tensors("", model.weights):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(struct.pack("<q", _sum(tensor)))
     return digest.digest()

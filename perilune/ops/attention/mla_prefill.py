@@ -7,9 +7,10 @@ w_uv [H, R, v]; span as in mla_absorbed.py, query_start and context preferably i
 [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
 Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
 
-"cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many heads at a time as fit
-`KEY_VALUE_BYTES`, and rounds probabilities to bfloat16; scores, softmax and sums are fp32. A request's result does not
-depend on the others.
+"cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many requests at a time as
+fit `KEY_VALUE_BYTES`, or of one request as many heads, and rounds probabilities to bfloat16; scores, softmax and sums
+are fp32. A request's result does not depend on the values of the others; the library may choose another order of sums
+for another number of keys.
 """
 
 import functools
@@ -29,6 +30,8 @@ from perilune.ops.layouts.operands import Span
 
 PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time, in "torch"
 KEY_VALUE_BYTES = 1 << 30  # of keys and values of some heads, at a time, in "cuda"
+MAX_REQUESTS = 64  # of a launch
+TILE = 128  # keys that "cuda" multiplies at once
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ CASES = [
     ),
     Case((300, 1, 129), (300, 4100, 1000), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
     Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
+    Case((40, 0, 129), (41, 5, 130), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
+    Case((129,) * 70, (129,) * 30 + (300,) * 40, 8, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
     Case((512,), (512,)),
     Case((64,), (700,)),
     Case((), (), 2, 8, 4, 8, 16),
@@ -109,8 +114,29 @@ op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk"
 
 
 @functools.cache
-def _kernel() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill", "pppppllllllfp")
+def _kernels() -> tuple[Any, Any]:
+    return (
+        build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp"),
+        build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp"),
+    )
+
+
+def together(starts: list[int], lengths: list[int], most: int) -> list[list[tuple[int, int, int, int, int]]]:
+    """Requests that share launches, at most `most` rows of keys of several: (number, first query, queries, keys, row of
+    the first key) of each, whose keys begin at multiples of `TILE`. Those without queries are left out."""
+    found: list[list[tuple[int, int, int, int, int]]] = []
+    total = 0
+    for b, length in enumerate(lengths):
+        first, count = starts[b], starts[b + 1] - starts[b]
+        padded = -(-length // TILE) * TILE
+        if count == 0:
+            continue
+        if not found or len(found[-1]) == MAX_REQUESTS or total + padded > most:
+            found.append([])
+            total = 0
+        found[-1].append((b, first, count, length, total))
+        total += padded
+    return found
 
 
 @op.impl(
@@ -123,43 +149,61 @@ def _kernel() -> Any:
             (a.w_uk.shape[1], a.q.shape[2] - a.w_uk.shape[1], a.w_uv.shape[2]) == (K2.nope, K2.rope, K2.value),
             f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
         ),
-        (a.w_uk.shape[2] % 8 == 0, "a latent width that is a multiple of 8"),
+        (a.w_uk.shape[2] % 16 == 0, "a latent width that is a multiple of 16"),
     ),
 )
 def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.contiguous()
-    (_, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
-    out = torch.empty(q.shape[0], H, v, dtype=q.dtype, device=q.device)
-    starts, lengths, block_size = span.query_start.tolist(), span.context.tolist(), pages.shape[1]
-    for b, length in enumerate(lengths):
-        first, count = starts[b], starts[b + 1] - starts[b]
-        if count == 0:
-            continue
-        blocks = pages.index_select(0, span.tables[b, : -(-length // block_size)])
-        latent = latent_cache.unpack(blocks.view(-1, pages.shape[2])[:length], R, q.dtype)
+    (T, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
+    out = torch.empty(T, H, v, dtype=q.dtype, device=q.device)
+    gather, attend = _kernels()
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    tables, (_, block_size, width) = span.tables.contiguous(), pages.shape
+    most = KEY_VALUE_BYTES // ((n + v) * q.itemsize)  # rows of keys and values of one head
+    for some in together(span.query_start.tolist(), span.context.tolist(), most // H):
+        requests, count = torch.tensor(some, dtype=torch.int32), len(some)
+        total = some[-1][4] + -(-some[-1][3] // TILE) * TILE
+        rows = torch.empty(total, width, dtype=pages.dtype, device=q.device)
+        failed = gather(
+            pages.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            block_size,
+            width * pages.itemsize,
+            requests.data_ptr(),
+            count,
+            rows.data_ptr(),
+            total,
+            stream,
+        )
+        assert not failed, f"CUDA error {failed}: {some=} {pages.shape=}"
+        latent = latent_cache.unpack(rows, R, q.dtype)
         c = latent[:, :R]
-        heads = max(1, min(H, KEY_VALUE_BYTES // (length * (n + v) * q.itemsize)))
+        heads = max(1, min(H, most // total))
         for h in range(0, H, heads):
-            some = slice(h, min(h + heads, H))
-            k = torch.nn.functional.linear(c, w_uk[some].flatten(0, 1))
-            values = torch.bmm(c.expand(some.stop - h, *c.shape), w_uv[some])  # [heads, length, v]
-            failed = _kernel()(
-                q[first, h].data_ptr(),
+            part = slice(h, min(h + heads, H))
+            k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
+            values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])  # [heads, total, v]
+            failed = attend(
+                q[0, h].data_ptr(),
                 k.data_ptr(),
                 latent[0, R:].data_ptr(),
                 values.data_ptr(),
-                out[first, h].data_ptr(),
+                out[0, h].data_ptr(),
+                requests.data_ptr(),
                 count,
-                length,
-                some.stop - h,
+                max(request[2] for request in some),
+                T,
+                total,
+                part.stop - h,
                 q.stride(0),
                 latent.stride(0),
                 out.stride(0),
                 scale,
-                torch.cuda.current_stream(q.device).cuda_stream,
+                stream,
             )
-            assert not failed, f"CUDA error {failed}: {q.shape=} {count=} {length=} {pages.shape=}"
+            assert not failed, f"CUDA error {failed}: {q.shape=} {some=} {pages.shape=}"
     return out
 
 

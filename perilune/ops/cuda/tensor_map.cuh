@@ -15,6 +15,15 @@ __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
+// To the same place, and with the same barrier, in every CTA of `mask`.
+__device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, int z,
+                                               uint64_t* barrier, int mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask))
+      : "memory");
+}
 // Of weights, which no kernel reads again in this step.
 __device__ __forceinline__ void tensor_load_once(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                  uint64_t* barrier) {

@@ -267,5 +267,12 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[64], uint64_t a, uint64_
                : PERILUNE_C8
                : "l"(a), "l"(b), "n"(add));
 }
+// The same of e4m3: a[64 x 32] and b[32 x 128] of slabs with 128 values of k; k advances by 32 values with + 2.
+template <int add>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PERILUNE_D8 "}, %64, %65, %66, 1, 1;"
+               : PERILUNE_C8
+               : "l"(a), "l"(b), "n"(add));
+}
 
 }  // namespace hopper

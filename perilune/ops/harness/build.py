@@ -1,8 +1,8 @@
 """Compiles a kernel source of this package on first use and loads it: plain C functions called through ctypes.
 
 The library is cached per user under a hash of the source, the package's headers, the compiler, its flags and this
-processor, so that a shared home directory serves unlike machines. It is written to a temporary name and renamed:
-several processes may build at once, and each loads a whole file.
+processor, so that a shared home directory serves unlike machines. It is written to a temporary name and renamed: each
+process loads a whole file. Of several processes that need a library, one builds it and the others wait.
 """
 
 import contextlib
@@ -37,6 +37,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-e
 CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared", "-lineinfo")
 HOPPER = (9, 0)
 BUILD_PREFIX = ".build-"  # of folders in the cache in which a compiler writes
+TURN_PREFIX = ".turn-"  # of files in the cache, one a source: who has it locked compiles that source
+TURN_SECONDS = 600.0  # Longer: a compiler that hangs in another process keeps this one waiting.
+RETRY_SECONDS = 0.05
 KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
 NO_COMPILER = "no compiler"
@@ -220,8 +223,10 @@ def _build(source: Path) -> "ctypes.CDLL | str":
     try:
         target = _target(source, compiler, openmp)
         if not target.exists():
-            _compile(compiler, source, openmp, target)
-            _prune(target.parent, source.stem)
+            with _turn(target.parent, source.name):
+                if not target.exists():
+                    _compile(compiler, source, openmp, target)
+                    _prune(target.parent, source.stem)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as e:
         lines = [line for line in (e.stderr or "").splitlines() if "error" in line] or ["no message"]
@@ -252,6 +257,26 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
         for command in commands:
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         os.replace(linked, target)
+
+
+@contextlib.contextmanager
+def _turn(directory: Path, source: str) -> Iterator[None]:
+    """One process at a time compiles a source, so that ranks that start together compile each once. The lock ends with
+    its process. A process that has waited for TURN_SECONDS compiles beside the other one."""
+    held = os.open(directory / f"{TURN_PREFIX}{source}", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        end = time.monotonic() + TURN_SECONDS
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(RETRY_SECONDS)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(held)
 
 
 @contextlib.contextmanager

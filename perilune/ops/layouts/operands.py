@@ -28,6 +28,7 @@ class Matrix:
     scale       None; [o] float32 for FP8; [o, i / 32] for INT4
     row_scale   None; [o] bfloat16 for INT4 with compact scales (docs/formats.md section 3.6); [] float32, of the whole
                 matrix, for NVFP4
+    fp8_activations  FP8: prompts' activations may be rounded to e4m3 too (linear/linear_w8a8.py)
 
     Block FP8 and NVFP4 occur in experts only: moe/experts_fp8.py and moe/experts_nvfp4.py have the layouts.
     """
@@ -35,6 +36,7 @@ class Matrix:
     weight: Tensor
     scale: Tensor | None = None
     row_scale: Tensor | None = None
+    fp8_activations: bool = False
     format: str = field(init=False)  # "dense", "fp8", "int4" or "int4-compact"
     kind: Hashable = field(init=False, repr=False)
 
@@ -150,6 +152,26 @@ class Gate:
     @property
     def kind(self) -> Hashable:
         return self.weight.shape, self.weight.dtype, self.routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertRows:
+    """What experts give each token, not added up: weights[t, j] rows[position[t, j]] over j, in order, then shared[t].
+
+    rows      [R, D] as the activations
+    position  [T, k] int32 rows, or -1: a choice that is no expert
+    weights   [T, k] float32
+    shared    [T, D] as rows, or None
+    """
+
+    rows: Tensor
+    position: Tensor
+    weights: Tensor
+    shared: Tensor | None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.rows.shape[1], self.rows.dtype, self.weights.shape, self.shared is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 x [T, D]; chosen [T, k] as the router gives it; gate_up and down as in experts_int4.py, or with compact scales as in
 experts_int4_compact.py; shared: the shared expert, as x or in FP8 (linear_fp8.py), or None.
 y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
-implementation's choice, else 1.
+implementation's choice, else 1. If `rows`, it may be ExpertRows instead, for combine_add_rmsnorm.py.
 
 "cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the experts that were hit,
 in two launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair,
@@ -38,8 +38,8 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequant
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
-from perilune.ops.layouts.operands import Matrix, Mlp
-from perilune.ops.linear import skinny_gemm
+from perilune.ops.layouts.operands import ExpertRows, Matrix, Mlp
+from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
 from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_grouped, moe_int4_tall
@@ -109,7 +109,15 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     if c.S:
         both, one = g.randn(2 * c.S, c.D, scale=c.D**-0.5), g.randn(c.D, c.S, scale=c.S**-0.5)
         shared = Mlp(*(Matrix(*quantize_rows(w)) if c.shared_fp8 else Matrix(w) for w in (both, one)))
-    return {"x": x, "chosen": routed, "gate_up": gate_up, "down": down, "shared": shared, "partial": False}
+    return {
+        "x": x,
+        "chosen": routed,
+        "gate_up": gate_up,
+        "down": down,
+        "shared": shared,
+        "partial": False,
+        "rows": False,
+    }
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -124,7 +132,9 @@ def _widened(w: Matrix) -> Tensor:
     return w.weight.float() if w.scale is None else w.weight.float() * w.scale.unsqueeze(-1)
 
 
-def reference(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def reference(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor | ExpertRows:
     f = x.float()
     routed = experts_int4.op if gate_up.row_scale is None else experts_int4_compact.op
     y = routed.reference(f, chosen, gate_up, down)
@@ -142,6 +152,8 @@ def _linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _shared(x: Tensor, w: Mlp) -> Tensor:
+    if linear_w8a8.applies(w.gate_up, x):
+        return linear_w8a8.mlp(x, w)
     return _linear(swiglu(_linear(x, w.gate_up)), w.down)
 
 
@@ -206,12 +218,16 @@ def _streams(width: int, short: int, most: int) -> bool:
         *moe_int4_tall.needs(a.x, a.gate_up),
     ),
 )
-def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def cuda_tall(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor:
     return moe_int4_tall.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
 @op.impl("cuda", when=_fits, waits=(T1,))
-def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def cuda(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
@@ -261,8 +277,12 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
         *moe_int4_grouped.needs(a.x, a.gate_up),
     ),
 )
-def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def cuda_prefill(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor | ExpertRows:
     rest = None if shared is None else functools.partial(_shared, w=shared)
+    if rows and x.shape[0] <= moe_int4_grouped.CHUNK:
+        return moe_int4_grouped.prefill_rows(x, chosen, gate_up, down, rest)
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
 
 
@@ -280,7 +300,9 @@ def _on_cpu() -> Any:
         (a.gate_up.scale.dtype == BFLOAT16, "bfloat16 scales"),
     ),
 )
-def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def cpp(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I = both // 2  # noqa: E741
     weights = (gate_up.weight, gate_up.scale, down.weight, down.scale)
@@ -305,7 +327,9 @@ def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | 
 
 
 @op.impl("composed")
-def composed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+def composed(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
+) -> Tensor:
     experts = experts_int4.experts_int4 if gate_up.row_scale is None else experts_int4_compact.experts_int4_compact
     y = experts(x, chosen, gate_up, down).float()
     if shared is not None:
@@ -333,11 +357,12 @@ def moe_int4(
     down: Matrix,
     shared: Mlp | None,
     partial: bool = True,
-) -> Tensor:
+    rows: bool = False,
+) -> Tensor | ExpertRows:
     (experts_int4 if gate_up.row_scale is None else experts_int4_compact).check(x, chosen, gate_up, down)
     assert (gate_up.row_scale is None) == (down.row_scale is None), f"{gate_up.kind=} {down.kind=}"
     if gate_up.row_scale is None:
         assert gate_up.scale is not None and gate_up.scale.dtype != torch.uint8, f"{gate_up.kind=}"
     if shared is not None:
         _check_shared(x, shared)
-    return op(x, chosen, gate_up, down, shared, partial)
+    return op(x, chosen, gate_up, down, shared, partial, rows)

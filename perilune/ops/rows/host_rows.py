@@ -6,6 +6,7 @@ The C++ file needs a compiler; without one the same is done in Python, block by 
 """
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,29 +72,46 @@ def checksums(rows: Sequence[Bytes], digests: Sequence[bytes]) -> NDArray[np.uin
     return sums
 
 
-def copy(driver: Any, stream: int, pairs: Sequence[tuple[int, Bytes]], caches: Sequence[Places], *, out: bool) -> int:
+def copy(
+    driver: Any,
+    stream: int,
+    pairs: Sequence[tuple[int, Bytes]],
+    caches: Sequence[Places],
+    *,
+    out: bool,
+    block_seconds: float = 0.0,
+) -> int:
     """Queues copies of blocks to rows (`out`) or of rows to blocks: the driver's error, or 0.
 
     driver  cuMemcpy2DAsync as a Driver, asked once for each cache and block, or for each layer where the cache's pitch
             is above MAX_PITCH_BYTES
     pairs   (block, row); a row holds the block's bytes of all caches and layers, one after the other
+    block_seconds   how long this takes for each block, at least: it sleeps between copies
     """
     blocks = np.array([block for block, _ in pairs], np.int64)
     rows = _addresses([row for _, row in pairs])
     if isinstance(build.library(STEM), str):
-        return _copy(driver, stream, [(int(b), int(r)) for b, r in zip(blocks, rows)], caches, out)
+        return _copy(driver, stream, [(int(b), int(r)) for b, r in zip(blocks, rows)], caches, out, block_seconds)
     places = np.array([(c.address, c.layers, c.block_bytes, c.pitch_bytes) for c in caches], np.int64)
-    run = build.function(STEM, "copy_rows", "pplpplpll")
+    run = build.function(STEM, "copy_rows", "pplpplplll")
     return run(
         ctypes.cast(driver, ctypes.c_void_p), stream, len(pairs), blocks.ctypes.data, rows.ctypes.data,
-        len(caches), places.ctypes.data, MAX_PITCH_BYTES, out,
+        len(caches), places.ctypes.data, MAX_PITCH_BYTES, out, int(block_seconds * 1e9),
     )  # fmt: skip
 
 
-def _copy(driver: Any, stream: int, pairs: Sequence[tuple[int, int]], caches: Sequence[Places], out: bool) -> int:
+def _copy(
+    driver: Any,
+    stream: int,
+    pairs: Sequence[tuple[int, int]],
+    caches: Sequence[Places],
+    out: bool,
+    block_seconds: float,
+) -> int:
     """`copy` with the rows' addresses, in Python."""
     copy = Copy2D(srcMemoryType=_UNIFIED, dstMemoryType=_UNIFIED)
-    for block, host in pairs:
+    begin = time.perf_counter()
+    for count, (block, host) in enumerate(pairs, 1):
         for cache in caches:
             whole = cache.pitch_bytes <= MAX_PITCH_BYTES
             height, pitch = (cache.layers, cache.pitch_bytes) if whole else (1, MAX_PITCH_BYTES)
@@ -106,6 +124,7 @@ def _copy(driver: Any, stream: int, pairs: Sequence[tuple[int, int]], caches: Se
                 if status := int(driver(ctypes.byref(copy), ctypes.c_void_p(stream))):
                     return status
             host += cache.layers * cache.block_bytes
+        time.sleep(max(begin + count * block_seconds - time.perf_counter(), 0.0))
     return 0
 
 

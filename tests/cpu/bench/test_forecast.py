@@ -54,6 +54,11 @@ def test_prompts_from_one_rank_and_two() -> None:
     forecast = Forecast([], [prefill(1, 20.0), prefill(2, 11.0), prefill(1, 4.0, 1000), prefill(2, 3.0, 1000)], 4)
     assert forecast.prompt_ms(10_000) == pytest.approx(61 * (18 / 4 + 2))
     assert forecast.prompt_ms(1_000) == pytest.approx(61 * (2 / 4 + 2))
+    assert forecast.prompt_ms(2_000) == pytest.approx(
+        forecast.prompt_ms(1_000) * 8 / 9 + forecast.prompt_ms(10_000) / 9
+    )
+    fewer = Forecast([], [prefill(1, 20.0), prefill(2, 11.0), prefill(1, 4.0, 1000)], 4)  # two ranks: only the long one
+    assert fewer.prompt_ms(1_000) == pytest.approx(61 * 4 * (18 / 4 + 2) / 20)
     assert forecast.prompt_ms(2_000, 8_000) < forecast.prompt_ms(10_000) < forecast.prompt_ms(10_000, 90_000)
 
 
@@ -61,6 +66,8 @@ def test_what_is_predicted_is_no_row_of_it_and_a_missing_row_names_its_command()
     whole = decode(2, 1, 66.0, layers=61)
     with pytest.raises(ConfigError, match=r"bench decode --shape kimi-k2\.5 --tp 2 --batch 1"):
         Forecast([*SLICES, whole], [], 4).step(1, 1024, KV_BYTES)
+    other = [row | {"expert_format": "int4-g32"} for row in SLICES]
+    assert Forecast([*other, REAL], [], 4).step(1, 1024, KV_BYTES).us_per_layer == pytest.approx(46.0)
     with pytest.raises(ConfigError, match="--slice 4 --batch 16"):
         Forecast([*SLICES, REAL], [], 4).step(16, 1024, KV_BYTES)
     with pytest.raises(ConfigError, match="--tp 2 and without"):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from perilune.core.errors import ConfigError
 from perilune.engine import fit
 from perilune.engine.engine import Engine
 from perilune.plan import memory
+from runs.docs import whole_model
 from runs.four_gpus import __main__ as script
 from runs.four_gpus import over_http, steps
 from runs.four_gpus.predictions import predictions
@@ -39,7 +41,7 @@ def test_every_start_fits_the_memory_of_so_many_gpus(gpus: int, layers: int | No
 
 def test_one_memory_plan_for_all_starts() -> None:
     of_layout = {"kv_shards", "kv_blocks", "block_size", "max_num_seqs", "max_model_len"}
-    of_drafts = {"draft", "draft_tokens", "declared_acceptance"}
+    of_drafts = {"draft", "draft_tokens", "declared_acceptance", "decode_stretch"}
     plans = [{k: v for k, v in Setting(4).engine(start).items() if k not in of_layout | of_drafts} for start in STARTS]
     assert all(plan == plans[0] for plan in plans) and plans[0]["kv_dtype"] == "fp8"
 
@@ -123,5 +125,25 @@ def test_a_start_whose_time_is_over_leaves_nothing(capfd: pytest.CaptureFixture[
     started, said = capfd.readouterr().out.splitlines()
     pid, prints_stacks = started.split()
     assert prints_stacks == "1" and said == "stopped after 1 s, where:"
-    status = Path(f"/proc/{pid}/stat")
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    status, until = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
+    while status.exists() and status.read_text().split()[2] != "Z":  # a killed process takes a moment to end
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_page_shows_predictions_beside_what_was_wanted_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_model, "RESULTS", tmp_path)
+    assert "Not predicted: no row of: bench decode --shape kimi-k2.5 --slice 4" in whole_model.whole()
+    assert whole_model.two() == "No rows yet."
+    rows = [decode(n, 1, 240.0 / n, slice=n) for n in (2, 4, 8)] + [decode(2, 1, 124.0)]
+    run = {"run": "four-gpus", "figure": "tokens_per_s", "shape": "kimi-k2.5", "step_ms": 1.0, "graph_ms": None}
+    rows += [decode(4, 1, 0.0) | run | {"gpus": 4, "layers": 61, "measured": 200.0}]
+    rows += [decode(2, 1, 0.0) | run | {"gpus": 2, "layers": 27, "measured": 500.0}]
+    (tmp_path / "decode.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = next(line for line in whole_model.whole().splitlines() if line.startswith("| step, 1 request"))
+    _, _, four, wanted, measured, eight, _, _ = (cell.strip() for cell in line.split("|"))
+    assert (wanted, measured) == ("-", "5.00") and float(eight) < float(four)
+    assert float(four) == pytest.approx((60 * (64 + 656 * 8976 / 4.3e6) + 200) / 1e3 + 0.2, abs=0.006)
+    assert "| step, 1 request at 10,000 tokens, no drafts, ms | 2.00 |" in whole_model.two()

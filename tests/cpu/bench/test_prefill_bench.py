@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from perilune.bench import prefill
+from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import shape
+from perilune.core.errors import ConfigError
 from perilune.loading.synthetic import random_weights
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe
 from perilune.ops.moe.moe_int4_grouped import NARROWEST, WIDEST, WIDTHS, classes
@@ -23,6 +25,11 @@ def test_flops_of_a_prompt_equal_those_of_its_parts() -> None:
     # In two steps: the same, but the first part's keys and values are made again.
     again = 2 * 4_000 * 512 * 64 * 256
     assert prefill.layer_flops(c, 4_000) + prefill.layer_flops(c, 6_000, 4_000) == alone + again
+
+
+def test_kernels_of_ranks_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="--kernels shows what runs on a GPU"):
+        over_ranks.prefill("tiny", 4, {"tp": 2, "device": "cpu"}, [64], print, kernels=True)
 
 
 def test_compact_scales_replace_the_others_only() -> None:

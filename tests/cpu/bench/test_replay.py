@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from perilune.bench import replay, traces
 from perilune.bench.replay import Call, Options, judge, percentile, summary
-from perilune.bench.traces import Agents, Piece, generate, read, sessions_of
+from perilune.bench.trace_formats import sessions_of
+from perilune.bench.traces import Agents, Piece, generate, read
 from perilune.cli.main import cli
 from perilune.core.errors import ConfigError
 from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
@@ -183,3 +184,116 @@ def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
     found = CliRunner().invoke(cli, ["bench", "replay", "agents", fake.url, "--kv-host-gb", "1"])
     assert isinstance(found.exception, ConfigError) and "not for an endpoint" in str(found.exception)
     assert traces.HASH_TOKENS == 512
+
+
+def test_sessions_that_have_gone_on_before() -> None:
+    """What was said before is one prompt, computed beforehand or not; both ask for the same answers after it."""
+    (session,) = sessions_of(generate(Agents(sessions=1, turns=4)))
+    warm, cold = (traces.begun(session, 2, warm_up=warm_up) for warm_up in (True, False))
+    assert [len(t.turns) for t in (warm, cold)] == [3, 2] and warm.turns[0].output_tokens == 1
+    before = [p.tokens for turn in session.turns[:2] for p in turn.pieces]
+    answers = [turn.output_tokens for turn in session.turns[:2]]
+    assert sum(p.tokens for p in warm.turns[0].pieces) == sum(before) + sum(answers)
+    assert cold.turns[0].pieces == (*warm.turns[0].pieces, *warm.turns[1].pieces)
+    assert [t.output_tokens for t in cold.turns] == [t.output_tokens for t in warm.turns[1:]]
+    assert warm.turns[1:] == session.turns[2:]
+    with pytest.raises(ConfigError, match="cannot begin after 4"):
+        traces.begun(session, 4, warm_up=True)
+
+
+def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path) -> None:
+    small = ["--scale", "0.004", "--speed", "0", "--sessions", "5", "--turns", "5", "--max-model-len", "240"]
+    small += ["--set", "kv_blocks=40", "--set", "block_size=8", "--max-num-seqs", "1", "--set", "threads=1"]
+    row, said = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--kv-host-gb", "0.05")
+    assert row["requests"] == 15 and row["failed"] == 0, "three turns of five sessions"
+    assert row["hit_share"] >= 0.85 * row["ideal_share"] and row["ideal_share"] > 0.7, "the warm-up is known"
+    assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
+    assert "20 of 20 requests" in said
+    short, _ = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--seconds", "0.02")
+    assert short["requests"] < 15 and short["failed"] == 0
+
+
+def test_weka_traces_of_agents_and_their_subagents(tmp_path: Path) -> None:
+    trace: dict[str, Any] = {"id": "t1", "models": ["m"], "block_size": 64, "hash_id_scope": "local"}
+    inner = {"t": 1.5, "type": "s", "model": "m", "in": 65, "out": 3, "hash_ids": [1, 9]}
+    trace["requests"] = [
+        {"t": 0.0, "type": "n", "model": "m", "in": 150, "out": 20, "hash_ids": [1, 2], "api_time": 2.0},
+        {"t": 4.0, "type": "subagent", "agent_id": "a", "requests": [inner], "models": []},
+        {"t": 9.0, "type": "s", "model": "m", "in": 128, "out": 5, "hash_ids": [1, 3], "think_time": 0.5},
+        {"t": 20.0, "type": "n", "model": "m", "in": 0, "out": 5},
+    ]
+    (tmp_path / "trace_1.json").write_text(json.dumps(trace, indent=1))
+    (tmp_path / "trace_2.json").write_text(json.dumps([{**trace, "id": "t2"}]))
+    first, other, agent, _ = sessions_of(read(tmp_path))
+    assert [t.whole for t in first.turns] == [True, True] and [t.delay for t in first.turns] == [0.0, 0.5]
+    assert [(p.name, p.tokens) for p in first.turns[0].pieces] == [
+        ("trace t1 1", 64),
+        ("trace t1 2", 64),
+        ("line 0", 22),
+    ]
+    assert first.turns[1].pieces[0] == first.turns[0].pieces[0] == agent.turns[0].pieces[0]
+    assert agent.start == 5.5 and agent.turns[0].pieces[1].tokens == 1 and other.turns[0].pieces[0].name == "trace t2 1"
+
+
+def test_a_bailian_chat_is_whole_prompts_in_order() -> None:
+    def chat(number: int, parent: int, at: float, length: int, ids: list[int]) -> dict[str, Any]:
+        line = {"chat_id": number, "parent_chat_id": parent, "timestamp": at, "type": "text", "turn": 1 + (parent > 0)}
+        return {**line, "input_length": length, "output_length": 2, "hash_ids": ids}
+
+    lines = [
+        chat(1, -1, 60.0, 40, [5, 6, 7]),
+        chat(9, -1, 61.0, 16, [8]),
+        chat(2, 1, 64.5, 48, [5, 6, 4]),
+    ]
+    one, other = sessions_of(lines)
+    assert other.start == 1.0 and [p.tokens for p in one.turns[0].pieces] == [16, 16, 8]
+    assert one.turns[1].whole and one.turns[1].delay == 4.5 and one.turns[1].pieces[0] == one.turns[0].pieces[0]
+
+
+def test_aiperf_conversations_and_messages() -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    lines: list[dict[str, Any]] = [
+        {
+            "session_id": "m",
+            "turns": [{"role": "system", "text": "Short."}, {"text": "A"}, {"texts": ["B", "C"], "delay": 500}],
+        },
+        {"session_id": "h", "messages": said, "timestamp": 0},
+        {"session_id": "h", "messages": [*said, {"role": "assistant", "content": "Ho"}, *said], "timestamp": 2000},
+        {"session_id": "d", "messages": said, "message_mode": "delta"},
+        {"session_id": "d", "messages": said, "message_mode": "delta", "delay": 100},
+        {"text": "Alone", "output_length": 7},
+        {"payload": {"prompt": "Hello", "max_tokens": 50}, "timestamp": 1000},
+    ]
+    found = {s.name: s for s in sessions_of(lines)}
+    many, history, delta = (found[f"session {name}"].turns for name in "mhd")
+    assert [p.text for p in many[0].pieces] == ["Short.", "A"] and many[0].pieces[0].role == "system"
+    assert many[1].pieces[0].text == "B\nC" and many[1].delay == 0.5 and not many[1].whole
+    assert (
+        history[1].whole
+        and history[1].delay == 2.0
+        and [p.role for p in history[1].pieces] == ["user", "assistant", "user"]
+    )
+    assert not delta[1].whole and delta[1].delay == 0.1
+    assert found["request 5"].turns[0].output_tokens == 7 and found["request 6"].turns[0].output_tokens == 50
+    for bad, says in (
+        ({"turns": []}, "turns must be a list"),
+        ({"text": ""}, "no text"),
+        ({"messages": [3]}, "messages must"),
+        ({"requests": [4], "block_size": 64}, "has 4 where"),
+        ({"chat_id": 1}, "input_length"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            sessions_of([bad])
+
+
+def test_a_whole_prompt_replaces_what_was_said(fake: FakeEndpoint, tmp_path: Path) -> None:
+    fake.answer = lambda body: [(0.0, chunk(content="live")), (0.0, usage(9, 1)), (0.0, "[DONE]")]
+    hi, ho = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    lines = [
+        {"session_id": "h", "messages": [hi]},
+        {"session_id": "h", "messages": [hi, ho, {**hi, "content": "More"}]},
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    row, _ = invoke(str(tmp_path / "t.jsonl"), fake.url)
+    assert row["requests"] == 2 and row["ideal_share"] > 0, "the second begins with the first"
+    assert fake.bodies[1]["messages"] == [hi, ho, {**hi, "content": "More"}], "recorded, not the live answer"

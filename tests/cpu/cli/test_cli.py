@@ -104,6 +104,18 @@ def test_the_key_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         targets.key(tmp_path / "absent")
 
 
+def test_options_of_a_verb_reach_the_server_that_it_starts() -> None:
+    given = {"dtype": "float32", "fp8_activations": True, "tp": None}
+    assert targets.serve_options(given, ["threads=1"]) == [
+        "--dtype",
+        "float32",
+        "--fp8-activations",
+        "--set",
+        "threads=1",
+    ]
+    assert targets.serve_options({"fp8_activations": False}, []) == ["--no-fp8-activations"]
+
+
 def test_the_servers_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "key"
     file.write_text("s3cret\n")

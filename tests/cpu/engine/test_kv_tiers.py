@@ -1,12 +1,16 @@
 """Engines with KV tiers: answers are bit for bit those without, whatever happens to memory, files and directory."""
 
+import errno
+import json
 import logging
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,6 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
-from perilune.engine.kv_tiers.open import open_tiers
 from perilune.kv.tiers import Restored
 from perilune.kv.transfer import Transfer
 from perilune.kv.worth import Worth
@@ -118,9 +121,18 @@ def truncate_all(root: Path) -> None:
         path.write_bytes(path.read_bytes()[:3000])
 
 
+def exchange_all(root: Path) -> None:
+    """Every file is whole, and holds another block than its name says."""
+    paths = sorted(root.rglob("*.kv"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents[1:] + contents[:1]):
+        path.write_bytes(content)
+
+
 FAULTS: dict[str, Callable[[Path], None]] = {
     "flipped bits": flip_all,
     "truncated files": truncate_all,
+    "files of other blocks": exchange_all,
     "files removed": lambda root: [p.unlink() for p in root.rglob("*.kv")] and None,
     "directory removed": lambda root: shutil.rmtree(root),
 }
@@ -142,6 +154,83 @@ def test_damage_costs_time_and_one_warning(
         assert len(warned) == 1 and "\n" not in warned[0].getMessage()
         assert llm._engine.stats().blocks_damaged
         llm._engine.scheduler.check_integrity()
+
+
+def test_a_full_disk_costs_time_and_one_warning(
+    tiny: Path,
+    plain: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Full in the middle of a file."""
+    write, room = os.write, 6 * 24_000
+    left = [room]
+
+    def full(handle: int, data: bytes) -> int:
+        if not os.path.realpath(f"/proc/self/fd/{handle}").startswith(str(tmp_path)):
+            return write(handle, data)
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(handle, data[: left[0]])
+        left[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", full)
+    root = tmp_path / "kv"
+    with LLM(tiny, **CONFIG, **SMALL, kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off") as llm:
+        assert play(llm) == plain
+        warned = [r for r in caplog.records if r.levelno >= logging.WARNING and "not written to disk" in r.message]
+        assert len(warned) == 1 and "No space left" in warned[0].getMessage()
+        written = [path.stat().st_size for path in root.rglob("*.kv")]
+        assert len(set(written)) == 1 and sum(written) <= room and not list(root.rglob("*.part"))
+        llm._engine.scheduler.check_integrity()
+
+
+def test_an_engine_killed_while_it_writes_is_followed_by_one_that_answers_alike(
+    tiny: Path, plain: list[tuple[int, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed where half a file is written, several times later each; what is left is read by the next engine."""
+    root = tmp_path / "kv"
+    disk = dict(kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off")
+    for after in (1, 30):
+        subprocess.run(
+            [sys.executable, "-c", KILLED, str(tiny), json.dumps({**CONFIG, **SMALL, **disk}), str(after)], check=False
+        )
+        assert list(root.rglob("*.part")), "it was not killed in a write"
+    with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
+        assert not list(root.rglob("*.part")), "what was half written is deleted"
+        assert play(llm) == plain and hits(llm)["disk"] > 50
+        assert not llm._engine.stats().blocks_damaged, "a file has its name only when it is whole"
+        llm._engine.scheduler.check_integrity()
+
+
+# Plays, and kills itself in the middle of a write.
+KILLED = """
+import json, os, signal, sys
+from perilune import LLM
+from perilune.kv import disk
+from perilune.kv.worth import Worth
+from tests.cpu.engine.test_kv_tiers import play
+
+write, left = os.write, [2 * int(sys.argv[3])]
+
+
+def killed(handle, data):
+    if not os.path.realpath(f"/proc/self/fd/{handle}").endswith(".part"):
+        return write(handle, data)
+    left[0] -= 1
+    if left[0] <= 0:
+        write(handle, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(handle, data)
+
+
+Worth.pays = lambda self, tier: True
+os.write = killed
+with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
+    play(llm)
+"""
 
 
 def test_other_weights_and_formats_do_not_read_the_files(tiny: Path, tmp_path: Path) -> None:
@@ -214,13 +303,6 @@ def test_a_bad_size_is_one_clear_error(tiny: Path, config: dict[str, Any], says:
     with pytest.raises(ConfigError, match=says) as e:
         LLM(tiny, **CONFIG, **SMALL, **config)
     assert "\n" not in str(e.value)
-
-
-def test_several_ranks_are_refused() -> None:
-    """Until every rank stores its shard: a restore on rank 0 alone would be a wrong answer."""
-    several: Any = SimpleNamespace(tp=2, ep=1)
-    with pytest.raises(ConfigError, match="one rank"):
-        open_tiers(several, *[None] * 4)  # type: ignore[arg-type]  # refused before anything is looked at
 
 
 class TestAvailable:

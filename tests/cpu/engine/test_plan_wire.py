@@ -44,42 +44,36 @@ def test_plans_arrive_as_they_were_sent() -> None:
     assert small > 200, "most frames repeat neither parameters nor tables"
 
 
-def test_of_requests_that_go_on_a_frame_has_three_bytes_each() -> None:
-    rng, writer, reader = random.Random(1), Writer(), Reader()
-    at: dict[int, list[int]] = {}  # by slot: rid, start, output_index
-    tables: dict[int, tuple[int, ...]] = {}
-    params = SamplingParams(temperature=0.5, stop_token_ids=(1, 2))
-    same = 0
-    for step in range(400):
-        before, grown = {slot: rid for slot, (rid, _, _) in at.items()}, 0
-        for slot in list(at):
-            if rng.random() < 0.005:  # ended
-                del at[slot]
-        if len(at) < 64 and (step < 64 or rng.random() < 0.5):
-            slot = next(slot for slot in range(64) if slot not in at)
-            at[slot], tables[slot] = [1000 + step, rng.randrange(99), 0], (step,)
-        chained = step % 50 > 40  # each brings several tokens
-        work = []
-        for slot, place in sorted(at.items(), key=lambda item: item[1][0]):
-            n = rng.randint(1, 4) if chained else 1
-            place[1], place[2] = place[1] + n, place[2] + n
-            if place[1] % 64 < n:
-                tables[slot], grown = (*tables[slot], step), grown + 1
-            rid, start, index = place
-            tokens = (PENDING,) * (1 + 3 * chained)
-            work.append(
-                Work(
-                    rid, slot, start, tokens, tables[slot], True, index, params, rid, left=900 - index,
-                    drafts=3 * chained, chained=chained,
-                )
-            )  # fmt: skip
+def test_of_works_that_go_on_in_their_series_a_frame_has_only_where_they_are() -> None:
+    writer, reader, params = Writer(), Reader(), SamplingParams()
+    tables = [(i,) for i in range(64)]
+    series = list(range(1, 65))
+
+    def sent(step: int, slots: list[int]) -> tuple[int, int]:
+        """(bytes of the frame, rows in it)"""
+        work = [
+            Work(
+                100 + i, i, 500 + step + i, (PENDING,), tables[i], True, step, params, i, left=99 - step,
+                series=series[i],
+            )
+            for i in slots
+        ]  # fmt: skip
         plan = StepPlan(step, tuple(work))
         frame = writer.plan(plan)
-        assert reader.plan(reader.order(frame)) == plan
-        if before == {slot: rid for slot, (rid, _, _) in at.items()} and step % 50 not in (0, 41):
-            same += 1
-            assert len(frame) < 3 * len(work) + 40 * (1 + grown)
-    assert same > 100
+        order = reader.order(frame)
+        assert reader.plan(order) == plan
+        return len(frame), len(order.rows)
+
+    every = list(range(64))
+    assert sent(0, every)[1] == 64
+    nbytes, rows = sent(1, every)
+    assert nbytes < 3 * 64 + 40 and rows == 0
+    tables[5], series[5] = (5, 77), 65
+    assert sent(2, every)[1] == 1
+    others = [i for i in every if i != 9]
+    assert sent(3, others)[1] == 0 and sent(4, [*others[::-1], 9])[1] == 0
+    series[9] = 66  # another life in the same slot
+    assert sent(5, every)[1] == 1
 
 
 def test_the_same_table_stays_the_same_tuple() -> None:

@@ -19,6 +19,7 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import FIRST_COME, Delta, Order, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, StepPlan, StepResult, TokenLogprob, Work
+from perilune.engine.plan_wire import Reader, Writer
 from perilune.engine.scheduler import Scheduler
 
 VOCAB = 29
@@ -68,6 +69,7 @@ class FakeRunner:
         self.last: list[tuple[int, int, int] | None] = [None] * slots  # (rid, step, token)
         self.truth: dict[int, list[int]] = {}
         self.step = -1
+        self.wire = Writer(), Reader()
 
     def submit(self, rid: int, prompt: tuple[int, ...]) -> None:
         self.truth[rid] = list(prompt)
@@ -76,6 +78,8 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.step + 1
         self.step = plan.step
+        writer, reader = self.wire
+        assert reader.plan(reader.order(writer.plan(plan))) == plan, "another rank gets another plan"
         void = [w for w in plan.work if w.chained and w.rid in self.spoilt]
         for work in void:  # it may write whatever it likes to what it was given
             self.kv.update(
@@ -699,6 +703,26 @@ def test_more_requests_than_budget_all_finish(overlapped):
         rig.expect(rid)
     ends = [max(p.step for p in rig.plans if any(w.rid == rid for w in p.work)) for rid in range(8)]
     assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("chain", [0, 2])
+def test_works_that_only_decode_are_of_few_series(chain):
+    scheduler = Scheduler(num_blocks=40, block_size=16, max_num_seqs=4, max_step_tokens=64, max_model_len=256)
+    for rid in (1, 2):
+        scheduler.submit(Submit(rid, prompt_of(10, rid), SamplingParams(temperature=0.0, max_tokens=60)), rid)
+    runner, found = FakeRunner(16, 4, chain=lambda rid, draw: [0, 0]), {}
+    for rid in (1, 2):
+        runner.submit(rid, prompt_of(10, rid))
+    plan = scheduler.plan()
+    while plan is not None and len(found.get(1, ())) < 30:
+        for w in plan.work:
+            found.setdefault(w.rid, []).append(w)
+        after = scheduler.plan_chained(chain) if chain else scheduler.plan()
+        scheduler.commit(runner.run(plan))
+        plan = after or scheduler.plan()
+    assert {w.series for w in found[1]}.isdisjoint(w.series for w in found[2])
+    for works in found.values():
+        assert len({w.series for w in works}) < len(works) / 3
 
 
 def test_block_table_is_copied_only_when_it_grows():

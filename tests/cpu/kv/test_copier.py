@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +41,7 @@ class FakeDriver:
 def gpu(caches, status=0):
     """A CudaCopier without a GPU."""
     made = object.__new__(CudaCopier)
-    made._driver = FakeDriver(status)
+    made._driver, made.block_seconds = FakeDriver(status), 0.0
     made._context, made._stream = ctypes.c_void_p(), SimpleNamespace(cuda_stream=0)
     made._pages = [
         host_rows.Places(view.data_ptr(), view.shape[0], view.shape[2], view.stride(0)) for view in page_views(caches)
@@ -86,6 +87,19 @@ def test_a_copy_that_the_driver_refuses_is_an_error() -> None:
     caches = [torch.zeros(2, 4, 4, 8)]
     with pytest.raises(EngineError, match="error 719"):
         gpu(caches, 719).out([(0, np.zeros(row_bytes(caches), np.uint8))])
+
+
+@pytest.mark.usefixtures("loop")
+def test_paced_copies_take_their_time() -> None:
+    """So that the queue of copies stays short; the same bytes arrive."""
+    caches = [torch.arange(6 * 4 * 8, dtype=torch.float32).view(1, 6, 4, 8)]
+    rows = np.zeros((6, row_bytes(caches)), np.uint8)
+    paced = gpu(caches)
+    paced.block_seconds = 0.004
+    begin = time.perf_counter()
+    paced.out(list(zip(range(6), rows)))
+    assert time.perf_counter() - begin >= 6 * 0.004
+    assert np.array_equal(rows[:, :128].reshape(-1), caches[0].numpy().view(np.uint8).reshape(-1))
 
 
 def test_checksums_are_those_of_the_loop_in_python(monkeypatch) -> None:

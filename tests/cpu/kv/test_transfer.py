@@ -1,5 +1,7 @@
 """Moving real bytes: pages to host memory and back, files damaged in every way, and a writer that is killed."""
 
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -103,6 +105,33 @@ def test_blocks_come_back_to_other_places(dtype: torch.dtype, width: int, tmp_pa
             moved = cache.narrow(at, 30, 20).flip(at)
             assert torch.equal(moved.view(torch.uint8), old.narrow(at, 0, 20).view(torch.uint8))
             assert not cache.narrow(at, 0, 30).view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("direct", ["refused", "taken"])
+def test_a_file_is_read_past_the_page_cache(direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not in there; buffered on file systems that refuse that."""
+    if direct == "refused":
+        preadv = os.preadv
+
+        def refusing(file: int, *args) -> int:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return preadv(file, *args)
+
+        monkeypatch.setattr(os, "preadv", refusing)
+    with rig(tmp_path / "kv") as r:
+        r.store(range(4))
+        r.write(range(4))
+        before = [cache.clone() for cache in r.caches]
+        for n in range(4):
+            with r.path(n).open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for cache in r.caches:
+            cache.zero_()
+        assert r.restore([Piece(name(n), None, n) for n in range(4)]).error is None
+        for now, then in zip((r.caches[0][:, :4], r.caches[1][:4]), (before[0][:, :4], before[1][:4])):
+            assert torch.equal(now.contiguous().view(torch.uint8), then.contiguous().view(torch.uint8))
 
 
 def test_more_files_than_staging_rows(tmp_path: Path) -> None:
@@ -301,7 +330,7 @@ class TestDirectory:
                 os.utime(r.path(n), (1e9 + n, 1e9 + n))
             kept = [r.path(2), r.path(3)]
         other = Directory(tmp_path / "kv", OTHER, 4096)
-        assert other.shrink_others(2 * size + 5) == 2 * size
+        assert other.shrink_others(2 * size + 5, [OTHER]) == 2 * size
         assert sorted((tmp_path / "kv").rglob("*.kv")) == sorted(kept)
         other.close()
 

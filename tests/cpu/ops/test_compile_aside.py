@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,32 @@ def test_ops_decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     op(x, w, 1e-6)
     assert op.explain((x, w, 1e-6))[0].name == "cpp" and set(op._decisions.values()) != slow  # type: ignore[union-attr]
     registry.forget()
+
+
+def test_of_several_processes_that_start_together_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    compile_, runs = build._compile, 0
+
+    def counted(*args: object) -> None:
+        nonlocal runs
+        runs += 1
+        compile_(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", counted)
+    # Threads stand in for processes: each opens the file of the lock itself.
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(build._build, [source] * 4))
+    assert all(isinstance(library, ctypes.CDLL) for library in found) and runs == 1
+
+
+def test_a_process_that_compiles_for_ever_does_not_keep_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "TURN_SECONDS", 0.2)
+    with build._turn(build.cache_directory("ops"), source.name):
+        assert isinstance(build._build(source), ctypes.CDLL)

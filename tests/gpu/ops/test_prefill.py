@@ -14,12 +14,15 @@ from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.model.weights import Weights
-from perilune.ops.attention import mla_rotate_query
+from perilune.ops.attention import mla_prefill, mla_rotate_query, paged_inputs
 from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16, Make
 from perilune.ops.layouts import latent_cache
+from perilune.ops.moe import moe_int4
 from perilune.ops.moe.chosen import Chosen
+from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
 from perilune.ops.moe.router import router
+from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,6 +47,7 @@ SMALL = KimiConfig.from_dict(
 FAST = {
     "router": "cuda_many",
     "moe_int4": "cuda_prefill",
+    "combine_add_rmsnorm": "cuda",
     "mla_rotate_query": "cuda",
     "mla_prefill": "cuda",
     "swiglu": "cuda",
@@ -98,6 +102,34 @@ def test_kernels_compute_what_the_references_do(compact: bool, parts: list[int])
     assert apart[same].median() < 0.03 and (apart[same] > 0.1).float().mean() < 0.01, (
         f"{apart[same].median()=} {apart[same].max()=}"
     )
+
+
+def test_adding_up_in_the_norm_gives_the_same_bits() -> None:
+    case = moe_int4.Case(700, 4, 32, 1024, 256, S=256, big=True)
+    args = moe_int4.inputs(case, Make(BFLOAT16, torch.device("cuda"), 3))
+    h, norm = torch.randn(700, 1024, device="cuda").to(BFLOAT16), torch.randn(1024, device="cuda").to(BFLOAT16)
+    run = moe_int4.op.impls["cuda_prefill"].run
+    one, other = h.clone(), h.clone()
+    want = add_rmsnorm(one, run(*args.values()), norm, 1e-5)
+    got = combine_add_rmsnorm(other, run(*{**args, "rows": True}.values()), norm, 1e-5)
+    assert torch.equal(one, other) and torch.equal(got, want) and not torch.equal(one, h)
+
+
+def test_a_request_does_not_depend_on_what_others_hold() -> None:
+    """Nor on slots of its own blocks that no token was written to."""
+    case = mla_prefill.Case((200, 130, 257), (200, 700, 300), 16, 128, 64, 128, 512, 64, big=True)
+    args = mla_prefill.inputs(case, Make(BFLOAT16, torch.device("cuda"), 7))
+    span = args["span"]
+    want = mla_prefill.cuda(**args)
+    assert want.isfinite().all()
+    flat = args["pages"].view(-1, 576)
+    for b, length in enumerate(case.contexts):
+        own = paged_inputs.slots(span.tables[b], torch.arange(length, device="cuda"), 64)
+        broken = torch.full_like(flat, float("nan"))
+        broken[own] = flat[own]
+        rows = slice(*span.query_start[b : b + 2].tolist())
+        got = mla_prefill.cuda(**{**args, "pages": broken.view_as(args["pages"])})
+        assert torch.equal(got[rows], want[rows]), b
 
 
 def test_the_comparison_sees_a_wrong_weight() -> None:

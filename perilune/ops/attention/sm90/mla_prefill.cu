@@ -1,7 +1,10 @@
 // Causal attention with keys of 128 + 64 values, the 64 shared by all heads, and values of 128. Contract in
 // mla_prefill.py.
 //
-// A CTA has 128 queries of a head, two warpgroups of 64, and goes over the keys 128 at a time; a producing thread keeps
+// Several requests of a step share the launches. Their keys and values lie one behind the other, each request's from a
+// multiple of 128 on, with zeros behind the last: so that no tile holds keys of two requests.
+//
+// A CTA has 128 queries of a head of a request, two warpgroups of 64, and goes over the keys 128 at a time; a producing thread keeps
 // two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
 // product of this tile's probabilities with its values during the next tile's softmax.
 #include "cuda/tensor_map.cuh"
@@ -14,6 +17,7 @@ constexpr int NOPE = 128, ROPE = 64, VALUE = 128;
 constexpr int QUERIES = 128, KEYS = 128;  // of a tile
 constexpr int SLICES = (NOPE + ROPE) / 64;
 constexpr int STAGES = 2;
+constexpr int MAX_REQUESTS = 64;
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int Q_SLICE = 64 * 128, K_SLICE = KEYS * 128;  // bytes of 64 values
 constexpr int Q_BYTES = 2 * SLICES * Q_SLICE, K_BYTES = SLICES * K_SLICE, V_BYTES = 2 * K_SLICE;
@@ -32,6 +36,33 @@ __device__ __forceinline__ float row_max(float v) {
 __device__ __forceinline__ float row_sum(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
   return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+struct Request {
+  int table, first, count, context, key;  // row of tables; first row of q, rows; keys, the first one's row
+};
+struct Requests {
+  Request of[MAX_REQUESTS];
+};
+
+// rows[r.key + i] = the cache's row of position i of request r, or zeros from its context on. A warp has a row.
+__global__ void __launch_bounds__(256)
+    gather_kernel(const uint8_t* pages, const int* tables, int64_t table_stride, int block, int row_bytes,
+                  const __grid_constant__ Requests requests, int count, int total, uint8_t* rows) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32;
+  wait_for_predecessor();
+  let_successor_start();
+  if (row >= total) return;
+  int n = 0;
+  while (n + 1 < count && requests.of[n + 1].key <= row) n++;
+  const Request& r = requests.of[n];
+  const int at = row - r.key;
+  const bool held = at < r.context;
+  const int64_t slot = held ? static_cast<int64_t>(tables[r.table * table_stride + at / block]) * block + at % block : 0;
+  for (int p = threadIdx.x % 32; p < row_bytes / 16; p += 32) {
+    reinterpret_cast<uint4*>(rows + static_cast<int64_t>(row) * row_bytes)[p] =
+        held ? load16(pages + slot * row_bytes + 16 * p) : make_uint4(0, 0, 0, 0);
+  }
 }
 
 // What a thread keeps of its two rows.
@@ -69,8 +100,8 @@ __device__ __forceinline__ void softmax(float (&s)[64], Rows& rows, float (&shri
 
 __global__ void __launch_bounds__(THREADS, 1)
     attend_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-                  const __grid_constant__ CUtensorMap rope, const __grid_constant__ CUtensorMap v, bf16* out,
-                  int64_t out_row, int count, int context, float scale) {
+                  const __grid_constant__ CUtensorMap rope, const __grid_constant__ CUtensorMap v,
+                  const __grid_constant__ Requests requests, bf16* out, int64_t out_row, float scale) {
   extern __shared__ uint8_t memory[];
   uint8_t* queries = memory + (-shared_address(memory) & 1023);
   uint8_t* keys = queries + Q_BYTES;
@@ -79,7 +110,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
   const int tid = threadIdx.x, head = blockIdx.y;
   const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // the longest rows first
-  const int before = context - count;
+  const Request& request = requests.of[blockIdx.z];
+  const int count = request.count, context = request.context, before = context - count;
   const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;
   if (tid == 0) {
     barrier_init(q_full, 1);
@@ -94,30 +126,32 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_predecessor();
   let_successor_start();
+  if (first >= count) return;
 
   if (tid >= CONSUMERS) {
     registers_give<24>();
     if (tid == CONSUMERS) {
       barrier_expect(q_full, Q_BYTES);
       for (int i = 0; i < 2 * SLICES; i++)
-        tensor_load(queries + i * Q_SLICE, &q, i % SLICES * 64, first + i / SLICES * 64, head, q_full);
+        tensor_load(queries + i * Q_SLICE, &q, i % SLICES * 64, request.first + first + i / SLICES * 64, head,
+                    q_full);
       for (int j = 0; j <= tiles; j++) {
         if (j < tiles) {
           const int stage = j % STAGES;
           uint8_t* to = keys + stage * K_BYTES;
           barrier_wait(k_empty + stage, (j / STAGES & 1) ^ 1);
           barrier_expect(k_full + stage, K_BYTES);
-          tensor_load(to, &k, 0, j * KEYS, head, k_full + stage);
-          tensor_load(to + K_SLICE, &k, 64, j * KEYS, head, k_full + stage);
-          tensor_load(to + 2 * K_SLICE, &rope, 0, j * KEYS, 0, k_full + stage);
+          tensor_load(to, &k, 0, request.key + j * KEYS, head, k_full + stage);
+          tensor_load(to + K_SLICE, &k, 64, request.key + j * KEYS, head, k_full + stage);
+          tensor_load(to + 2 * K_SLICE, &rope, 0, request.key + j * KEYS, 0, k_full + stage);
         }
         if (j > 0) {
           const int i = j - 1, stage = i % STAGES;
           uint8_t* to = values + stage * V_BYTES;
           barrier_wait(v_empty + stage, (i / STAGES & 1) ^ 1);
           barrier_expect(v_full + stage, V_BYTES);
-          tensor_load(to, &v, 0, i * KEYS, head, v_full + stage);
-          tensor_load(to + K_SLICE, &v, 64, i * KEYS, head, v_full + stage);
+          tensor_load(to, &v, 0, request.key + i * KEYS, head, v_full + stage);
+          tensor_load(to + K_SLICE, &v, 64, request.key + i * KEYS, head, v_full + stage);
         }
       }
     }
@@ -186,7 +220,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int r = 0; r < 2; r++) {
       const float share = 1.0f / row_sum(rows.sum[r]);
       if (row + 8 * r < count) {
-        bf16* to = out + (row + 8 * r) * out_row + head * VALUE + 2 * t;
+        bf16* to = out + (request.first + row + 8 * r) * out_row + head * VALUE + 2 * t;
 #pragma unroll
         for (int i = 0; i < 16; i++)
           *reinterpret_cast<uint32_t*>(to + 8 * i) = narrow(o[4 * i + 2 * r] * share, o[4 * i + 2 * r + 1] * share);
@@ -202,23 +236,38 @@ bool describe(CUtensorMap* map, const void* base, int64_t width, int64_t rows, i
                         {64, box, 1});
 }
 
+// requests [count] as above, in host memory: tables' row, q's first row and rows, keys and their first row.
+Requests copied(const void* requests, int64_t count) {
+  Requests r = {};
+  for (int i = 0; i < count; i++) r.of[i] = static_cast<const Request*>(requests)[i];
+  return r;
+}
+
 }  // namespace
 
-// One request: q [count, heads, 192] and out [count, heads, 128] with rows q_row and out_row values apart, heads
-// adjacent; k [context, heads, 128], v [heads, context, 128]; rope [context, 64], rows rope_row apart. Bases and rows
-// are multiples of 16 bytes. -1: no driver entry point for tensor maps, or they are refused.
-API int mla_prefill(const void* q, const void* k, const void* rope, const void* v, void* out, int64_t count,
-                  int64_t context, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row, float scale,
-                  void* stream) {
+// pages [N, block, row_bytes], rows [total, row_bytes]; at most 64 requests. row_bytes is a multiple of 16.
+API int mla_prefill_gather(const void* pages, const void* tables, int64_t table_stride, int64_t block,
+                           int64_t row_bytes, const void* requests, int64_t count, void* rows, int64_t total,
+                           void* stream) {
+  return launch(gather_kernel, dim3((total + 7) / 8), dim3(256), 0, stream, 1, static_cast<const uint8_t*>(pages),
+                static_cast<const int*>(tables), table_stride, static_cast<int>(block), static_cast<int>(row_bytes),
+                copied(requests, count), static_cast<int>(count), static_cast<int>(total), static_cast<uint8_t*>(rows));
+}
+
+// q [T, heads, 192] and out [T, heads, 128] with rows q_row and out_row values apart, heads adjacent; k [total, heads,
+// 128], v [heads, total, 128]; rope [total, 64], rows rope_row apart. Bases and rows are multiples of 16 bytes. At most
+// 64 requests, of at most `longest` rows of q. -1: no driver entry point for tensor maps, or they are refused.
+API int mla_prefill(const void* q, const void* k, const void* rope, const void* v, void* out, const void* requests,
+                    int64_t count, int64_t longest, int64_t T, int64_t total, int64_t heads, int64_t q_row,
+                    int64_t rope_row, int64_t out_row, float scale, void* stream) {
   CUtensorMap maps[4];
-  if (!describe(&maps[0], q, NOPE + ROPE, count, heads, q_row, NOPE + ROPE, 64) ||
-      !describe(&maps[1], k, NOPE, context, heads, heads * NOPE, NOPE, KEYS) ||
-      !describe(&maps[2], rope, ROPE, context, 1, rope_row, context * rope_row, KEYS) ||
-      !describe(&maps[3], v, VALUE, context, heads, VALUE, context * VALUE, KEYS)) {
+  if (!describe(&maps[0], q, NOPE + ROPE, T, heads, q_row, NOPE + ROPE, 64) ||
+      !describe(&maps[1], k, NOPE, total, heads, heads * NOPE, NOPE, KEYS) ||
+      !describe(&maps[2], rope, ROPE, total, 1, rope_row, total * rope_row, KEYS) ||
+      !describe(&maps[3], v, VALUE, total, heads, VALUE, total * VALUE, KEYS)) {
     return -1;
   }
-  const dim3 grid((count + QUERIES - 1) / QUERIES, heads);
-  return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, maps[0],
-                maps[1], maps[2], maps[3], static_cast<bf16*>(out), out_row, static_cast<int>(count),
-                static_cast<int>(context), scale * 1.4426950408889634f);
+  const dim3 grid((longest + QUERIES - 1) / QUERIES, heads, count);
+  return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, maps[0], maps[1], maps[2], maps[3],
+                copied(requests, count), static_cast<bf16*>(out), out_row, scale * 1.4426950408889634f);
 }

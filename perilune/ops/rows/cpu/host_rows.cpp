@@ -1,5 +1,7 @@
 // Rows of pinned host memory: checksums of many rows, and copies of many blocks, in one call that needs no Python.
 // Contract in host_rows.py.
+#include <time.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -23,9 +25,22 @@ constexpr unsigned UNIFIED = 4;  // CU_MEMORYTYPE_UNIFIED: the address says wher
 constexpr int64_t LANE = 512;    // words of 8 bytes that are added up before they are multiplied
 constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15u;
 
+constexpr int64_t NAP_NS = 50'000;  // Shorter sleeps end late: that is the kernel's timer slack.
+
 struct Pages {
   int64_t address, layers, block_bytes, pitch_bytes;
 };
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
+}
+
+void sleep_until(int64_t ns) {
+  const timespec t = {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
+  clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr);
+}
 
 }  // namespace
 
@@ -44,9 +59,12 @@ extern "C" int checksum_rows(int64_t n, int64_t lanes, const int64_t* rows, cons
   return 0;
 }
 
-// Queues copies between block blocks[n] of all caches and the row at rows[n]; the driver's error, or 0.
+// Queues copies between block blocks[n] of all caches and the row at rows[n], one each `block_ns` on average; the
+// driver's error, or 0.
 extern "C" int copy_rows(int (*copy_2d)(const Copy2D*, void*), void* stream, int64_t n, const int64_t* blocks,
-                         const int64_t* rows, int64_t caches, const Pages* pages, int64_t largest_pitch, int64_t out) {
+                         const int64_t* rows, int64_t caches, const Pages* pages, int64_t largest_pitch, int64_t out,
+                         int64_t block_ns) {
+  const int64_t begin = block_ns ? now_ns() : 0;
   for (int64_t k = 0; k < n; k++) {
     int64_t host = rows[k];
     for (int64_t c = 0; c < caches; c++) {
@@ -68,6 +86,10 @@ extern "C" int copy_rows(int (*copy_2d)(const Copy2D*, void*), void* stream, int
         if (const int status = copy_2d(&copy, stream)) return status;
       }
       host += p.layers * p.block_bytes;
+    }
+    if (block_ns) {
+      const int64_t due = begin + (k + 1) * block_ns;
+      if (due - now_ns() > NAP_NS || k + 1 == n) sleep_until(due);
     }
   }
   return 0;

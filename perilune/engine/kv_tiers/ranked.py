@@ -1,0 +1,219 @@
+"""KV tiers of several ranks: rank 0's index moves a block on every rank, each of which has a Transfer of its own.
+
+What rank 0 asks its Mover for goes to the other ranks as an order among the plans (engine/plan_wire.py), with the
+number of steps that rank 0 has not read yet: a rank first waits until it has no more steps in flight than that, because
+an earlier one may still write to the blocks or read them. A record is complete when every rank has said so, and failed
+if one of them failed, so a block is in a tier on all ranks or on none.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from perilune.core.errors import EngineError
+from perilune.engine.ranks import Ranks
+from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
+from perilune.kv.transfer import Transfer
+
+REPORT_SECONDS = 0.5  # between two looks of a rank at memory that is being pinned, if nothing else happens
+
+
+class Store(msgspec.Struct, array_like=True, frozen=True, tag="store"):
+    blocks: list[tuple[bytes, bytes, int, int]]  # Name's fields, block, row
+
+
+class Restore(msgspec.Struct, array_like=True, frozen=True, tag="restore"):
+    ticket: int
+    pieces: list[tuple[bytes, bytes, int | None, int]]  # Name's fields, row, block
+
+
+class Write(msgspec.Struct, array_like=True, frozen=True, tag="write"):
+    name: tuple[bytes, bytes]
+    row: int
+
+
+class Delete(msgspec.Struct, array_like=True, frozen=True, tag="delete"):
+    name: tuple[bytes, bytes]
+
+
+class Moved(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank has done since its last report: fields of the records of kv/tiers.py; `rows` that it can use."""
+
+    rows: int
+    copied: list[int] = []
+    stored: list[tuple[int, str | None]] = []
+    restored: list[tuple[int, float, tuple[bytes, ...], str | None]] = []
+    written: list[tuple[tuple[bytes, bytes], str | None, bool]] = []
+
+
+Move = Store | Restore | Write | Delete
+_encode = msgspec.msgpack.Encoder().encode
+_moves, _reports = msgspec.msgpack.Decoder(Move), msgspec.msgpack.Decoder(Moved)
+
+
+class RankedTransfer:
+    """The tiers.Mover of rank 0, over all ranks."""
+
+    def __init__(self, own: Transfer, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._rows = dict.fromkeys(ranks.numbers, 0)
+        self._reports: deque[tuple[int, bytes]] = deque()  # bounded by the blocks and rows there are
+        self._waiting: dict[tuple[type, int | bytes], tuple[int, Done]] = {}  # how many ranks have said so, what
+        ranks.on_moved = self._heard
+
+    @property
+    def rows(self) -> int:
+        return min(self._own.rows, *self._rows.values())
+
+    @property
+    def steps_run(self) -> bool:
+        return self._own.steps_run
+
+    @steps_run.setter
+    def steps_run(self, running: bool) -> None:
+        self._own.steps_run = running
+
+    def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        self._order(Store([(name.digest, name.first, block, row) for name, block, row in stores]))
+        self._own.store(stores)
+
+    def restore(self, ticket: int, pieces: Sequence[Piece]) -> None:
+        self._order(Restore(ticket, [(p.name.digest, p.name.first, p.row, p.block) for p in pieces]))
+        self._own.restore(ticket, pieces)
+
+    def write(self, name: Name, row: int) -> None:
+        self._order(Write((name.digest, name.first), row))
+        self._own.write(name, row)
+
+    def delete(self, name: Name) -> None:
+        self._order(Delete((name.digest, name.first)))
+        self._own.delete(name)
+
+    def poll(self) -> list[Done]:
+        done = self._own.poll()
+        while self._reports:
+            rank, body = self._reports.popleft()
+            moved = report(body)
+            self._rows[rank] = moved.rows
+            done += records(moved)
+        return [whole for one in done if (whole := self._merge(one)) is not None]
+
+    def wait(self, seconds: float) -> None:
+        self._own.wait(seconds)
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _order(self, move: Move) -> None:
+        self._ranks.move(_encode(move))
+
+    def _heard(self, rank: int, body: bytes) -> None:
+        """From the thread that listens to the ranks."""
+        self._reports.append((rank, body))
+        self._own.wake()
+
+    def _merge(self, done: Done) -> Done | None:
+        """The record of all ranks, if this is the last rank's."""
+        key = _key(done)
+        count, merged = self._waiting.pop(key, (0, done))
+        if count:
+            merged = _both(merged, done)
+        if count < len(self._rows):
+            self._waiting[key] = count + 1, merged
+            return None
+        if isinstance(merged, Written) and merged.error is not None and not merged.gone:
+            self.delete(merged.name)  # another rank may have its file
+        return merged
+
+
+class Follower:
+    """Another rank's end: runs moves on its own Transfer, and has a thread that reports what is done."""
+
+    def __init__(self, own: Transfer, send: Callable[[bytes], None]) -> None:
+        self.own, self._send = own, send
+        threading.Thread(target=self._report, name="perilune-kv-report", daemon=True).start()
+
+    def run(self, body: bytes) -> None:
+        """EngineError if the order is malformed."""
+        try:
+            move = _moves.decode(body)
+        except msgspec.DecodeError as e:
+            raise EngineError(f"a malformed order for KV tiers reached this rank: {e}") from e
+        match move:
+            case Store():
+                self.own.store([(Name(digest, first), block, row) for digest, first, block, row in move.blocks])
+            case Restore():
+                pieces = [Piece(Name(digest, first), row, block) for digest, first, row, block in move.pieces]
+                self.own.restore(move.ticket, pieces)
+            case Write():
+                self.own.write(Name(*move.name), move.row)
+            case Delete():
+                self.own.delete(Name(*move.name))
+
+    def _report(self) -> None:
+        rows = -1
+        while True:
+            self.own.wait(REPORT_SECONDS)
+            done, now = self.own.poll(), self.own.rows
+            if done or now != rows:
+                rows = now
+                self._send(_encode(_moved(rows, done)))
+
+
+def report(body: bytes) -> Moved:
+    """EngineError if it is malformed."""
+    try:
+        return _reports.decode(body)
+    except msgspec.DecodeError as e:
+        raise EngineError(f"a rank sent a malformed report of its KV tiers: {e}") from e
+
+
+def records(moved: Moved) -> list[Done]:
+    return [
+        *(Copied(block) for block in moved.copied),
+        *(Stored(*one) for one in moved.stored),
+        *(Restored(*one) for one in moved.restored),
+        *(Written(Name(*name), error, gone) for name, error, gone in moved.written),
+    ]
+
+
+def _moved(rows: int, done: Sequence[Done]) -> Moved:
+    moved = Moved(rows, [], [], [], [])
+    for one in done:
+        match one:
+            case Copied():
+                moved.copied.append(one.block)
+            case Stored():
+                moved.stored.append((one.row, one.error))
+            case Restored():
+                moved.restored.append((one.ticket, one.seconds, one.bad, one.error))
+            case Written():
+                moved.written.append(((one.name.digest, one.name.first), one.error, one.gone))
+    return moved
+
+
+def _key(done: Done) -> tuple[type, int | bytes]:
+    match done:
+        case Copied():
+            return Copied, done.block
+        case Stored():
+            return Stored, done.row
+        case Restored():
+            return Restored, done.ticket
+        case Written():
+            return Written, done.name.digest
+
+
+def _both(a: Done, b: Done) -> Done:
+    """Of the same record: failed if one is, as late as the later one."""
+    if isinstance(a, Restored) and isinstance(b, Restored):
+        bad = tuple(dict.fromkeys((*a.bad, *b.bad)))
+        return Restored(a.ticket, max(a.seconds, b.seconds), bad, a.error or b.error)
+    if isinstance(a, Written) and isinstance(b, Written):
+        return Written(a.name, a.error or b.error, a.gone or b.gone)
+    if isinstance(a, Stored) and isinstance(b, Stored):
+        return replace(a, error=a.error or b.error)
+    return a

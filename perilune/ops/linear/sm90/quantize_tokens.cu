@@ -1,0 +1,147 @@
+// Rows of bf16 in e4m3 with a scale for 128 values, as they are, normalised, or gated. Contract in quantize_tokens.py.
+//
+// A CTA has a row, or a part of one; a thread has pieces of 8 values, and 16 lanes a group.
+#include "cuda/hopper.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // of e4m3; of a group's largest magnitude
+enum Kind { PLAIN, NORMED, GATED };
+
+struct Args {
+  const bf16* x;  // rows `stride` apart
+  int64_t stride;
+  const bf16* norm;
+  uint8_t* y;    // [T, width]
+  float* scale;  // [groups, scale_rows]
+  int T, width, scale_rows;
+  float eps;
+};
+
+__device__ __forceinline__ float2 gated(uint32_t gate, uint32_t up) {
+  const float2 g = widen(gate), u = widen(up);
+  return make_float2(g.x / (1.0f + __expf(-g.x)) * u.x, g.y / (1.0f + __expf(-g.y)) * u.y);
+}
+
+// The largest magnitude of two bf16; nan where one is.
+__device__ __forceinline__ __nv_bfloat162 magnitude(uint32_t pair) {
+  return __habs2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+
+__device__ __forceinline__ uint32_t e4m3(uint32_t first, uint32_t second, float factor) {
+  const float2 a = widen(first), b = widen(second);
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(a.y * factor), "f"(a.x * factor));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(b.y * factor), "f"(b.x * factor));
+  return low | static_cast<uint32_t>(high) << 16;
+}
+
+template <Kind KIND, int EACH>
+__global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
+  __shared__ float sums[WARPS];
+  const int row = blockIdx.x, pieces = a.width / 8, groups = (pieces + 15) / 16;
+  const int first = blockIdx.y * (EACH * THREADS) + threadIdx.x;
+  uint4 value[EACH] = {}, weight[EACH];
+  if (KIND == NORMED) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int p = first + i * THREADS;
+      if (p < pieces) weight[i] = *reinterpret_cast<const uint4*>(a.norm + 8 * p);
+    }
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  if (row >= a.T) {  // rows of scales that fill the last tile
+    for (int g = threadIdx.x; g < groups; g += THREADS) a.scale[static_cast<int64_t>(g) * a.scale_rows + row] = 0.0f;
+    return;
+  }
+  const bf16* x = a.x + row * a.stride;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = first + i * THREADS;
+    if (p < pieces) value[i] = load16(x + 8 * p);
+    if (KIND == GATED) weight[i] = p < pieces ? load16(x + a.width + 8 * p) : make_uint4(0, 0, 0, 0);
+  }
+  if (KIND == GATED) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      auto of = [](uint32_t gate, uint32_t up) {
+        const float2 v = gated(gate, up);
+        return narrow(v.x, v.y);
+      };
+      value[i] = make_uint4(of(value[i].x, weight[i].x), of(value[i].y, weight[i].y), of(value[i].z, weight[i].z),
+                            of(value[i].w, weight[i].w));
+    }
+  }
+  if (KIND == NORMED) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      for (uint32_t word : {value[i].x, value[i].y, value[i].z, value[i].w}) {
+        const float2 v = widen(word);
+        squares += v.x * v.x + v.y * v.y;
+      }
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    squares = warp_sum(threadIdx.x % 32 < WARPS ? sums[threadIdx.x % 32] : 0.0f);
+    const float by = rsqrtf(squares / a.width + a.eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (first + i * THREADS >= pieces) continue;
+      auto of = [by](uint32_t pair, uint32_t weight) {
+        const float2 v = widen(pair), w = widen(weight);
+        return narrow(v.x * by * w.x, v.y * by * w.y);
+      };
+      value[i] = make_uint4(of(value[i].x, weight[i].x), of(value[i].y, weight[i].y), of(value[i].z, weight[i].z),
+                            of(value[i].w, weight[i].w));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int p = first + i * THREADS;
+    const __nv_bfloat162 most = __hmax2_nan(__hmax2_nan(magnitude(value[i].x), magnitude(value[i].y)),
+                                            __hmax2_nan(magnitude(value[i].z), magnitude(value[i].w)));
+    __nv_bfloat16 largest = __hmax_nan(most.x, most.y);
+#pragma unroll
+    for (int lane = 8; lane; lane >>= 1) largest = __hmax_nan(largest, __shfl_xor_sync(~0u, largest, lane));
+    if (p >= pieces) continue;
+    float top = __bfloat162float(largest);
+    top = top > 0.0f && top < LEAST ? LEAST : top;
+    const float factor = top == 0.0f ? 1.0f : 1.0f / top * LARGEST;  // as torch divides
+    *reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.width + 8 * p) =
+        make_uint2(e4m3(value[i].x, value[i].y, factor), e4m3(value[i].z, value[i].w, factor));
+    if (p % 16 == 0) a.scale[static_cast<int64_t>(p / 16) * a.scale_rows + row] = top == 0.0f ? 1.0f : top / LARGEST;
+  }
+}
+
+template <Kind KIND>
+int start(const Args& a, void* stream) {
+  const int pieces = a.width / 8;
+  auto go = [&](auto kernel, int each) {
+    return launch(kernel, dim3(a.scale_rows, (pieces + each * THREADS - 1) / (each * THREADS)), dim3(THREADS), 0, stream,
+                  1, a);
+  };
+  if (pieces <= THREADS) return go(quantize_kernel<KIND, 1>, 1);
+  if (pieces <= 2 * THREADS) return go(quantize_kernel<KIND, 2>, 2);
+  return go(quantize_kernel<KIND, 4>, 4);
+}
+
+}  // namespace
+
+// x [T, width], or [T, 2 width] if gated; norm [width] or null, then width is at most 8,192; y [T, width] e4m3; scale
+// [ceil(width / 128), scale_rows]. width and stride are multiples of 8, x and norm at multiples of 16 bytes.
+API int quantize_tokens(const void* x, int64_t stride, const void* norm, void* y, void* scale, int64_t T, int64_t width,
+                        int64_t scale_rows, int64_t gate, float eps, void* stream) {
+  const Args a = {static_cast<const bf16*>(x), stride,
+                  static_cast<const bf16*>(norm), static_cast<uint8_t*>(y),
+                  static_cast<float*>(scale), static_cast<int>(T),
+                  static_cast<int>(width), static_cast<int>(scale_rows),
+                  eps};
+  if (gate) return start<GATED>(a, stream);
+  return norm != nullptr ? start<NORMED>(a, stream) : start<PLAIN>(a, stream);
+}
