@@ -81,10 +81,10 @@ def reference_tower(path: Path, vision: dict[str, Any], text: dict[str, Any]) ->
     return reference.eval()
 
 
-def picture(rows: int, columns: int, seed: int) -> Picture:
-    """Random patches, as the decoder gives a picture of this grid."""
-    grid = (1, rows, columns)
-    patches = np.random.default_rng(seed).integers(0, 256, (rows * columns, 3, 14, 14), dtype=np.uint8)
+def picture(rows: int, columns: int, seed: int, frames: int = 1) -> Picture:
+    """Random patches, as the decoder gives a picture, or a chunk of so many frames, of this grid."""
+    grid = (frames, rows, columns)
+    patches = np.random.default_rng(seed).integers(0, 256, (frames * rows * columns, 3, 14, 14), dtype=np.uint8)
     return Picture(patches, grid, rows * columns // 4, digest(patches, grid))
 
 
@@ -95,6 +95,7 @@ class Seeing:
     path: Path
     text: oracle.Checkpoint
     tower: Any
+    pad: int
 
     @torch.no_grad()
     def rows(self, picture: Picture) -> torch.Tensor:
@@ -108,7 +109,7 @@ class Seeing:
         ids = torch.tensor([tokens])
         h = self.text.reference.get_input_embeddings()(ids)
         if pictures:
-            h[ids == PAD] = torch.cat([self.rows(p) for p in pictures])
+            h[ids == self.pad] = torch.cat([self.rows(p) for p in pictures])
         return self.text.reference(inputs_embeds=h).logits[0]
 
     def greedy(self, prompt: list[int], pictures: list[Picture], count: int) -> list[int]:
@@ -118,18 +119,19 @@ class Seeing:
         return tokens[len(prompt) :]
 
 
-def make(path: Path, *, patch_limit: int = 256, **text: Any) -> Seeing:
-    """Writes a checkpoint to `path`; its preprocessor takes `patch_limit` patches of a picture."""
+def make(path: Path, *, patch_limit: int = 256, pad: int = PAD, **text: Any) -> Seeing:
+    """Writes a checkpoint to `path`; its preprocessor takes `patch_limit` patches of a picture, and a fourth of them of
+    a video's frame."""
     inner = oracle.make(path, **text)
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]
     vision, weights = tower(hidden)
     outer = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": config,
-        "vision_config": vision, "tie_word_embeddings": False, "media_placeholder_token_id": PAD,
+        "vision_config": vision, "tie_word_embeddings": False, "media_placeholder_token_id": pad,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(outer))
-    limits = {"media_proc_cfg": {"in_patch_limit": patch_limit}}
+    limits = {"media_proc_cfg": {"in_patch_limit": patch_limit, "in_patch_limit_each_frame": patch_limit // 4}}
     (path / "preprocessor_config.json").write_text(json.dumps(limits))
     named = {f"language_model.{name}": t for name, t in load_file(path / "model.safetensors").items()}
     save_file(named | weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -137,4 +139,4 @@ def make(path: Path, *, patch_limit: int = 256, **text: Any) -> Seeing:
     alone.mkdir()
     save_file(weights, alone / "model.safetensors", metadata={"format": "pt"})
     (alone / "config.json").write_text(json.dumps(outer))
-    return Seeing(path, inner, reference_tower(alone, vision, oracle.BASE | text | {"num_hidden_layers": 1}))
+    return Seeing(path, inner, reference_tower(alone, vision, oracle.BASE | text | {"num_hidden_layers": 1}), pad)

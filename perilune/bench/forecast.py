@@ -131,17 +131,25 @@ class Forecast:
 
     def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
         """Lengths of prompts that one rank has rows of, and ms a layer of one rank and of two. Where two have no row of
-        a length, they are as much faster as at the nearest length of which they have one."""
+        a length, they are as much faster as at the nearest length of which they have one. Both have weights of the
+        same format beside experts: this one, or bfloat16."""
         rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
-        one, two = (_by_length([r for r in rows if r.get("tp", 1) == n]) for n in (1, 2))
-        both = sorted(one.keys() & two.keys())
-        if not both:
+        for rest in (self.rest_dtype, "bf16"):
+            one, two = (_by_length([r for r in rows if (r.get("tp", 1), _rest(r)) == (n, rest)]) for n in (1, 2))
+            if both := sorted(one.keys() & two.keys()):
+                break
+        else:
             raise ConfigError(f"no rows of one length of: bench prefill --shape {self.shape}, with --tp 2 and without")
         lengths = sorted(one)
         ms = [float(one[n]["ms_per_layer"]) for n in lengths]
         near = [min(both, key=lambda m: abs(m - n)) for n in lengths]
         of_two = [t * two[m]["ms_per_layer"] / one[m]["ms_per_layer"] for t, m in zip(ms, near)]
         return lengths, ms, of_two
+
+
+def _rest(row: Row) -> str:
+    """The format of weights beside routed experts."""
+    return "bf16" if row["rest_dtype"] == "bfloat16" else str(row["rest_dtype"])
 
 
 def _by_length(rows: Sequence[Row]) -> dict[int, Row]:

@@ -1,4 +1,4 @@
-"""Traces as they are published, read as sessions. A line (or a file) is of the first format whose field it has:
+"""Traces as they are published, read as sessions. A line (or a file) has the first format of which it has the field:
 
 requests   a Weka trace, as AgentX has them: a coding agent's calls, `in` and `out` tokens, `hash_ids` for each
            `block_size` tokens, which mean equal tokens within the trace; seconds. A subagent is a session of its own

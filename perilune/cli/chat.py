@@ -18,6 +18,7 @@ from perilune.client.endpoint import Endpoint, is_url, thinking_switch
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
 from perilune.core.jsonfile import write_object
+from perilune.core.messages import pictures_of
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
@@ -83,8 +84,8 @@ class Local:
         parts = found(messages)
         self.pictures.check(parts, self.client.info, self.name)
         with self.pictures.budget.share() as share:
-            pictures = await self.pictures.read(parts, share)
-            seen = replaced(messages, parts, pictures)
+            media = await self.pictures.read(parts, share)
+            seen = replaced(messages, parts, media)
             prompt = self.template.render_ids(self.tokenizer, seen, tools=tools, thinking=thinks)
             stream = ChatStream(
                 self.tokenizer,
@@ -93,7 +94,7 @@ class Local:
                 first_tool_index=next_tool_index(seen),
             )
             count = 0
-            async with contextlib.aclosing(self.client.generate(prompt, params, pictures=pictures)) as deltas:
+            async with contextlib.aclosing(self.client.generate(prompt, params, pictures=pictures_of(media))) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
                         raise EngineError(f"the generation failed: {delta.error}")

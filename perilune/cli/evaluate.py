@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,6 +17,7 @@ from perilune.client.target import open_target, run
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
+from perilune.evals.given import digest
 from perilune.tasks.pictures.problems import SHOWN
 from perilune.tasks.problem import SEED
 
@@ -33,6 +35,11 @@ WIDTH = 120  # of the table where there is no terminal
     show_default=True,
     help="Problems per family and mode: half held out by hash, half by structure.",
 )
+@click.option(
+    "--problems",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
+)
 @click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
 @click.option(
     "--pictures",
@@ -49,7 +56,7 @@ WIDTH = 120  # of the table where there is no terminal
     show_default=True,
     help="Tokens of an answer, at most; large models think longer.",
 )
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are drawn.")
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are sampled.")
 @click.option(
     "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
 )
@@ -60,6 +67,7 @@ def command(
     model: str,
     families: str | None,
     count: int,
+    problems: Path | None,
     thinking: str,
     pictures: str,
     concurrency: int,
@@ -80,7 +88,19 @@ def command(
     """
     if failures is not None and not failures.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
-    cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
+    source = click.get_current_context().get_parameter_source
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
+    if problems is not None:
+        given = [name for name in ("count", "seed", "pictures") if source(name) is not ParameterSource.DEFAULT]
+        if given:
+            raise ConfigError(
+                f"--{given[0]} does not apply to --problems, which asks every problem of its file: leave it out"
+            )
+        cells = evaluate.plan_of_file(problems, families, MODES[thinking])
+        settings |= {"problems": problems.name, "problems_sha256": digest(problems)}
+    else:
+        cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
+        settings |= {"seed": seed} | ({} if pictures == "real" else {"pictures": pictures})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
@@ -99,8 +119,7 @@ def command(
             return endpoint.model, tallies, wrong
 
     name, tallies, wrong = run(ask())
-    settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
-    settings |= origin(model, assignments) | ({} if pictures == "real" else {"pictures": pictures})
+    settings |= origin(model, assignments)
     rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
     Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))
     for remark in evaluate.remarks(rows):

@@ -3,7 +3,7 @@
 Between processes they travel as msgpack over a private socket pair (engine/wire.py): never pickle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,17 +39,38 @@ class Picture(Protocol):
     def tokens(self) -> int: ...
     @property
     def patches(self) -> Any:
-        """A contiguous buffer of uint8, [patches, 3, P, P] by row and then column."""
+        """A contiguous buffer of uint8, [patches, 3, P, P] by frame, then row, then column."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
+class Video:
+    """A decoded video: chunks of up to four frames, each of which the engine takes as it takes a picture.
+
+    times  HH:MM:SS.mmm of each chunk's first frame: the prompt has it in front of the chunk
+    """
+
+    chunks: tuple[Picture, ...]
+    times: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Placeholder tokens of all chunks."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
+
+def pictures_of(media: Iterable[Picture | Video]) -> list[Picture]:
+    """What the engine gets of pictures and videos, in order."""
+    return [p for item in media for p in (item.chunks if isinstance(item, Video) else (item,))]
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
-    """A picture of a prompt, without its pixels: the engine asks for those that it needs (`Want`).
+    """A picture, or a chunk of a video, without its pixels: the engine asks for those that it needs (`Want`).
 
     digest  32 bytes: of pixels and grid; equal digests share KV and embeddings
-    grid    (1, rows, columns) of patches, rows and columns even
-    tokens  placeholder tokens that the prompt has for it, in one run
+    grid    (frames, rows, columns) of patches, rows and columns even; one frame of a picture
+    tokens  placeholder tokens that the prompt has for it, in one run: a fourth of a frame's patches
     """
 
     digest: bytes

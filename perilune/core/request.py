@@ -61,6 +61,7 @@ class Request:
     scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
     submitted: float = 0.0  # time.monotonic() when it entered the scheduler
+    ready: float = 0.0  # from then on what it computes next could be computed: `submitted`, or a picture's rows came
     queue_seconds: float = 0.0  # from then until it first ran, until the first delta has reported them
     finished: bool = False
     turn: int = 0  # of its conversation, as far as the cache knows: see kv/retention.py

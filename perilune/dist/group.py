@@ -25,7 +25,9 @@ log = logging.getLogger("perilune.dist")
 # Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
 # bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
 TIMEOUT = timedelta(minutes=30)
-TICK_SECONDS = 0.1  # of a process's CPU time. Smaller: threads that only report count as computing.
+# Of CPU time, between two calls of `progress`. Smaller: threads that only report count as computing. Larger: a rank
+# that gets a tenth of a core counts as hanging.
+BUSY_SECONDS = 0.1
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
 
 
@@ -66,7 +68,7 @@ class Group(Protocol):
         ...
 
     def progress(self) -> int:
-        """A number that changes every second while this rank computes a long step. From any thread."""
+        """A number that changes while this rank computes a long step. Called by one thread, every second."""
         ...
 
     def check(self) -> None:
@@ -161,6 +163,7 @@ class _Process:
         self.slicing, self._processes = slicing, processes
         self.ranks = slicing.ranks
         self.begun = 0
+        self._busy_calls, self._used_seconds = 0, 0.0
 
     def sum(self, x: Tensor) -> Tensor:
         self.begun += 1
@@ -195,8 +198,11 @@ class _Process:
     def mark(self) -> None: ...
 
     def progress(self) -> int:
-        """On a CPU a rank that waits for others uses no time of it."""
-        return int(time.process_time() / TICK_SECONDS)
+        """On a CPU: a rank that waits for others uses hardly any time of it."""
+        used = time.process_time()
+        self._busy_calls += used - self._used_seconds >= BUSY_SECONDS
+        self._used_seconds = used
+        return self._busy_calls
 
     def check(self) -> None: ...
 

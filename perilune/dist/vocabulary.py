@@ -40,9 +40,7 @@ class Vocabulary:
             return argmax.argmax(logits)
         return self._largest(logits)[0]
 
-    def sample(
-        self, logits: Tensor, how: tuple[Tensor, Tensor, Tensor, Tensor], u: Tensor, *, narrow: bool
-    ) -> Tensor:
+    def sample(self, logits: Tensor, how: tuple[Tensor, Tensor, Tensor, Tensor], u: Tensor, *, narrow: bool) -> Tensor:
         """As ops/sampling/sample, of [R, V / N], with `how` = (temperature, top_k, top_p, min_p), [R] each. `narrow`:
         every row is greedy or has a top_k of 1 to MAX_CANDIDATES."""
         if not (self.split and narrow):

@@ -13,24 +13,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune.core.config import EngineConfig, build
 from perilune.core.constraint import Constraint
 from perilune.core.errors import ConfigError, EngineError, RequestError
-from perilune.core.messages import FIRST_COME, Delta, Media, Picture, Pixels, Submit
+from perilune.core.messages import FIRST_COME, Delta, Media, Picture, Pixels, Submit, pictures_of
 from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.engine.client import blind, check_pictures, check_prompt, room
 from perilune.engine.engine import Engine
+from perilune.engine.vision.given import Medium, Reader
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
 from perilune.media import placeholders
-from perilune.media.decoder import Decoder
-from perilune.media.limits import Limits
 from perilune.text import bad_words
-from perilune.text.chat import ChatTemplate, PromptOptions, template_for
+from perilune.text.chat import ChatTemplate, PromptOptions, template_for, with_videos
+from perilune.text.history import Video, shown
 from perilune.text.stream import ChatStream, Content, Reasoning, TextStream, ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
-Image = bytes | str | Path | Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,7 @@ class LLM:
         self.path = path
         self.info = self._engine.info
         self.config = self._engine.config
+        self._reader = Reader(path, self.info)
         self.tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
         ends = self.tokenizer.stop_ids if self.tokenizer is not None else frozenset[int]()
         self._end_tokens = ends | set(self.info.stop_token_ids)
@@ -114,7 +114,7 @@ class LLM:
         best_of: int | None = None,
         constraint: Constraint | None = None,
         cache_keys: Sequence[str] = (),
-        pictures: Sequence[Image] | Sequence[Sequence[Image]] = (),
+        pictures: Sequence[Medium] | Sequence[Sequence[Medium]] = (),
         progress: bool = False,
     ) -> list[Completion]:
         """Completions in the order of `prompts`; one prompt (a string or a list of token ids) gives a list of one.
@@ -127,9 +127,10 @@ class LLM:
 
         Cached KV is shared only with calls of equal `cache_keys`, such as ("salt:TENANT",).
 
-        `pictures` of the one prompt, or a list for each of several: files (bytes or their paths) or decoded ones
-        (media.decoder.Picture), in the order of the placeholders (info.media_pad, `<|media_pad|>`) of the prompt: one
-        for each picture, or as many as its tokens.
+        `pictures` of the one prompt, or a list for each of several: files (bytes, paths, data: URLs), PIL images or
+        decoded ones (media.decoder.Picture), in the order of the placeholders (info.media_pad, `<|media_pad|>`) of the
+        prompt: one for each picture, or as many as its tokens. A video is given as {"type": "video", "video": X}, and
+        a prompt that is a string has `<|kimi_k25_video_placeholder|>` for it.
 
         Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
         where it does not.
@@ -138,8 +139,7 @@ class LLM:
         fails on the way.
         """
         count = candidates(n, best_of)
-        asked = [self._encode(p) for p in _as_prompts(prompts)]
-        seen = self._pictures(asked, pictures)
+        asked, seen = self._with_media(_as_prompts(prompts), pictures)
         tokens = [ids for ids in asked for _ in range(count)]
         wanted = [sibling(p, i) for p in _as_params(params, len(asked)) for i in range(count)]
         unscored = [p.logprobs is None for p in wanted]
@@ -159,8 +159,8 @@ class LLM:
             parts[i].append(stream.feed(delta.tokens))
             return stream.stopped
 
-        shown = [found for found in seen for _ in range(count)]
-        runs = self._run(tokens, wanted, take, progress, constraint, tuple(cache_keys), shown)
+        shared = [found for found in seen for _ in range(count)]
+        runs = self._run(tokens, wanted, take, progress, constraint, tuple(cache_keys), shared)
         results = []
         for run, stream, part in zip(runs, streams, parts):
             text = None if stream is None else "".join(part) + stream.finish()
@@ -189,6 +189,10 @@ class LLM:
     ) -> ChatCompletion:
         """The assistant's next turn of an OpenAI-style conversation.
 
+        Content parts may be pictures and videos: {"type": "image_url", "image_url": {"url": X}}, or short {"type":
+        "image", "image": X}, and "video_url" and "video" likewise. X is a data: URL, or, in this library alone, a
+        path, a file's bytes, a PIL image or a decoded picture or video.
+
         Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
         `thinking_budget` tokens. `thinking` None is the model's own way. A last message of the assistant's is continued
         unless `continue_final_message` is False; the result is what is new (text/beginning.py). Raises RequestError for
@@ -203,6 +207,7 @@ class LLM:
             "preserve_thinking": preserve_thinking,
             "continue_final_message": continue_final_message,
         }
+        messages, seen = self._reader.messages(messages)
         prompt = template.read(tokenizer, messages, **options)
         begun = prompt.beginning
         params = params or SamplingParams()
@@ -232,7 +237,8 @@ class LLM:
             events.extend(stream.feed(delta.tokens))
             return stream.stopped
 
-        (run,) = self._run([prompt.ids], [params], take, False, constraint, tuple(cache_keys))
+        pictures = [pictures_of(seen)]
+        (run,) = self._run([prompt.ids], [params], take, False, constraint, tuple(cache_keys), pictures)
         events.extend(stream.finish())
         reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
         content = "".join(e.text for e in events if isinstance(e, Content))
@@ -263,6 +269,7 @@ class LLM:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+                self._reader.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -282,9 +289,9 @@ class LLM:
     ) -> "list[_Run]":
         """Runs all prompts to their ends. `take(index, delta)` sees every delta and may end its request early."""
         pictures = pictures or [()] * len(prompts)
-        for prompt, given, shown in zip(prompts, params, pictures):
+        for prompt, given, seen in zip(prompts, params, pictures):
             check_prompt(prompt, self.info)
-            check_pictures(prompt, shown, self.info)
+            check_pictures(prompt, seen, self.info)
             if constraint is not None:
                 constraint.check_room(room(prompt, given, self.info))
         with self._lock:
@@ -329,23 +336,26 @@ class LLM:
             raise EngineError(failure)
         return list(runs.values())
 
-    def _pictures(
-        self, prompts: list[list[int]], given: Sequence[Image] | Sequence[Sequence[Image]]
-    ) -> list[list[Picture]]:
-        """The decoded pictures of each prompt, in which their placeholders are then as many as their tokens."""
+    def _with_media(
+        self, prompts: Sequence[Prompt], given: Sequence[Medium] | Sequence[Sequence[Medium]]
+    ) -> tuple[list[list[int]], list[list[Picture]]]:
+        """The ids of each prompt, with as many placeholders for each picture as it has tokens; and the pictures."""
         if not given:
-            return [[] for _ in prompts]
+            return [self._encode(p) for p in prompts], [[] for _ in prompts]
         flat = len(prompts) == 1 and not isinstance(given[0], list | tuple)
         lists: Any = [given] if flat else given
         if len(lists) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but pictures for {len(lists)}: give a list for each prompt")
         if (pad := self.info.media_pad) is None:
             raise blind(self.info)
-        with Decoder(Limits.from_directory(self.path)) as decoder:
-            found = [[_decoded(decoder, image) for image in images] for images in lists]
-        for i, (prompt, pictures) in enumerate(zip(prompts, found)):
-            prompts[i] = placeholders.expanded(prompt, pad, [p.tokens for p in pictures])
-        return found
+        asked, seen = [], []
+        for prompt, items in zip(prompts, lists):
+            media = [self._reader.item(item, f"pictures[{i}]") for i, item in enumerate(items)]
+            if isinstance(prompt, str):
+                prompt = with_videos(prompt, [v for v in map(shown, media) if isinstance(v, Video)])
+            seen.append(pictures_of(media))
+            asked.append(placeholders.expanded(self._encode(prompt), pad, [p.tokens for p in seen[-1]]))
+        return asked, seen
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         return bad_words.resolved(params, self._need_tokenizer()) if params.bad_words else params
@@ -413,17 +423,6 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) and all(isinstance(p, int) or hasattr(p, "__index__") for p in prompts):
         return [list(prompts)]  # type: ignore[arg-type]  # one prompt of token ids: each was looked at
     return list(prompts)  # type: ignore[arg-type]  # several prompts: none of them is an id
-
-
-def _decoded(decoder: Decoder, image: Image) -> Picture:
-    if isinstance(image, bytes):
-        return decoder.decode(image)
-    if not isinstance(image, str | Path):
-        return image
-    try:
-        return decoder.decode(Path(image).expanduser().read_bytes())
-    except OSError as e:
-        raise RequestError(f"cannot read the picture {image}: {e.strerror}", param="pictures") from e
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -151,7 +151,7 @@ class Scheduler:
         deadline = math.inf if order.deadline_seconds is None else now + order.deadline_seconds
         rank = (order.priority, deadline, self._arrivals)
         request = Request(message.rid, self._arrivals, list(prompt), len(prompt), params, seed, limit, rank, root)
-        request.submitted = now
+        request.submitted = request.ready = now
         if pictures and self.encoder is not None:
             request.pictures = pictures
             self.encoder.open(request)
@@ -264,7 +264,9 @@ class Scheduler:
         first = begun[0] if begun else self._waiting[0] if self._waiting and self._slots else None
         if first is None:
             return self._max_step_tokens
-        return self.pacer.prompt_tokens(len(self._running) - len(begun), time.monotonic() - first.submitted)
+        awaiting = sum(r.planned >= r.barrier for r in self._running) if self.encoder is not None else 0
+        decoding = len(self._running) - len(begun) - awaiting
+        return self.pacer.prompt_tokens(decoding, time.monotonic() - first.ready)
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan made last, not launched yet, with guesses of what its works sample, by rid.

@@ -1,22 +1,28 @@
 """Exact-match scores of checked tasks through an OpenAI endpoint: greedy, every answer judged by a program.
 
-perilune/tasks has the problems and the judges; this file asks, counts and tabulates.
+perilune/tasks has the problems and the judges (evals/given.py for problems of a file); this file asks, counts and
+tabulates.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from rich.table import Table
 
 from perilune.client.endpoint import Endpoint, EndpointError, Reply, gather, thinking_switch
 from perilune.core.errors import ConfigError
+from perilune.evals import given
+from perilune.evals.given import Given
 from perilune.tasks.families import FAMILIES, check, constant_baseline, copy_baseline, family, problems
 from perilune.tasks.pictures.problems import shown
 from perilune.tasks.problem import Answer, Problem, answer_of
 
 HELD_OUT, STRUCTURAL = "heldout", "structural"
+TITLES = {HELD_OUT: "in-distribution", STRUCTURAL: "structural", given.SPLIT: "exact match"}  # columns of the table
 Z = 1.959964  # of a 95 % interval
 FATAL = (None, 401, 403, 404)  # statuses after which every other request would fail alike
 MAX_ERRORS = 20
@@ -29,7 +35,7 @@ class Cell:
     family: str
     split: str
     thinking: bool
-    problems: Sequence[Problem]
+    problems: Sequence[Problem | Given]
     constant: float
     copy: float
 
@@ -39,6 +45,13 @@ class Cell:
         constant = sum(check(p, constant_baseline(family)) for p in asked) / count
         copy = sum(check(p, copy_baseline(p)) for p in asked) / count
         return cls(family, split, thinking, [shown(p, pictures) for p in asked], constant, copy)
+
+    @classmethod
+    def of_file(cls, asked: Sequence[Given]) -> Self:
+        """A cell of one family's problems. Constant: the best that one text or one list of calls gets for all."""
+        constant = max(sum(p.right(*_as_answer(q.answer)) for p in asked) for q in asked) / len(asked)
+        copy = sum(p.right(p.copy(), ()) for p in asked) / len(asked)
+        return cls(asked[0].family, given.SPLIT, asked[0].thinking, asked, constant, copy)
 
 
 @dataclass(slots=True)
@@ -57,19 +70,19 @@ class Tally:
 class Failure:
     """A wrong answer, for people to read."""
 
-    problem: Problem
+    problem: Problem | Given
     reply: Reply | None
     error: str | None
 
     def record(self) -> dict[str, Any]:
-        p, expected, got = self.problem, answer_of(self.problem.reply), self.reply
+        p, got = self.problem, self.reply
         return {
             "family": p.family,
             "split": p.split,
             "thinking": p.thinking,
             "messages": list(p.messages),
             "tools": list(p.tools),
-            "expected": {"content": expected.content, "tool_calls": [list(c) for c in expected.tool_calls]},
+            "expected": _expected(p),
             "content": got.content if got else None,
             "reasoning": got.reasoning if got else None,
             "tool_calls": [list(c) for c in got.tool_calls] if got else None,
@@ -94,6 +107,21 @@ def plan(families: Sequence[str], modes: Sequence[bool], count: int, seed: int, 
     return [Cell.draw(f, split, mode, n, seed, pictures) for f in families for mode in modes for split, n in splits]
 
 
+def plan_of_file(path: Path, names: str | None, modes: Sequence[bool]) -> list[Cell]:
+    """The cells of a file of problems (evals/given.py); `names` chooses among its families."""
+    families: dict[str, list[Given]] = {}
+    for problem in given.read(path, thinking=modes[0]):
+        families.setdefault(problem.family, []).append(problem)
+    wanted = list(families) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in families] or (["none"] if not wanted else []):
+        raise ConfigError(f"{path} has no family {unknown[0]!r}: choose from {', '.join(families)}")
+    return [
+        Cell.of_file([replace(p, thinking=mode) for p in families[name]])
+        for name in dict.fromkeys(wanted)
+        for mode in modes
+    ]
+
+
 async def evaluate(
     endpoint: Endpoint,
     cells: Sequence[Cell],
@@ -108,7 +136,7 @@ async def evaluate(
     """
     tallies = [Tally() for _ in cells]
     failures: list[Failure] = []
-    queue: Iterator[tuple[Problem, Tally]] = ((p, t) for cell, t in zip(cells, tallies) for p in cell.problems)
+    queue: Iterator[tuple[Problem | Given, Tally]] = ((p, t) for cell, t in zip(cells, tallies) for p in cell.problems)
 
     async def work() -> None:
         for problem, tally in queue:
@@ -126,7 +154,7 @@ async def evaluate(
                 if reply.usage is not None:
                     tally.counted += 1
                     tally.tokens += reply.usage.completion
-            if reply is not None and check(problem, Answer(reply.content, reply.tool_calls)):
+            if reply is not None and _right(problem, reply):
                 tally.right += 1
             else:
                 failures.append(Failure(problem, reply, error))
@@ -136,7 +164,7 @@ async def evaluate(
     return tallies, failures
 
 
-def request(problem: Problem, max_tokens: int) -> dict[str, Any]:
+def request(problem: Problem | Given, max_tokens: int) -> dict[str, Any]:
     """The problem as a /v1/chat/completions body, greedy."""
     body: dict[str, Any] = {
         "messages": list(problem.messages),
@@ -146,7 +174,31 @@ def request(problem: Problem, max_tokens: int) -> dict[str, Any]:
     }
     if problem.tools:
         body["tools"] = list(problem.tools)
+    if isinstance(problem, Given) and problem.response_format is not None:
+        body["response_format"] = problem.response_format
     return body
+
+
+def _right(problem: Problem | Given, reply: Reply) -> bool:
+    if isinstance(problem, Given):
+        return problem.right(reply.content, reply.tool_calls)
+    return check(problem, Answer(reply.content, reply.tool_calls))
+
+
+def _expected(problem: Problem | Given) -> dict[str, Any]:
+    if isinstance(problem, Given):
+        return problem.expected()
+    answer = answer_of(problem.reply)
+    return {"content": answer.content, "tool_calls": [list(c) for c in answer.tool_calls]}
+
+
+def _as_answer(answer: Any) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls that give `answer` of a file."""
+    if isinstance(answer, list) and answer and isinstance(answer[0], str):
+        answer = answer[0]
+    if isinstance(answer, list):
+        return "-", [(call["name"], json.dumps(call["arguments"])) for call in answer]
+    return answer if isinstance(answer, str) else json.dumps(answer), []
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -190,15 +242,15 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     main = max(modes)
     shown = Table(title=f"exact match in %, 95 % intervals, thinking {'on' if main else 'off'}")
     shown.add_column("family")
-    columns = ["in-distribution", "structural", *(["thinking off"] if len(modes) == 2 else [])]
+    splits = [title for split, title in TITLES.items() if any(r["split"] == split for r in rows)]
+    columns = [*splits, *(["thinking off"] if len(modes) == 2 else [])]
     for name in (*columns, "constant", "copy", "n", "tokens"):
         shown.add_column(name, justify="right")
     means: dict[str, list[float]] = {name: [] for name in columns}
     for name in dict.fromkeys(r["family"] for r in rows):
         mine = [r for r in rows if r["family"] == name]
         parts = {
-            "in-distribution": [r for r in mine if r["thinking"] == main and r["split"] == HELD_OUT],
-            "structural": [r for r in mine if r["thinking"] == main and r["split"] == STRUCTURAL],
+            **{t: [r for r in mine if r["thinking"] == main and r["split"] == s] for s, t in TITLES.items()},
             "thinking off": [r for r in mine if r["thinking"] != main],
         }
         for column in columns:

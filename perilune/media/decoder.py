@@ -1,14 +1,16 @@
-"""Decodes image files in a process of its own, so that a hostile one can neither fill this process' memory, nor crash
-or delay it. No thread or queue of its own: callers wait for their turn, for a bounded time."""
+"""Decodes image and video files in a process of its own, so that a hostile one can neither fill this process' memory,
+nor crash or delay it. No thread or queue of its own: callers wait for their turn, for a bounded time."""
 
 import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,13 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.core.errors import RequestError
+from perilune.core.messages import Video
 from perilune.media.limits import Limits
 from perilune.media.refusal import busy, refused
 
 MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3 MB
 DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
+VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
 TURN_SECONDS = 30.0  # to wait for the images of other requests
-REPLY_BYTES = 4096  # of the worker's answer
+REPLY_BYTES = 1 << 20  # of the worker's answer: 100 for each chunk of a video, of which there are at most 4,096
+PART_BYTES = 1 << 16  # of it, read at once
+REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
 NO_PILLOW = 3  # exit code of a worker that cannot import it
 # Of the memory with the patches: were it cut shorter later, reading it would end this process (SIGBUS). 0: not Linux.
 SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.platform == "linux" else 0
@@ -34,19 +40,27 @@ SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.pl
 
 @dataclasses.dataclass(slots=True)
 class Picture:
-    """A decoded image. `patches` are the pages that the worker wrote, not a copy."""
+    """A decoded image, or a chunk of a video. `patches` are the pages that the worker wrote, not a copy."""
 
-    patches: NDArray[np.uint8]  # [rows * columns, 3, P, P], read-only
-    grid: tuple[int, int, int]  # 1, rows, columns
+    patches: NDArray[np.uint8]  # [frames * rows * columns, 3, P, P], read-only
+    grid: tuple[int, int, int]  # frames, rows, columns; 1 frame of an image
     tokens: int
     digest: bytes  # 32 bytes: of pixels and grid
 
 
 class Decoder:
-    """One worker process, started at the first image and again after it had to be ended. Any thread may call it."""
+    """One worker process, started at the first file and again after it had to be ended. Any thread may call it."""
 
-    def __init__(self, limits: Limits, *, seconds: float = DECODE_SECONDS, turn_seconds: float = TURN_SECONDS) -> None:
-        self._limits, self._seconds, self._turn_seconds = limits, seconds, turn_seconds
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        seconds: float = DECODE_SECONDS,
+        video_seconds: float = VIDEO_SECONDS,
+        turn_seconds: float = TURN_SECONDS,
+    ) -> None:
+        self._limits, self._turn_seconds = limits, turn_seconds
+        self._seconds, self._video_seconds = seconds, video_seconds
         self._turn = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
@@ -57,14 +71,24 @@ class Decoder:
         RequestError in one line: 400 for a file that is too large, too slow, damaged or no image; 503 if the images of
         other requests take too long, or no worker can be started.
         """
+        (picture,), _ = self._in_turn(data, False)
+        return picture
+
+    def decode_video(self, data: bytes) -> Video:
+        """The chunks of a video file's bytes. RequestError as for images."""
+        chunks, times = self._in_turn(data, True)
+        return Video(tuple(chunks), tuple(times))
+
+    def _in_turn(self, data: bytes, is_video: bool) -> tuple[list[Picture], list[str]]:
+        what = _noun(is_video)
         if not data:
-            raise refused("it is empty")
+            raise refused("it is empty", what)
         if len(data) > MAX_FILE_BYTES:
-            raise refused(f"the file has {len(data):,} bytes, and at most {MAX_FILE_BYTES:,} are read")
+            raise refused(f"the file has {len(data):,} bytes, and at most {MAX_FILE_BYTES:,} are read", what)
         if not self._turn.acquire(timeout=self._turn_seconds):
             raise busy("too many images are being decoded: try again")
         try:
-            return self._ask(data)
+            return self._ask(data, is_video)
         except RequestError:
             raise
         except BaseException:
@@ -88,33 +112,41 @@ class Decoder:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, data: bytes) -> Picture:
-        link = self._started()
-        deadline = time.monotonic() + self._seconds
+    def _ask(self, data: bytes, is_video: bool) -> tuple[list[Picture], list[str]]:
+        """The picture, or the chunks of a video and their times."""
+        link, seconds, what = self._started(), self._video_seconds if is_video else self._seconds, _noun(is_video)
+        deadline = time.monotonic() + seconds
         try:
-            link.settimeout(self._seconds)
-            link.sendall(len(data).to_bytes(8, "little") + data)
+            link.settimeout(seconds)
+            link.sendall(REQUEST.pack(is_video, seconds, len(data)))
+            link.sendall(data)
             reply, handles = self._reply(link, deadline)
         except TimeoutError:
             self._end()
-            raise refused(f"decoding it takes longer than {self._seconds:g} s: send a smaller one") from None
+            raise refused(f"decoding it takes longer than {seconds:g} s: send a smaller one", what) from None
         except (OSError, EOFError):
-            raise self._died() from None
+            raise self._died(what) from None
+        if reply["full"]:
+            self._end()
         if "error" in reply:
             raise RequestError(str(reply["error"]), code=str(reply["code"]))
         (memory,) = handles
-        one, rows, columns = reply["grid"]
         side, merged = self._limits.patch_size, self._limits.merge_kernel_size
+        counts = [math.prod(grid) for grid in reply["grids"]]
         try:
             sealed = sys.platform != "linux" or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS == SEALS
-            if not sealed or os.fstat(memory).st_size != rows * columns * 3 * side * side:
-                raise self._died()
+            if not sealed or os.fstat(memory).st_size != sum(counts) * 3 * side * side:
+                raise self._died(what)
             pages = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
         finally:
             os.close(memory)
-        patches = np.frombuffer(pages, np.uint8).reshape(rows * columns, 3, side, side)
-        tokens = rows * columns // (merged * merged)
-        return Picture(patches, (one, rows, columns), tokens, bytes.fromhex(reply["digest"]))
+        patches = np.frombuffer(pages, np.uint8).reshape(-1, 3, side, side)
+        found, start = [], 0
+        for (frames, rows, columns), count, digest in zip(reply["grids"], counts, reply["digests"], strict=True):
+            own, start = patches[start : start + count], start + count
+            tokens = rows * columns // (merged * merged)
+            found.append(Picture(own, (frames, rows, columns), tokens, bytes.fromhex(digest)))
+        return found, reply["times"]
 
     def _reply(self, link: socket.socket, deadline: float) -> tuple[dict[str, Any], list[int]]:
         data, handles = b"", list[int]()
@@ -123,7 +155,7 @@ class Decoder:
                 if (left := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
                 link.settimeout(left)
-                part, some, *_ = socket.recv_fds(link, REPLY_BYTES, 1)
+                part, some, *_ = socket.recv_fds(link, PART_BYTES, 1)
                 handles += some
                 if not part or len(data) > REPLY_BYTES:
                     raise EOFError
@@ -142,7 +174,7 @@ class Decoder:
         self._end()
         ours, theirs = socket.socketpair()
         settings = json.dumps(dataclasses.asdict(self._limits))
-        command = [sys.executable, "-m", "perilune.media.worker", str(theirs.fileno()), str(self._seconds), settings]
+        command = [sys.executable, "-m", "perilune.media.worker", str(theirs.fileno()), settings]
         # Threads of numpy's BLAS, of which nothing is used, would reserve more address space than pictures need.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
@@ -162,7 +194,7 @@ class Decoder:
         self._link = ours
         return ours
 
-    def _died(self) -> RequestError:
+    def _died(self, what: str) -> RequestError:
         """Why the worker is gone."""
         worker = self._worker
         assert worker is not None
@@ -173,7 +205,7 @@ class Decoder:
         if code == NO_PILLOW:
             return busy("the image decoder cannot run: is Pillow installed? pip install pillow")
         cause = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
-        return refused(f"decoding it ended the decoder ({cause}): the file is damaged or too large")
+        return refused(f"decoding it ended the decoder ({cause}): the file is damaged or too large", what)
 
     def _end(self) -> None:
         """Ends the worker, if there is one; its exit code, if it ended before, is kept."""
@@ -186,3 +218,7 @@ class Decoder:
                 self._worker.kill()
                 self._worker.wait()
         self._link = self._worker = None
+
+
+def _noun(is_video: bool) -> str:
+    return "video" if is_video else "image"

@@ -1,5 +1,5 @@
-"""Sizes of pictures: how the checkpoint's preprocessor shrinks them, and how many tokens they are (docs/formats.md
-section 4.2)."""
+"""Sizes of pictures and videos: how the checkpoint's preprocessor shrinks them, which frames it takes, and how many
+tokens they are (docs/formats.md sections 4.2 and 4.3)."""
 
 import math
 from collections.abc import Mapping
@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from perilune.core.errors import CheckpointError, quoted
 from perilune.core.files import exists
 from perilune.core.jsonfile import read_object
 
 FILE = "preprocessor_config.json"
+TIMES = "hh:mm:ss.fff"  # how the prompt writes the time of a chunk
+MAX_FPS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class Limits:
     merge_kernel_size: int = 2  # patches on a token's side
     in_patch_limit: int = 16384  # patches of an image
     in_patch_limit_each_frame: int = 4096  # patches of a video frame
+    in_patch_limit_video: int | None = None  # patches of a chunk of frames
+    sample_fps: float = 2.0  # frames taken of a second of video
+    max_num_frames_each_video: int | None = None
+    temporal_merge_kernel_size: int = 4  # frames of a chunk
     patch_limit_on_one_side: int = 512
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -53,7 +61,15 @@ class Limits:
     def from_dict(cls, data: Mapping[str, Any], *, where: str = FILE) -> Self:
         if data.get("fixed_output_tokens") is not None:
             raise CheckpointError(f"{where}: fixed_output_tokens={quoted(data['fixed_output_tokens'])} is not served")
+        if data.get("timestamp_mode", TIMES) != TIMES:
+            raise CheckpointError(
+                f"{where}: timestamp_mode={quoted(data['timestamp_mode'])} is not served, only {TIMES}"
+            )
         found: dict[str, Any] = {}
+        if (fps := data.get("sample_fps")) is not None:
+            if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
+                raise CheckpointError(f"{where}: sample_fps must be above 0 and at most {MAX_FPS}, not {quoted(fps)}")
+            found["sample_fps"] = float(fps)
         for key in _COUNTS:
             if (value := data.get(key)) is None:
                 continue
@@ -68,15 +84,28 @@ class Limits:
             found[key] = tuple(map(float, value))
         return cls(**found)
 
-    def fit(self, width: int, height: int, *, frame: bool = False) -> Fit:
-        """Where a picture of width x height pixels ends up; it is never enlarged. `frame`: one of a video.
+    @property
+    def max_patches(self) -> int:
+        """Of a picture or of all frames of a chunk, before padding."""
+        return max(self.in_patch_limit, self.temporal_merge_kernel_size * self._frame_limit)
+
+    @property
+    def _frame_limit(self) -> int:
+        """A frame is no larger than a picture: the cache of the engine has room for one picture at least."""
+        return min(self.in_patch_limit_each_frame, self.in_patch_limit)
+
+    def fit(self, width: int, height: int, *, frames: int = 0) -> Fit:
+        """Where a picture of width x height pixels ends up; it is never enlarged. `frames`: it is one of so many of a
+        video's chunk.
 
         ValueError for a side below 1 pixel.
         """
         if min(width, height) < 1:
             raise ValueError(f"a picture of {width} x {height} pixels")
         side = self.patch_limit_on_one_side * self.patch_size
-        limit = self.in_patch_limit_each_frame if frame else self.in_patch_limit
+        limit = self._frame_limit if frames else self.in_patch_limit
+        if frames and self.in_patch_limit_video is not None:
+            limit = max(1, min(round(self.in_patch_limit_video / frames), limit))
         patches = max(1, width // self.patch_size) * max(1, height // self.patch_size)
         scale = min(1.0, math.sqrt(limit / patches), side / width, side / height)
         new_width, new_height = (min(max(1, int(n * scale)), side) for n in (width, height))
@@ -85,9 +114,17 @@ class Limits:
         merged = self.merge_kernel_size
         return Fit(new_width, new_height, down * merged, across * merged, down * across)
 
+    def frames(self, count: int, fps: float) -> list[int]:
+        """Which of a video's `count` frames are taken: evenly from the first to the last."""
+        wanted = max(round(count * min(self.sample_fps, fps) / fps), 1)
+        if self.max_num_frames_each_video is not None:
+            wanted = min(wanted, self.max_num_frames_each_video)
+        return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
+
 
 _COUNTS = (
     "patch_size", "merge_kernel_size", "in_patch_limit", "in_patch_limit_each_frame", "patch_limit_on_one_side",
+    "in_patch_limit_video", "max_num_frames_each_video", "temporal_merge_kernel_size",
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def patches_of(data: bytes, limits: Limits) -> tuple[Patches, tuple[int, int, in
             if image.mode in UNSCALED:
                 raise refused(f"its pixels are 32-bit ({image.format}, mode {image.mode}): send 8 or 16 bits a colour")
             image.load()
-            return _cut(_rgb(_upright(image)), limits)
+            return cut(_rgb(_upright(image)), limits)
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -87,9 +87,15 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _cut(image: Image.Image, limits: Limits) -> tuple[Patches, tuple[int, int, int]]:
-    """Resized, padded with black on the right and below, and cut into patches."""
-    fit, side = limits.fit(*image.size), limits.patch_size
+def cut(
+    image: Image.Image, limits: Limits, *, frames: int = 0, size: tuple[int, int] | None = None
+) -> tuple[Patches, tuple[int, int, int]]:
+    """Resized, padded with black on the right and below, and cut into patches.
+
+    frames  of how many of a video's chunk it is one; 0: a picture
+    size    that of the chunk's first frame, in pixels; others are stretched to it
+    """
+    fit, side = limits.fit(*(size or image.size), frames=frames), limits.patch_size
     resized = image.resize((fit.width, fit.height), Image.Resampling.BICUBIC)
     padded = np.zeros((fit.rows * side, fit.columns * side, 3), np.uint8)
     padded[: fit.height, : fit.width] = np.asarray(resized)

@@ -3,9 +3,9 @@
 from perilune.core.errors import RequestError
 
 
-def refused(why: str) -> RequestError:
-    """400: something is wrong with the image itself."""
-    return RequestError(f"the image cannot be used: {why}", code="invalid_image")
+def refused(why: str, what: str = "image") -> RequestError:
+    """400: something is wrong with the image, or the video, itself."""
+    return RequestError(f"the {what} cannot be used: {why}", code=f"invalid_{what}")
 
 
 def busy(why: str) -> RequestError:

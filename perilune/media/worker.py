@@ -1,8 +1,10 @@
-"""The process that decodes images: `python -m perilune.media.worker SOCKET SECONDS LIMITS`, started by decoder.py.
+"""The process that decodes images and videos: `python -m perilune.media.worker SOCKET LIMITS`, started by decoder.py.
 
-Its address space is bounded, and it ends by itself when a picture takes longer than the parent waits, or the parent is
-gone. Over the Unix socket, which is inherited, come 8 bytes of length and the file; back go 4 bytes of length and JSON:
-{"error", "code"}, or {"grid", "digest"} with the descriptor of a memory that holds the patches.
+Its address space is bounded, and it ends by itself when a file takes longer than the parent waits, or the parent is
+gone. Over the Unix socket, which is inherited, come a REQUEST and the file; back go 4 bytes of length and JSON:
+{"error", "code"}, or {"grids", "digests", "times"} with the descriptor of a memory that holds the patches of all chunks
+one after the other, and "full": whether to start another process for the next file. A picture is a single chunk without
+a time.
 """
 
 import fcntl
@@ -14,16 +16,19 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.core.errors import RequestError
-from perilune.media.decoder import NO_PILLOW, SEALS
+from perilune.media.decoder import NO_PILLOW, REQUEST, SEALS
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
-ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels
+ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels; PyAV's libraries 0.3 GB
+FULL_BYTES = 1 << 30  # of address space between two files: FFmpeg loses some with damaged ones. 0.3 GB are usual
+Patches = NDArray[np.uint8]
 SPARE_SECONDS = 2  # beyond the parent's patience, for the case that the parent is gone
 
 
@@ -33,25 +38,40 @@ def main() -> None:
     except ImportError:
         sys.exit(NO_PILLOW)
     link = socket.socket(fileno=int(sys.argv[1]))
-    limits = Limits.from_dict(json.loads(sys.argv[3]))
+    limits = Limits.from_dict(json.loads(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt in a terminal is the parent's
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while (length := received(link, 8)) is not None:
-        if (data := received(link, int.from_bytes(length, "little"))) is None:
+    while (request := received(link, REQUEST.size)) is not None:
+        is_video, seconds, length = REQUEST.unpack(request)
+        if (data := received(link, length)) is None:
             return
-        signal.alarm(math.ceil(float(sys.argv[2])) + SPARE_SECONDS)  # SIGALRM ends the process
+        signal.alarm(math.ceil(seconds) + SPARE_SECONDS)  # SIGALRM ends the process
+        grids, digests, times = list[tuple[int, int, int]](), list[str](), list[str]()
+        memory = _memory()
         try:
-            patches, grid = patches_of(data, limits)
-            memory = _memory(patches)
+            for patches, grid, time in _chunks(data, limits) if is_video else [(*patches_of(data, limits), "")]:
+                _write(memory, patches)
+                grids.append(grid)
+                digests.append(digest(patches, grid).hex())
+                times.append(time)
+                del patches  # before the next ones are decoded
+            _seal(memory)
         except (RequestError, MemoryError) as e:
-            error = e if isinstance(e, RequestError) else refused("it takes too much memory: send a smaller one")
-            _send(link, {"error": str(error), "code": error.code}, [])
+            what = "video" if is_video else "image"
+            error = e if isinstance(e, RequestError) else refused("it takes too much memory: send a smaller one", what)
+            _send(link, {"error": str(error), "code": error.code, "full": _full()}, [])
         else:
-            _send(link, {"grid": grid, "digest": digest(patches, grid).hex()}, [memory])
-            os.close(memory)
-            del patches  # before the next one is decoded
+            _send(link, {"grids": grids, "digests": digests, "times": times, "full": _full()}, [memory])
+        os.close(memory)
+        del data
         signal.alarm(0)
+
+
+def _chunks(data: bytes, limits: Limits) -> Iterator[tuple[Patches, tuple[int, int, int], str]]:
+    from perilune.media.frames import chunks
+
+    return chunks(data, limits)
 
 
 def received(link: socket.socket, count: int) -> bytes | None:
@@ -67,23 +87,36 @@ def received(link: socket.socket, count: int) -> bytes | None:
 
 def _send(link: socket.socket, message: dict[str, object], descriptors: list[int]) -> None:
     text = json.dumps(message).encode()
-    whole = len(text).to_bytes(4, "little") + text  # shorter than any socket buffer
-    socket.send_fds(link, [whole], descriptors)
+    whole = len(text).to_bytes(4, "little") + text
+    sent = socket.send_fds(link, [whole], descriptors)
+    if left := whole[sent:]:
+        link.sendall(left)
 
 
-def _memory(patches: NDArray[np.uint8]) -> int:
-    """The descriptor of a file without a name that holds the patches; in memory where the system has such files."""
+def _full() -> bool:
+    if sys.platform != "linux":
+        return False
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() > FULL_BYTES
+
+
+def _memory() -> int:
+    """The descriptor of an empty file without a name; in memory where the system has such files."""
     if sys.platform == "linux":
-        handle = os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as file:
-            handle = os.dup(file.fileno())
+        return os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write(memory: int, patches: NDArray[np.uint8]) -> None:
     left = patches.data.cast("B")
     while left:
-        left = left[os.write(handle, left) :]
+        left = left[os.write(memory, left) :]
+
+
+def _seal(memory: int) -> None:
     if sys.platform == "linux":
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
-    return handle
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
 
 
 if __name__ == "__main__":

@@ -45,14 +45,13 @@ from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.layouts import operands
-from perilune.ops.layouts.operands import ExpertRows, Gate, Latents, Norm, Rotary, Routing
+from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
-from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
@@ -139,8 +138,6 @@ class KimiK2:
         num_hidden_layers: as it leaves the last.
         """
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
-        deferred = step.plain is not None and self.group.ranks == 1 and self.peers is None
-        parts: Tensor | ExpertRows = x  # of a layer's output
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
@@ -149,18 +146,17 @@ class KimiK2:
             if long:
                 self.group.mark()
             if i > 0 and self._fused_over_sums and _absorbed(w, step):
-                assert isinstance(parts, Tensor)
-                q_full = mla_pre_attention(h, parts, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
+                q_full = mla_pre_attention(h, x, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:
-                x = self._add(h, parts, layer.input_norm)
+                x = self._add(h, x, layer.input_norm)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is None:
                 attended = self._attention(w, x, rotary, step, latents)
-                parts = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm), deferred)
+                x = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
             else:
-                parts = self._after_queries(q_full, layer, h, step, pages)
-        x = self._add(h, parts, self.weights.norm)
+                x = self._after_queries(q_full, layer, h, step, pages)
+        x = self._add(h, x, self.weights.norm)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
@@ -198,10 +194,8 @@ class KimiK2:
         h[where] = values.to(h.dtype)
         return h, rmsnorm(h, norm, self.eps), rotary
 
-    def _add(self, h: Tensor, x: Tensor | ExpertRows, norm: Tensor) -> Tensor:
+    def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
-        if isinstance(x, ExpertRows):
-            return combine_add_rmsnorm(h, x, norm, self.eps)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
     @property
@@ -216,7 +210,7 @@ class KimiK2:
     def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
-    def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor | ExpertRows:
+    def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
         """As `_ffn`, of a layer whose attention has these queries and is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
@@ -228,14 +222,14 @@ class KimiK2:
         x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
         return _mixture(ffn, x, chosen)
 
-    def _ffn(self, w: Mlp | Moe, x: Tensor, deferred: bool = False) -> Tensor | ExpertRows:
-        """[T, D], or [T, P, D] float32, P parts whose sum it is; or rows that are not added yet, if `deferred`."""
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+        """[T, D], or [T, P, D] float32, P parts whose sum it is."""
         if isinstance(w, Mlp):
             return mlp(w, x)
         chosen = router(x, w.gate, w.bias, self.routing)
         if self.group.slicing.whole_experts:
             chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
-        return _mixture(w, x, chosen, deferred)
+        return _mixture(w, x, chosen)
 
 
 def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peers: Peers | None) -> Tensor:
@@ -317,14 +311,14 @@ def mlp(w: Mlp, x: Tensor) -> Tensor:
     return apply(w.down, swiglu(apply(w.gate_up, x)))
 
 
-def _mixture(w: Moe, x: Tensor, chosen: Chosen, deferred: bool = False) -> Tensor | ExpertRows:
+def _mixture(w: Moe, x: Tensor, chosen: Chosen) -> Tensor:
     """As `KimiK2._ffn`, of experts that are chosen."""
     e, shared = w.experts, w.shared
     if isinstance(e, Int4Experts | Int4CompactExperts):
         fused = shared is None or (shared.gate_up.format == shared.down.format != "int4")
-        parts = moe_int4(x, chosen, *e.matrices, shared if fused else None, rows=deferred and fused)
-        if shared is not None and isinstance(parts, Tensor) and not fused:
-            return torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
+        parts = moe_int4(x, chosen, *e.matrices, shared if fused else None)
+        if shared is not None and not fused:
+            parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)
         return parts
     op = experts if isinstance(e, DenseExperts) else experts_fp8 if isinstance(e, Fp8Experts) else experts_nvfp4
     routed = op(x, chosen, *e.matrices)

@@ -26,6 +26,7 @@ log = logging.getLogger("perilune.server")
 
 HEAD_BYTES = 64 << 10  # of a request line with its headers; also of a request that is sent ahead of its turn
 HEADER_LINES = 100
+READ_BYTES = 256 << 10  # taken from a socket at a time; more lengthen the pauses of all streams
 READ_AHEAD_BYTES = 256 << 10  # of a body that its handler has not asked for yet; then the socket is not read
 LINGER_SECONDS = 5.0  # for which the rest of a refused body is read and thrown away, so that its sender sees the answer
 _END = b"\r\n\r\n"
@@ -56,8 +57,9 @@ class Timeouts:
     write_seconds: float = 60.0
 
 
-class Connection(asyncio.Protocol):
-    """Belongs to a Listener, which calls `check` about once a second."""
+class Connection(asyncio.BufferedProtocol):
+    """Belongs to a Listener, which calls `check` about once a second. All connections read into one buffer: what came
+    is copied once, to where it is kept."""
 
     def __init__(self, listener: "Listener") -> None:
         self.listener = listener
@@ -95,14 +97,17 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool | None:
         return None  # closes the transport: a client that has stopped sending has left
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.listener.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._lingering:
             return
-        exchange = self.exchange
+        data, exchange = self.listener.buffer[:nbytes], self.exchange
         if exchange is not None and exchange.receiving:
             exchange.feed(data)
             return
-        if self._served and not self._head and data.strip(b"\r\n"):
+        if self._served and not self._head and bytes(data).strip(b"\r\n"):
             self._since = time.monotonic()
         seen = len(self._head)
         self._head += data
@@ -172,7 +177,7 @@ class Connection(asyncio.Protocol):
             return
         self._served += 1
         self.exchange = Exchange(self, parser, request)
-        self.exchange.advance()
+        self.exchange.begin()
         self.exchange.start()
 
     # ---- writing
@@ -273,6 +278,8 @@ class Exchange:
         self.connection = connection
         self.receiving = True
         self._parser = parser
+        self._left: int | None = None  # bytes of a body with a length that are to come; h11 takes apart chunks alone
+        self._ahead = b""  # of the next request
         self._method = request.method
         self._current = request.http_version == b"1.1"
         self._expecting = parser.they_are_waiting_for_100_continue
@@ -280,6 +287,8 @@ class Exchange:
         asked = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
         self.last = not self._current or b"close" in [option.strip() for option in asked]
         self._body = bytearray()
+        if not any(name == b"transfer-encoding" for name, _ in headers):
+            self._left = int(next((value for name, value in headers if name == b"content-length"), b"0"))
         self._ended = False  # the handler has had the end of the body
         self._failure: RequestError | None = None
         self._gone = False
@@ -322,29 +331,48 @@ class Exchange:
 
     # ---- the body
 
-    def feed(self, data: bytes) -> None:
-        self._parser.receive_data(data)
-        self.advance()
+    def begin(self) -> None:
+        """Takes what came with the head."""
+        if self._left is None:
+            self._advance()
+        else:
+            self.feed(memoryview(self._parser.trailing_data[0]))
 
-    def advance(self) -> None:
-        """Takes what h11 has of the body."""
+    def feed(self, data: memoryview) -> None:
+        if self._left is None:
+            self._parser.receive_data(bytes(data))
+            self._advance()
+            return
+        part = data[: self._left]
+        self._left -= len(part)
+        self._take(part)
+        if not self._left:
+            self.receiving, self._ahead = False, bytes(data[len(part) :])
+        self._news.set()
+
+    def _advance(self) -> None:
+        """Takes what h11 has of a body in chunks."""
         try:
             while self.receiving:
                 event = self._parser.next_event()
                 if isinstance(event, h11.Data):
-                    self._body += event.data
-                    self._received += len(event.data)
-                    self._last_byte = time.monotonic()
+                    self._take(event.data)
                 elif isinstance(event, h11.EndOfMessage):
-                    self.receiving = False
+                    self.receiving, self._ahead = False, self._parser.trailing_data[0]
                 else:
                     break
         except h11.RemoteProtocolError as e:
             self._failure = _malformed(str(e))
             self.last = True
+        self._news.set()
+
+    def _take(self, part: bytes | bytearray | memoryview) -> None:
+        if part:
+            self._body += part
+            self._received += len(part)
+            self._last_byte = time.monotonic()
         if len(self._body) > READ_AHEAD_BYTES:
             self.connection.pause_reading()
-        self._news.set()
 
     def check(self, now: float, limits: Timeouts) -> None:
         """The handler's next `receive` fails if the body comes too slowly."""
@@ -363,7 +391,7 @@ class Exchange:
 
     def rest(self) -> bytes:
         """What came after the request."""
-        return self._parser.trailing_data[0]
+        return self._ahead
 
     def leave(self) -> None:
         """The client has left."""
@@ -379,8 +407,7 @@ class Exchange:
             if self._failure is not None and not self._ended:
                 raise self._failure
             if self._body or not (self.receiving or self._ended):
-                part = bytes(self._body)
-                self._body.clear()
+                part, self._body = self._body, bytearray()
                 self._ended = not self.receiving
                 self.connection.resume_reading()
                 return {"type": "http.request", "body": part, "more_body": self.receiving}

@@ -39,12 +39,14 @@ class Prompt:
 
     cache_keys  only prompts of one API key with the same ones share cached KV
     order       when it runs, compared with others
+    video_tokens  of the ids, those that are placeholders of videos
     """
 
     ids: Sequence[int]
     pictures: Sequence[Picture] = ()
     cache_keys: tuple[str, ...] = ()
     order: Order = FIRST_COME
+    video_tokens: int = 0
 
 
 class Admission:
@@ -122,7 +124,7 @@ class Generation:
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt.ids
-        self.pictures = prompt.pictures
+        self.pictures, self.video_tokens = prompt.pictures, prompt.video_tokens
         self.params = params
         self.constraint = constraint
         self.account = current().account
@@ -183,9 +185,11 @@ class Generation:
             self.metrics.observe(run, len(self.prompt), closed=bool(self.marks))
 
     @property
-    def image_tokens(self) -> int:
-        """Of the prompt's tokens, those that are pictures."""
-        return sum(picture.tokens for picture in self.pictures)
+    def media_tokens(self) -> dict[str, int]:
+        """Of the prompt's tokens, those that are pictures and those that are videos, where there are any."""
+        seen = sum(picture.tokens for picture in self.pictures)
+        counts = {"image_tokens": seen - self.video_tokens, "video_tokens": self.video_tokens}
+        return {name: count for name, count in counts.items() if count}
 
     def add_reasoning(self, count: int) -> None:
         """Of the tokens so far, `count` more are a thought."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from email.utils import formatdate
 from typing import Any
 
-from perilune.server.connection import Connection, Message, Timeouts
+from perilune.server.connection import READ_BYTES, Connection, Message, Timeouts
 from perilune.server.limits import Proxies
 
 App = Callable[
@@ -25,6 +25,7 @@ class Listener:
     """Serves an ASGI application on a bound socket. Belongs to one event loop.
 
     draining  connections end with their current request
+    buffer    [READ_BYTES] of what the connection that reads now has read
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Listener:
         self.proxies = proxies or Proxies(())
         self.max_connections = min(max_connections, _files() - SPARE_FILES)
         self.connections: set[Connection] = set()
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self.draining = False
         self.scheme = "http"
         self.address: tuple[str, int | None] = ("", None)

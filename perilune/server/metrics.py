@@ -35,6 +35,8 @@ class Counted(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def alive(self) -> bool: ...
+    @property
+    def restarts(self) -> int: ...
 
 
 class Metrics:
@@ -143,6 +145,8 @@ class EngineCollector(Collector):
         }
         yield InfoMetricFamily("perilune_model", "What is served.", value=served)
         yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.engine.alive))
+        again = "Engine processes, or groups of ranks, started after one had ended by itself."
+        yield CounterMetricFamily("perilune_engine_restarts", again, value=self.engine.restarts)
         yield GaugeMetricFamily("perilune_num_requests_running", "Requests the engine computes.", value=s.running)
         yield GaugeMetricFamily("perilune_num_requests_waiting", "Requests the engine queues.", value=s.waiting)
         used = s.blocks_owned / s.blocks_total if s.blocks_total else 0.0

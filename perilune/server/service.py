@@ -16,6 +16,7 @@ from perilune.core.errors import CheckpointError, RequestError, quoted
 from perilune.core.files import read_regular
 from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
+from perilune.media.kinds import reads_video
 from perilune.media.limits import Limits
 from perilune.server.body import WHOLE_BYTES, Context, RequestBody, parse
 from perilune.server.call import Call, current
@@ -54,7 +55,9 @@ class ModelText:
         modes = {"thinking": True} if thinking != "never" else {}
         modes |= {"instant": False} if thinking != "always" else {}
         can: dict[str, Any] = {"chat": chat, "thinking": thinking, "tools": chat, "structured_output": True}
-        can["input"] = ["text", "image"] if chat and info.media else ["text"]
+        can["input"] = ["text"]
+        if chat and info.media:
+            can["input"] += ["image", "video"] if reads_video() else ["image"]
         defaults = {mode: self.defaults(thinking=on) for mode, on in modes.items()}
         return {"capabilities": can, "sampling_defaults": defaults}
 
@@ -135,6 +138,7 @@ class Service:
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
         declared = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        # As strict as OpenAI and vLLM: a page of another origin may send text/plain and forms without asking.
         if declared != JSON and not declared.endswith("+json"):
             raise RequestError(
                 f"the body is declared as {quoted(declared)}: send JSON with 'Content-Type: {JSON}'",

@@ -4,13 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from perilune.core.errors import RequestError
-from perilune.core.messages import EngineInfo, Picture
+from perilune.core.messages import EngineInfo, Picture, Video, pictures_of
 from perilune.core.sampling import SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
@@ -84,7 +83,7 @@ class Turn:
     def usage(self) -> dict[str, Any]:
         g = self.generation
         return usage(
-            len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens, g.predictions, g.image_tokens
+            len(g.prompt), g.completion_tokens, g.cached_tokens, self.reasoning_tokens, g.predictions, g.media_tokens
         )
 
 
@@ -104,7 +103,7 @@ class Turns:
             first.cached_tokens,
             sum(t.reasoning_tokens for t in self.turns),
             Predictions.total(t.generation.predictions for t in self.turns),
-            first.image_tokens,
+            first.media_tokens,
         )
 
 
@@ -174,16 +173,23 @@ def read(
 def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context | None = None) -> RenderedPrompt:
     """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`.
 
-    `context`: what is too long for it is refused before it is tokenized.
+    `context`: what is too long for it is refused before it is tokenized, or before it is tokenized to its end.
     """
     options: PromptOptions = {**body.prompt_options(), "tools": tools}
     if context is None:
         return text.template.read(text.tokenizer, body.messages, **options)
-    return text.template.read(text.tokenizer, body.messages, partial(context.check, param="messages"), **options)
+
+    def check(chars: int, tokens: int) -> None:
+        context.check(chars, "messages", tokens)
+
+    return text.template.read(text.tokenizer, body.messages, check, **options)
 
 
-async def see(service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack) -> Sequence[Picture]:
-    """Decodes the pictures of a body and puts their tokens in their place in its messages; `held` counts their memory.
+async def see(
+    service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack
+) -> Sequence[Picture | Video]:
+    """Decodes the pictures and videos of a body and puts their tokens in their place in its messages; `held` counts
+    their memory.
 
     RequestError names the part that is wrong. A client that leaves meanwhile ends the work (ClientGone).
     """
@@ -196,9 +202,9 @@ async def see(service: Service, request: Request, body: ChatBody, held: contextl
         )
     service.pictures.check(parts, service.engine.info, service.model)
     share = held.enter_context(service.pictures.budget.share())
-    pictures = await race(service.pictures.read(parts, share), request.receive, service.stopping)
-    body.messages = replaced(body.messages, parts, pictures)
-    return pictures
+    media = await race(service.pictures.read(parts, share), request.receive, service.stopping)
+    body.messages = replaced(body.messages, parts, media)
+    return media
 
 
 async def begin(service: Service, request: Request, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
@@ -210,7 +216,7 @@ async def begin(service: Service, request: Request, size: int, body: ChatBody, f
     text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
         held.callback(service.admission.take(candidates(1 if body.n is None else body.n), "n"))
-        pictures = await see(service, request, body, held)
+        media = await see(service, request, body, held)
         strict = service.config.vendor_strict
         asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=strict, forms=forms))
         constraint = await enforced(
@@ -221,7 +227,8 @@ async def begin(service: Service, request: Request, size: int, body: ChatBody, f
             begun=asked.beginning,
             budget=asked.budget,
         )
-        prompt = Prompt(asked.ids, pictures, body.cache_keys, body.order)
+        videos = sum(medium.tokens for medium in media if isinstance(medium, Video))
+        prompt = Prompt(asked.ids, pictures_of(media), body.cache_keys, body.order, videos)
         generations = [
             Generation(service.engine, service.metrics, prompt, params, constraint, first=not i)
             for i, params in enumerate(_siblings(asked.params, 1 if body.n is None else body.n))

@@ -18,7 +18,7 @@ from typing import Any
 
 from perilune.core.errors import RequestError
 from perilune.text.family import Member
-from perilune.text.history import Image, Turn
+from perilune.text.history import Turn
 from perilune.text.tools import show
 
 
@@ -68,7 +68,7 @@ def beginning(
             f"{last}.tool_calls: a message with tool calls cannot be continued: answer every call with a tool message",
             param=f"{last}.tool_calls",
         )
-    if any(isinstance(part, Image) for part in turn.parts):
+    if any(not isinstance(part, str) for part in turn.parts):
         raise RequestError(
             f"{last}.content: a message with pictures cannot be continued: end the messages with the user's",
             param=f"{last}.content",

@@ -6,17 +6,19 @@ docs/formats.md section 5.4).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
 
 from perilune.core.errors import CheckpointError, RequestError
 from perilune.text.beginning import Beginning, beginning
 from perilune.text.family import K26, Member, NotOfTheFamily, member_named, recognise
-from perilune.text.history import Image, Turn, next_counter, read_turns
+from perilune.text.history import Image, Turn, Video, next_counter, read_turns
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Declared, Tool, declaration, parse_tools
 
 PLACEHOLDER = "<|media_pad|>"
+VIDEO_PLACEHOLDER = "<|kimi_k25_video_placeholder|>"  # plain text, which the vendor's templates write for a video
 _ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
 
 
@@ -111,12 +113,12 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
-        check: Callable[[int], None] = lambda chars: None,
+        check: Callable[[int, int], None] = lambda chars, tokens: None,
         **options: Unpack[PromptOptions],
     ) -> RenderedPrompt:
         """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
 
-        `check` may refuse the prompt by its number of characters, before it is tokenized.
+        `check` may refuse the prompt by its number of characters, before it is tokenized, or by the tokens so far.
 
         A last message of the assistant's is continued, unless there is no generation prompt or the options or the
         message say otherwise (text/beginning.py).
@@ -124,9 +126,17 @@ class ChatTemplate:
         tools, turns, begun = self._read(messages, options)
         ids: list[int] = []
         pieces = self._pieces(tools, turns, begun, options)
-        check(sum(len(p) for p in pieces if isinstance(p, str)))
+        chars = sum(len(p) for p in pieces if isinstance(p, str))
+        check(chars, 0)
+
+        def counted(before: int, count: int) -> None:
+            check(chars, before + count)
+
         for p in pieces:
-            ids += [tokenizer.special(p.name)] * p.count if isinstance(p, Special) else tokenizer.encode(p)
+            if isinstance(p, Special):
+                ids += [tokenizer.special(p.name)] * p.count
+            else:
+                ids += tokenizer.encode(p, check=partial(counted, len(ids)))
         return RenderedPrompt(ids, begun, next_counter(turns))
 
     def pieces(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> list[Piece]:
@@ -237,13 +247,35 @@ def _body(turn: Turn) -> list[Piece]:
     """The parts of a message; a picture's placeholder is repeated once for each of its tokens (docs/formats.md 4.3)."""
     out: list[Piece] = []
     for part in turn.parts:
-        if isinstance(part, Image):
-            pads = Special(PLACEHOLDER, part.tokens)
-            out += [Special("<|media_begin|>"), "image", Special("<|media_content|>"), pads]
-            out += [Special("<|media_end|>"), "\n"]
-        else:
-            out.append(part)
+        match part:
+            case Image(tokens):
+                out += [*_media("image", tokens), "\n"]
+            case Video(chunks):
+                for time, tokens in chunks:
+                    out += [time, *_media("video", tokens)]
+                out.append("\n")
+            case _:
+                out.append(part)
     return out
+
+
+def _media(word: str, tokens: int) -> list[Piece]:
+    pads = Special(PLACEHOLDER, tokens)
+    return [Special("<|media_begin|>"), word, Special("<|media_content|>"), pads, Special("<|media_end|>")]
+
+
+def with_videos(prompt: str, videos: Sequence[Video]) -> str:
+    """A raw prompt with each video in the place of its VIDEO_PLACEHOLDER: one PLACEHOLDER for each chunk.
+
+    RequestError if there are not as many of the one as of the other.
+    """
+    before, *texts = prompt.split(VIDEO_PLACEHOLDER)
+    if len(texts) != len(videos):
+        raise RequestError(f"the prompt has {len(texts)} times {VIDEO_PLACEHOLDER}, and videos are {len(videos)}",
+                           param="pictures")  # fmt: skip
+    media = "<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
+    shown = ["".join(time + media for time, _ in video.chunks) for video in videos]
+    return before + "".join(video + text for video, text in zip(shown, texts))
 
 
 def _calls(turn: Turn) -> list[Piece]:

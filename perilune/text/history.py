@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from perilune.core import messages as decoded
 from perilune.core.errors import RequestError
 from perilune.text.tools import check_depth, show
 
@@ -28,6 +29,20 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Video:
+    """A part of a message: a video that was decoded. (HH:MM:SS.mmm of the first frame, tokens) of each chunk."""
+
+    chunks: tuple[tuple[str, int], ...]
+
+
+def shown(medium: decoded.Picture | decoded.Video) -> Image | Video:
+    """A decoded picture or video as a part of a message."""
+    if isinstance(medium, decoded.Video):
+        return Video(tuple((time, chunk.tokens) for time, chunk in zip(medium.times, medium.chunks, strict=True)))
+    return Image(medium.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A tool call of an assistant turn. `id` is native, functions.NAME:COUNTER; `arguments` is JSON text."""
 
@@ -41,7 +56,7 @@ class Turn:
 
     role: str
     name: str
-    parts: tuple[str | Image, ...]
+    parts: tuple[str | Image | Video, ...]
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     answers: str = ""  # a tool message: id of the call it answers
@@ -186,7 +201,7 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
     return Call(ids.call(id, name), arguments)
 
 
-def _parts(content: Any, where: str) -> tuple[str | Image, ...]:
+def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
     """Texts in a row are joined."""
     if content is None:  # which only an assistant's may be
         return ()
@@ -194,9 +209,9 @@ def _parts(content: Any, where: str) -> tuple[str | Image, ...]:
         return (content,)
     if not isinstance(content, list):
         raise _wrong(where, "must be a string or a list of parts")
-    parts = list[str | Image]()
+    parts = list[str | Image | Video]()
     for i, part in enumerate(content):
-        if isinstance(part, Image):
+        if isinstance(part, Image | Video):
             parts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -8,7 +8,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +126,11 @@ class Tokenizer:
         """Base tokens plus control slots; every id is below it."""
         return self._base + CONTROL_SLOTS
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Ids of `text`; nothing is added before or after.
+    def encode(
+        self, text: str, *, allow_special: bool = False, check: Callable[[int], None] = lambda count: None
+    ) -> list[int]:
+        """Ids of `text`; nothing is added before or after. `check` gets the number of ids after each part of a large
+        text, and may end the work by an error of its own.
 
         With `allow_special`, names of control tokens in the text become those tokens: only for text that was not
         written by a user. Unpaired surrogates become U+FFFD.
@@ -138,6 +141,7 @@ class Tokenizer:
                 ids += self._encoding.encode(part, allowed_special="all")
             else:
                 ids += self._encoding.encode_ordinary(part)
+            check(len(ids))
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:

@@ -110,6 +110,10 @@ def _show_plan(setting: Setting, letters: Sequence[str], expected: dict[str, flo
 
 def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> bool:
     """Each start in a process of its own; whether all parts were measured."""
+    if setting.device == "cuda" and (there := torch.cuda.device_count()) < setting.tp:
+        raise ConfigError(
+            f"{setting.tp} GPUs are needed and {there} are here: give --tp, --device cpu, or --plan alone"
+        )
     ends = time.monotonic() + args.seconds
     here = [] if args.again or args.ledger is None else _measured(setting, args.ledger)
     left = [letter for letter in letters if letter not in here]

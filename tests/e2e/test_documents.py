@@ -37,7 +37,8 @@ def output(*command: str) -> str:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(SAYS)
+    elsewhere = {"pictures.py"}  # tests/cpu/engine/test_llm_media.py, with a model that sees
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | elsewhere
 
 
 @needs_nano

@@ -127,7 +127,7 @@ def test_a_real_answer(browser: Browser, server: Server) -> None:
     assert page.value("document.querySelector('details').open") is False
     assert page.value("document.querySelector('summary').textContent").startswith("thought for ")
     note = page.value("document.querySelector('.assistant .note').textContent")
-    assert "tokens/s" in note and "% of drafts accepted" in note
+    assert "tokens/s" in note and "first after" in note  # and drafts, where they pay by the steps that were measured
     page.value("think.click()")
     page.ask("What is 2 + 2?")
     assert page.value("document.querySelectorAll('details:not([hidden])').length") == 1
@@ -180,7 +180,8 @@ def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
     assert "tokens/s" in page.wait("document.querySelector('.assistant .note').textContent"), "while it runs"
     page.key("Escape")
     assert page.answer().count("word") < 4000
-    assert page.value("document.querySelector('.assistant .note').textContent").endswith("stopped")
+    note = page.value("document.querySelector('.assistant .note').textContent")
+    assert "4.00 tokens per drafted step, 100 % of drafts accepted" in note and note.endswith("stopped")
     assert page.value("document.getElementById('status').textContent") == "stopped"
     page.value("document.querySelector('.user button:nth-child(2)').click()")
     page.fill(".user textarea", "first")

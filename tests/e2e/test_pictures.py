@@ -16,10 +16,13 @@ from click.testing import CliRunner
 from perilune.cli import chat, generate
 from perilune.core.errors import RequestError
 from perilune.engine.client import EngineClient
+from perilune.media.kinds import reads_video
 from tests import scripted_engine
 from tests.cpu.media.pictures import file, scene
+from tests.cpu.media.videos import scenes, video
 from tests.e2e.server import Server
 
+SEEN = ["text", "image", "video"] if reads_video() else ["text", "image"]
 PAD = 163605
 SHOT, PHOTO = file(scene(1920, 1080)), file(scene(640, 480), "JPEG")
 TOKENS = 2691 + 414
@@ -73,7 +76,18 @@ def test_chat(seeing: Server) -> None:
         create(model="kimi", messages=bad)
     assert (e.value.param, e.value.code) == ("messages[0].content[0]", "invalid_image")
     (listed,) = seeing.openai.models.list().data
-    assert (listed.model_extra or {})["capabilities"]["input"] == ["text", "image"]
+    assert (listed.model_extra or {})["capabilities"]["input"] == SEEN
+
+
+def test_a_video(seeing: Server) -> None:
+    """Three seconds of 640 x 480 pixels: six frames, in two chunks."""
+    url = f"data:video/mp4;base64,{encoded(video(scenes(12, (640, 480))))}"
+    content: Any = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    before = counted(seeing)
+    answer = seeing.openai.chat.completions.create(model="kimi", messages=[{"role": "user", "content": content}])
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.model_extra or {})["video_tokens"] == 2 * 414
+    assert counted(seeing) == before + 2
 
 
 def test_responses(seeing: Server) -> None:

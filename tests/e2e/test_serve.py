@@ -534,6 +534,7 @@ def test_a_killed_engine_is_started_again() -> None:
                 answer = queued.result()
                 assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert httpx.get(f"{server.url}/health/ready").status_code == 200
+        assert server.metric("perilune_engine_restarts_total") == 1
         assert server.engine_pid() != killed and not Path(f"/proc/{killed}").exists()
         assert server.stop(signal.SIGTERM)[0] == 0
         assert not any("Traceback" in line for line in server.lines), "".join(server.lines)

@@ -71,7 +71,6 @@ def prefill(
         "max_model_len": longest + 64,
         "max_step_tokens": longest,
         "prefix_cache": False,
-        "rest_dtype": "dtype",
         **config,
     }
     found: list[dict[int, float]] = []
@@ -158,7 +157,7 @@ def common_keys(engine: Engine, name: str, layers: int) -> dict[str, Any]:
         "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
         "kv_dtype": config.kv_dtype,
         "expert_format": expert_format(engine.runner.model),
-        "rest_dtype": "fp8" if config.rest_dtype == "fp8" else config.dtype,
+        "rest_dtype": "w8a8" if config.fp8_activations else "fp8" if config.rest_dtype == "fp8" else config.dtype,
         "draft": 0,
         "draft_ms": 0.0,
         "acceptance_length": 1.0,

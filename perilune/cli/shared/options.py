@@ -17,8 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
 DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
 # Of verbs that run one model for one purpose.
-COMMON = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales", "rest_dtype")
-COMMON += ("fp8_activations", *DRAFT)
+COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales")
+COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:

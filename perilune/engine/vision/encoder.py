@@ -10,7 +10,9 @@ is full, rows that no running request will need are dropped, the least recently 
 last. So the first request always gets its next picture.
 """
 
+import math
 import statistics
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,10 +50,14 @@ class Encoder:
     pad          the id of their placeholder
     row_bytes    of a token's row of embeddings
     cache_bytes  of rows that are kept
+    max_frames   of a chunk of video, which counts as a picture here
     """
 
-    def __init__(self, sizes: Sizes, *, pad: int, row_bytes: int, cache_bytes: int, ranks: int = 1) -> None:
+    def __init__(
+        self, sizes: Sizes, *, pad: int, row_bytes: int, cache_bytes: int, ranks: int = 1, max_frames: int = 1
+    ) -> None:
         self.pad = pad
+        self._max_frames = max_frames
         self._sizes, self._row_bytes, self._room = sizes, row_bytes, cache_bytes
         self._cache_bytes = cache_bytes
         self._live: dict[int, Request] = {}  # with pictures
@@ -74,14 +80,17 @@ class Encoder:
     def place(self, prompt: Sequence[int], pictures: Sequence[Media]) -> tuple[Placed, ...]:
         """Where the pictures lie in the prompt. RequestError for one that cannot be."""
         for picture in pictures:
-            _, rows, columns = grid = picture.grid
+            frames, rows, columns = grid = picture.grid
             if (
-                grid[0] != 1
+                not 1 <= frames <= self._max_frames
                 or rows % 2
                 or columns % 2
                 or not 2 <= min(rows, columns) <= max(rows, columns) <= MAX_SIDE_PATCHES
             ):
-                raise RequestError(f"a picture of {grid} patches: even sides from 2 to {MAX_SIDE_PATCHES} are possible")
+                raise RequestError(
+                    f"a picture of {grid} patches: up to {self._max_frames} frames and even sides from 2 to "
+                    f"{MAX_SIDE_PATCHES} are possible"
+                )
             if picture.tokens != rows * columns // 4 or len(picture.digest) != DIGEST_BYTES:
                 raise RequestError(f"a picture of {grid} patches with {picture.tokens} tokens: it has a fourth as many")
             if (size := picture.tokens * self._row_bytes) > self._cache_bytes:
@@ -121,7 +130,12 @@ class Encoder:
             if request.pictures:
                 missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
                 first = next(missing, None)
-                request.barrier = NO_BARRIER if first is None else max(first.start, request.planned)
+                before, request.barrier = (
+                    request.barrier,
+                    NO_BARRIER if first is None else max(first.start, request.planned),
+                )
+                if request.barrier > before:
+                    request.ready = time.monotonic()
 
     def align(self, request: Request, count: int) -> int:
         """Fewer than `count` positions where those would cut a picture that begins after the first of them."""
@@ -149,7 +163,7 @@ class Encoder:
         for digest, asked in self._asked.items():
             if asked == (rid, item):
                 placed = self._live[rid].pictures[item]
-                if patches.nbytes != (size := placed.grid[1] * placed.grid[2] * self._sizes.patch):
+                if patches.nbytes != (size := math.prod(placed.grid) * self._sizes.patch):
                     raise RequestError(f"picture {item} has {patches.nbytes} bytes of pixels instead of {size}")
                 del self._asked[digest]
                 self._pixels[digest] = patches.cast("B")
@@ -180,7 +194,7 @@ class Encoder:
                 elif self._idle_ranks:
                     if not self._make_room(self._bytes(placed), [p.digest for _, p in needed[:i]], needed, dropped):
                         break
-                    cells = Cells(self._sizes, placed.grid[1] * placed.grid[2])
+                    cells = Cells(self._sizes, math.prod(placed.grid))
                     self._jobs[self._idle_ranks.pop()] = _Job(placed, cells, self._pixels.pop(digest))
                     encoding.add(digest)
         budget, late = IDLE_SECONDS, self._late

@@ -68,7 +68,14 @@ def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encode
         )
     choices.note("vision", "on", f"{room / GB:g} GB for the embeddings of pictures")
     pad = tower.model.config.placeholder
-    return Encoder(sizes, pad=pad, row_bytes=row, cache_bytes=int(room), ranks=tower.group.ranks)
+    return Encoder(
+        sizes,
+        pad=pad,
+        row_bytes=row,
+        cache_bytes=int(room),
+        ranks=tower.group.ranks,
+        max_frames=tower.model.config.pos_emb_time,
+    )
 
 
 def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> float:
@@ -76,7 +83,7 @@ def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dt
     largest."""
     c, limits = MoonVitConfig.from_directory(model_dir), Limits.from_directory(model_dir)
     values = 7 * c.hidden_size + 2 * c.intermediate_size
-    scratch = PADDED_RATIO * limits.in_patch_limit * (values * dtype.itemsize + 3 * c.hidden_size * 4)
+    scratch = PADDED_RATIO * limits.max_patches * (values * dtype.itemsize + 3 * c.hidden_size * 4)
     return _cache_bytes(config, device) + scratch
 
 

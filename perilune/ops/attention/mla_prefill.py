@@ -123,7 +123,7 @@ def _kernels() -> tuple[Any, Any]:
 
 def together(starts: list[int], lengths: list[int], most: int) -> list[list[tuple[int, int, int, int, int]]]:
     """Requests that share launches, at most `most` rows of keys of several: (number, first query, queries, keys, row of
-    the first key) of each, whose keys begin at multiples of `TILE`. Those without queries are left out."""
+    the first key, a multiple of `TILE`) of each. Those without queries are left out."""
     found: list[list[tuple[int, int, int, int, int]]] = []
     total = 0
     for b, length in enumerate(lengths):

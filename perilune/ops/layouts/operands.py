@@ -155,26 +155,6 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertRows:
-    """What experts give each token, not added up: weights[t, j] rows[position[t, j]] over j, in order, then shared[t].
-
-    rows      [R, D] as the activations
-    position  [T, k] int32 rows, or -1: a choice that is no expert
-    weights   [T, k] float32
-    shared    [T, D] as rows, or None
-    """
-
-    rows: Tensor
-    position: Tensor
-    weights: Tensor
-    shared: Tensor | None
-
-    @property
-    def kind(self) -> Hashable:
-        return self.rows.shape[1], self.rows.dtype, self.weights.shape, self.shared is None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Norm:
     """An RMS norm of a residual stream: weight [D] and the number added to the mean of squares. peers: the ranks
     that each have a part of what is added to the stream before; None: that is whole."""

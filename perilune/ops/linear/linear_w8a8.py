@@ -6,7 +6,10 @@ on the tensor cores ("cuda", linear_w8a8.cu), their sums times the token's scale
 result, which is rounded once. A row's result does not depend on the others.
 
 `linear` and `mlp` round activations first, in the kernel that norms or gates them if there is one. Normal activations
-of any size then give results that differ from linear_fp8's, whose activations are not rounded, by 2.6 % (rms).
+of any size then give results that differ by 2.6 % (rms) from linear_fp8's, which rounds no activations.
+
+On an H200, 10,000 tokens of K2.5's matrices take, us, with the library in bf16 beside: qkv_a 292 (395), q_b 354 (499),
+o 935 (1,445), gate and up 558 (823), down 303 (439), and rounding what they multiply 266 in all.
 """
 
 import functools
@@ -24,7 +27,7 @@ from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_fp8
 from perilune.ops.linear.quantize_tokens import GROUP, ROWS, quantize_tokens, rows
 
-MIN_TOKENS = 129  # fewer are a decode step's, whose time is that of its weights
+MIN_TOKENS = 129  # fewer are a decode step's, which takes as long as its weights
 SHORT = ROWS // 2  # tokens of the smaller tiles
 PAIR = 256  # outputs of two CTAs
 

@@ -3,7 +3,7 @@
 x [T, D]; chosen [T, k] as the router gives it; gate_up and down as in experts_int4.py, or with compact scales as in
 experts_int4_compact.py; shared: the shared expert, as x or in FP8 (linear_fp8.py), or None.
 y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
-implementation's choice, else 1. If `rows`, it may be ExpertRows instead, for combine_add_rmsnorm.py.
+implementation's choice, else 1.
 
 "cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the experts that were hit,
 in two launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair,
@@ -38,7 +38,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequant
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
-from perilune.ops.layouts.operands import ExpertRows, Matrix, Mlp
+from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
@@ -109,15 +109,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
     if c.S:
         both, one = g.randn(2 * c.S, c.D, scale=c.D**-0.5), g.randn(c.D, c.S, scale=c.S**-0.5)
         shared = Mlp(*(Matrix(*quantize_rows(w)) if c.shared_fp8 else Matrix(w) for w in (both, one)))
-    return {
-        "x": x,
-        "chosen": routed,
-        "gate_up": gate_up,
-        "down": down,
-        "shared": shared,
-        "partial": False,
-        "rows": False,
-    }
+    return {"x": x, "chosen": routed, "gate_up": gate_up, "down": down, "shared": shared, "partial": False}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -132,9 +124,7 @@ def _widened(w: Matrix) -> Tensor:
     return w.weight.float() if w.scale is None else w.weight.float() * w.scale.unsqueeze(-1)
 
 
-def reference(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor | ExpertRows:
+def reference(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     f = x.float()
     routed = experts_int4.op if gate_up.row_scale is None else experts_int4_compact.op
     y = routed.reference(f, chosen, gate_up, down)
@@ -218,16 +208,12 @@ def _streams(width: int, short: int, most: int) -> bool:
         *moe_int4_tall.needs(a.x, a.gate_up),
     ),
 )
-def cuda_tall(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor:
+def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     return moe_int4_tall.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
 @op.impl("cuda", when=_fits, waits=(T1,))
-def cuda(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor:
+def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
@@ -277,12 +263,8 @@ def cuda(
         *moe_int4_grouped.needs(a.x, a.gate_up),
     ),
 )
-def cuda_prefill(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor | ExpertRows:
+def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     rest = None if shared is None else functools.partial(_shared, w=shared)
-    if rows and x.shape[0] <= moe_int4_grouped.CHUNK:
-        return moe_int4_grouped.prefill_rows(x, chosen, gate_up, down, rest)
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
 
 
@@ -300,9 +282,7 @@ def _on_cpu() -> Any:
         (a.gate_up.scale.dtype == BFLOAT16, "bfloat16 scales"),
     ),
 )
-def cpp(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor:
+def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I = both // 2  # noqa: E741
     weights = (gate_up.weight, gate_up.scale, down.weight, down.scale)
@@ -327,9 +307,7 @@ def cpp(
 
 
 @op.impl("composed")
-def composed(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, rows: bool
-) -> Tensor:
+def composed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     experts = experts_int4.experts_int4 if gate_up.row_scale is None else experts_int4_compact.experts_int4_compact
     y = experts(x, chosen, gate_up, down).float()
     if shared is not None:
@@ -357,12 +335,11 @@ def moe_int4(
     down: Matrix,
     shared: Mlp | None,
     partial: bool = True,
-    rows: bool = False,
-) -> Tensor | ExpertRows:
+) -> Tensor:
     (experts_int4 if gate_up.row_scale is None else experts_int4_compact).check(x, chosen, gate_up, down)
     assert (gate_up.row_scale is None) == (down.row_scale is None), f"{gate_up.kind=} {down.kind=}"
     if gate_up.row_scale is None:
         assert gate_up.scale is not None and gate_up.scale.dtype != torch.uint8, f"{gate_up.kind=}"
     if shared is not None:
         _check_shared(x, shared)
-    return op(x, chosen, gate_up, down, shared, partial, rows)
+    return op(x, chosen, gate_up, down, shared, partial)

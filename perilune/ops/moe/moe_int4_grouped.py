@@ -19,8 +19,8 @@ from torch import Tensor
 
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
-from perilune.ops.harness.tensors import address, aligned
-from perilune.ops.layouts.operands import ExpertRows, Matrix, pointers
+from perilune.ops.harness.tensors import aligned
+from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
@@ -78,18 +78,7 @@ def prefill(
     return y
 
 
-def prefill_rows(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
-) -> ExpertRows:
-    """The same before it is added up, for at most `CHUNK` tokens."""
-    beside = None if shared is None else shared(x)
-    return _chunk(x, Chosen(chosen.ids.contiguous(), chosen.weights.contiguous()), gate_up, down, beside, None)
-
-
-def _chunk(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None
-) -> ExpertRows:
-    """Without `y` [T, 1, D] nothing is added up."""
+def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor) -> None:
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741
@@ -109,7 +98,7 @@ def _chunk(
         *pointers(gate_up),
         *pointers(down),
         None if shared is None else shared.data_ptr(),
-        address(y),
+        y.data_ptr(),
         plan.data_ptr(),
         position.data_ptr(),
         slabs.data_ptr(),
@@ -126,4 +115,3 @@ def _chunk(
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
-    return ExpertRows(slabs, position.view(T, k), chosen.weights, shared)  # down's rows lie where x's slabs did

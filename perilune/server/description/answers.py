@@ -37,10 +37,11 @@ class MessagesError(BaseModel):
 
 
 class PromptTokens(BaseModel):
-    """`image_tokens`, those of pictures, are there only if there are any."""
+    """`image_tokens` and `video_tokens`, those of pictures and videos, are there only if there are any."""
 
     cached_tokens: int
     image_tokens: int = 0
+    video_tokens: int = 0
 
 
 class CompletionTokens(BaseModel):
@@ -241,10 +242,11 @@ class Item(BaseModel):
 
 
 class InputTokens(BaseModel):
-    """`image_tokens`, those of pictures, are there only if there are any."""
+    """`image_tokens` and `video_tokens`, those of pictures and videos, are there only if there are any."""
 
     cached_tokens: int
     image_tokens: int = 0
+    video_tokens: int = 0
     cache_write_tokens: int
 
 

@@ -17,7 +17,7 @@ MEANINGS: Mapping[str, str] = {
     "model": "the served model's name; left out: the one that is served",
     # chat
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
-    "parts may be pictures, if the model sees",
+    "parts may be pictures, in chat also videos, if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
     "tool_choice": '"auto", "none", "required" or the one function that has to be called',
     "parallel_tool_calls": "false: at most one call in an answer",
@@ -168,7 +168,11 @@ _FUNCTION = _object(
 )
 _ID = {"type": "integer", "minimum": 0}
 _PARTS = _list(
-    _object(["type"], type={"type": "string", "examples": ["text", "image_url", "image"]}, text={"type": "string"})
+    _object(
+        ["type"],
+        type={"type": "string", "examples": ["text", "image_url", "video_url", "image"]},
+        text={"type": "string"},
+    )
 )
 _WORDS: list[Mapping[str, Any]] = [{"type": "string"}, _PARTS]
 _CALL = _object(

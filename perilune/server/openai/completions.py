@@ -211,9 +211,17 @@ class _Prompt:
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
     """A prompt as text or token ids, of which `count` continuations are generated."""
     # The caller of this endpoint writes the template itself, control tokens included.
-    if isinstance(given, str) and body.truncate_prompt_tokens is None:
-        text.context(info).check(len(given), "prompt")
-    ids = text.tokenizer.encode(given, allow_special=True) if isinstance(given, str) else given
+    context = text.context(info) if body.truncate_prompt_tokens is None else None
+
+    def check(tokens: int) -> None:
+        if context is not None:
+            context.check(len(given), "prompt", tokens)
+
+    if isinstance(given, str):
+        check(0)
+        ids = text.tokenizer.encode(given, allow_special=True, check=check)
+    else:
+        ids = given
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = 1 if body.silent else asked
     kept = body.truncated(ids, wanted, info.max_model_len)

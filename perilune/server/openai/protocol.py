@@ -426,16 +426,21 @@ class Predictions:
 
 
 def usage(
-    prompt: int, completion: int, cached: int, reasoning: int, predictions: Predictions, images: int = 0
+    prompt: int,
+    completion: int,
+    cached: int,
+    reasoning: int,
+    predictions: Predictions,
+    media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right.
-    `image_tokens` is there if there are any."""
+    `media` are image_tokens and video_tokens, if there are any."""
     p = predictions
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, **({"image_tokens": images} if images else {})},
+        "prompt_tokens_details": {"cached_tokens": cached, **(media or {})},
         "completion_tokens_details": {
             "reasoning_tokens": reasoning,
             "accepted_prediction_tokens": p.accepted,

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from perilune.core.errors import RequestError
-from perilune.media.decoder import Picture
+from perilune.core.messages import Picture, Video, pictures_of
 
 CACHE_SHARE = 1 / 4  # of the limit, at most; requests take it back where they need it
 
@@ -21,7 +21,7 @@ class Budget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held = self.cached = 0
-        self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # the one not used for longest first
+        self._kept: OrderedDict[bytes, Picture | Video] = OrderedDict()  # the one not used for longest first
 
     @contextlib.contextmanager
     def share(self) -> Iterator["Share"]:
@@ -32,17 +32,17 @@ class Budget:
         finally:
             share.release()
 
-    def get(self, key: bytes) -> Picture | None:
+    def get(self, key: bytes) -> Picture | Video | None:
         if (picture := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
         return picture
 
-    def keep(self, key: bytes, picture: Picture) -> None:
+    def keep(self, key: bytes, picture: Picture | Video) -> None:
         """Where there is room; the ones not used for longest make room."""
         if key in self._kept:
             return
         self._kept[key] = picture
-        self.cached += picture.patches.nbytes
+        self.cached += nbytes(picture)
         self.make_room(0)
 
     def make_room(self, size: int) -> None:
@@ -51,7 +51,12 @@ class Budget:
             self.held + self.cached + size > self.limit_bytes or self.cached > self.limit_bytes * CACHE_SHARE
         ):
             _, dropped = self._kept.popitem(last=False)
-            self.cached -= dropped.patches.nbytes
+            self.cached -= nbytes(dropped)
+
+
+def nbytes(medium: Picture | Video) -> int:
+    """Of its patches."""
+    return sum(memoryview(picture.patches).nbytes for picture in pictures_of([medium]))
 
 
 class Share:

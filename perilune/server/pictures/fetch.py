@@ -1,5 +1,5 @@
-"""Pictures at http(s) addresses, which clients choose: fetched only from hosts that the operator allows, never from an
-address of a private network, and within bounds.
+"""Pictures and videos at http(s) addresses, which clients choose: fetched only from hosts that the operator allows,
+never from an address of a private network, and within bounds.
 
 A name is resolved once. What it resolves to is checked, and the connection goes to the checked address: a second
 answer of the name's server (DNS rebinding) has no effect. Redirects are followed by the same steps.
@@ -72,7 +72,7 @@ class Fetcher:
             trust_env=False,  # a proxy would resolve the name again
             timeout=httpx.Timeout(FETCH_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_keepalive_connections=0),
-            headers={"user-agent": "perilune", "accept": "image/*", "accept-encoding": "identity"},
+            headers={"user-agent": "perilune", "accept": "image/*, video/*", "accept-encoding": "identity"},
         )
 
     async def fetch(self, url: str) -> bytes:
@@ -160,7 +160,7 @@ class Fetcher:
 
 
 def refused(why: str) -> RequestError:
-    return RequestError(f"the image cannot be fetched: {why}", code="invalid_image_url")
+    return RequestError(f"it cannot be fetched: {why}", code="invalid_image_url")
 
 
 def _too_large() -> RequestError:

@@ -1,28 +1,28 @@
-"""Parts of chat messages that are pictures: found as clients send them, replaced when they are decoded."""
+"""Parts of chat messages that are pictures or videos: found as clients send them, replaced when they are decoded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perilune.core.errors import RequestError
-from perilune.core.messages import Picture
-from perilune.text.history import Image
+from perilune.core.messages import Picture, Video
+from perilune.text.history import shown
 from perilune.text.tools import show
 
-VIDEO = ("video", "video_url", "input_video")
 DETAILS = ("auto", "low", "high", "original")
 MAX_PLACE_CHARS = 200  # of the name of a part in another API's request
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part `index` of message `message`, a picture at `url`. `where`: its place in the request, as its client names
-    it."""
+    """Part `index` of message `message`, a picture or a video at `url`. `where`: its place in the request, as its
+    client names it."""
 
     message: int
     index: int
     url: str
     where: str
+    is_video: bool = False
 
 
 def picture_part(url: str, where: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def picture_part(url: str, where: str) -> dict[str, Any]:
 
 
 def found(messages: Sequence[Any]) -> list[Part]:
-    """The pictures of chat messages, in order. RequestError names the part that cannot be one.
+    """The pictures and videos of chat messages, in order. RequestError names the part that cannot be one.
 
     Whatever else is wrong with the messages is found when they are read (text/history.py).
     """
@@ -44,37 +44,42 @@ def found(messages: Sequence[Any]) -> list[Part]:
                 continue
             place = part.get("where")
             where = place[:MAX_PLACE_CHARS] if isinstance(place, str) else f"messages[{i}].content[{j}]"
-            if kind in VIDEO:
-                raise unsupported(where, "video is not served yet: send frames of it as pictures")
+            if kind in ("video", "input_video"):
+                raise unsupported(
+                    where, "a video is sent here as {'type': 'video_url', 'video_url': {'url': 'data:video/mp4;...'}}"
+                )
+            if kind == "video_url":
+                parts.append(Part(i, j, _url(part, "video_url", None, where), where, True))
             if kind == "image":
                 raise unsupported(
                     where, "a picture is sent here as {'type': 'image_url', 'image_url': {'url': 'data:...'}}"
                 )
             if kind in ("image_url", "input_image"):
-                parts.append(Part(i, j, _url(part.get("image_url"), part.get("detail"), where), where))
+                parts.append(Part(i, j, _url(part, "image_url", part.get("detail"), where), where))
     return parts
 
 
 def replaced(
-    messages: Sequence[dict[str, Any]], parts: Sequence[Part], pictures: Sequence[Picture]
+    messages: Sequence[dict[str, Any]], parts: Sequence[Part], media: Sequence[Picture | Video]
 ) -> list[dict[str, Any]]:
-    """The messages with their pictures as the chat template takes them. Those without pictures are the same objects."""
+    """The messages with their pictures and videos as the chat template takes them. Those without are the same
+    objects."""
     made = list(messages)
-    for part, picture in zip(parts, pictures, strict=True):
+    for part, medium in zip(parts, media, strict=True):
         message = made[part.message]
         content = list(message["content"])
-        content[part.index] = Image(picture.tokens)
+        content[part.index] = shown(medium)
         made[part.message] = {**message, "content": content}
     return made
 
 
-def _url(sent: Any, detail: Any, where: str) -> str:
-    url = sent
-    if isinstance(sent, Mapping):
-        url, detail = sent.get("url"), sent.get("detail", detail)
+def _url(part: Mapping[str, Any], field: str, detail: Any, where: str) -> str:
+    url = part.get(field)
+    if isinstance(url, Mapping):
+        detail, url = url.get("detail", detail), url.get("url")
     check_detail(detail, where)
     if not isinstance(url, str):
-        raise RequestError(f"{where}.image_url must be {{'url': 'data:...'}}", param=where, code="invalid_value")
+        raise RequestError(f"{where}.{field} must be {{'url': 'data:...'}}", param=where, code="invalid_value")
     return url
 
 

@@ -1,22 +1,20 @@
-"""The pictures of a request: their bytes, from the request or fetched; decoded within bounds; counted until the end."""
+"""The pictures and videos of a request: their bytes, from the request or fetched; decoded within bounds; counted until
+the end."""
 
 import asyncio
-import binascii
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import RequestError
-from perilune.core.messages import EngineInfo, Picture
-from perilune.media.decoder import MAX_FILE_BYTES
-from perilune.media.kinds import kind_of
+from perilune.core.messages import EngineInfo, Picture, Video
+from perilune.media.data_url import CHUNK_CHARS, of_data_url
 from perilune.media.limits import Limits
 from perilune.media.pool import DecoderPool
 from perilune.server.call import current
-from perilune.server.pictures.budget import Budget, Share
+from perilune.server.pictures.budget import Budget, Share, nbytes
 from perilune.server.pictures.parts import Part, unsupported
 
 if TYPE_CHECKING:
@@ -25,12 +23,8 @@ if TYPE_CHECKING:
 MAX_DECODERS = 4
 FETCHES = 8  # at once; with their files, of up to 32 MB each, until these are decoded
 PER_REQUEST = 4  # pictures of one request in work at once: the others' requests take turns with it
-REQUEST_SECONDS = 60.0  # for all pictures of a request
-CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpreter's lock
+REQUEST_SECONDS = 60.0  # for all pictures and videos of a request
 SMALL_CHARS = 16_384  # of a data: URL that is decoded on the event loop
-MAX_HEAD_CHARS = 200  # of a data: URL before its comma
-_HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
-_SYNONYMS = {"jpg": "jpeg", "pjpeg": "jpeg", "x-png": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp", "tif": "tiff"}
 
 
 class PictureReader:
@@ -58,16 +52,16 @@ class PictureReader:
                 code="too_many_pictures",
             )
 
-    async def read(self, parts: Sequence[Part], share: Share) -> list[Picture]:
-        """The decoded pictures, in order; they count in `share`. RequestError names the part that is wrong."""
+    async def read(self, parts: Sequence[Part], share: Share) -> list[Picture | Video]:
+        """The decoded pictures and videos, in order; they count in `share`. RequestError names the wrong part."""
         text = sum(len(part.url) for part in parts)
         share.take(text)
-        made: dict[int, Picture] = {}
+        made: dict[int, Picture | Video] = {}
         left = iter(enumerate(parts))
 
         async def some() -> None:
             for i, part in left:
-                made[i] = await self._picture(part, share)
+                made[i] = await self._medium(part, share)
 
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -93,39 +87,44 @@ class PictureReader:
             await self._fetcher.close()
         await asyncio.to_thread(self.pool.close)
 
-    async def _picture(self, part: Part, share: Share) -> Picture:
+    async def _medium(self, part: Part, share: Share) -> Picture | Video:
+        what = "video" if part.is_video else "image"
         try:
             if part.url[:5].lower() == "data:":
-                picture = await self._inline(part.url)
+                medium = await self._inline(part.url, part.is_video)
             elif self._fetcher is None:
                 raise RequestError(
-                    "the image must be sent as a data: URL: this server fetches none (serve --media-allow-host HOST "
+                    f"the {what} must be sent as a data: URL: this server fetches none (serve --media-allow-host HOST "
                     "allows a host)",
-                    code="invalid_image_url",
+                    code=f"invalid_{what}_url",
                 )
             else:
                 async with self._fetches:
-                    picture = await self.pool.decode(await self._fetcher.fetch(part.url))
-            share.take(picture.patches.nbytes)
-            return picture
+                    medium = await self._decode(await self._fetcher.fetch(part.url), part.is_video)
+            share.take(nbytes(medium))
+            return medium
         except RequestError as e:
             raise RequestError(
                 f"{part.where}: {e}", param=part.where, code=e.code, status=e.status, retry_seconds=e.retry_seconds
             ) from e
 
-    async def _inline(self, url: str) -> Picture:
-        """The picture of a data: URL, kept for the same account's next request with it."""
+    async def _inline(self, url: str, is_video: bool) -> Picture | Video:
+        """What a data: URL holds, kept for the same account's next request with it."""
         account, small = current().account.name, len(url) < SMALL_CHARS
-        key = _key(account, url) if small else await asyncio.to_thread(_key, account, url)
+        key = _key(account, url, is_video) if small else await asyncio.to_thread(_key, account, url, is_video)
         if (kept := self.budget.get(key)) is not None:
             return kept
-        picture = await self.pool.decode(of_data_url(url) if small else await asyncio.to_thread(of_data_url, url))
-        self.budget.keep(key, picture)
-        return picture
+        data = of_data_url(url, is_video) if small else await asyncio.to_thread(of_data_url, url, is_video)
+        medium = await self._decode(data, is_video)
+        self.budget.keep(key, medium)
+        return medium
+
+    async def _decode(self, data: bytes, is_video: bool) -> Picture | Video:
+        return await self.pool.decode_video(data) if is_video else await self.pool.decode(data)
 
 
-def _key(account: str, url: str) -> bytes:
-    found = hashlib.sha256(account.encode() + b"\0")
+def _key(account: str, url: str, is_video: bool = False) -> bytes:
+    found = hashlib.sha256(account.encode() + (b"\0video\0" if is_video else b"\0"))
     for at in range(0, len(url), CHUNK_CHARS):
         found.update(url[at : at + CHUNK_CHARS].encode("utf-8", "surrogatepass"))
     return found.digest()
@@ -137,33 +136,3 @@ def _fetcher(hosts: Sequence[str]) -> "Fetcher | None":
     from perilune.server.pictures.fetch import Fetcher  # with httpx, which takes 0.1 s to import
 
     return Fetcher(hosts)
-
-
-def of_data_url(url: str) -> bytes:
-    """The file in a data: URL; RequestError if it is not one, or of another kind than it says.
-
-    Takes 5 ms per MB: to be called on a thread if it is long.
-    """
-    head = _HEAD.match(url[:MAX_HEAD_CHARS])
-    if head is None or head[2] is None:
-        raise _wrong("its URL must be 'data:image/png;base64,...', with the type of the file")
-    data = bytearray()
-    text = url[head.end() :]
-    if any(space in text for space in "\n\r "):  # as the command base64 writes lines
-        text = "".join(text.split())
-    if len(text) * 3 // 4 > MAX_FILE_BYTES + 2:
-        raise _wrong(f"the file has more than {MAX_FILE_BYTES >> 20} MB")
-    for at in range(0, len(text), CHUNK_CHARS):
-        try:
-            data += binascii.a2b_base64(text[at : at + CHUNK_CHARS], strict_mode=True)
-        except ValueError:  # of binascii, and of characters beyond ASCII
-            raise _wrong("its data is not base64") from None
-    said, kind = (head[1] or "").lower(), kind_of(data)
-    sort, _, said = said.partition("/")
-    if kind is not None and sort == "image" and _SYNONYMS.get(said, said) != kind:
-        raise _wrong(f"its URL says image/{said}, but the file is {kind.upper()}: send image/{kind}")
-    return bytes(data)
-
-
-def _wrong(why: str) -> RequestError:
-    return RequestError(f"the image cannot be used: {why}", code="invalid_image")

@@ -20,7 +20,7 @@ def decode(tp: int, batch: int, us: float, **more: Any) -> dict[str, Any]:
 
 def prefill(tp: int, ms: float, tokens: int = 10_000, **more: Any) -> dict[str, Any]:
     row = {"shape": "kimi-k2.5", "layers": 9, "tp": tp, "tokens": tokens, "ms_per_layer": ms, "step_ms": 9 * ms}
-    return row | {"commit": "one", **more}
+    return row | {"rest_dtype": "fp8", "commit": "one", **more}
 
 
 SLICES = [decode(n, 1, us, slice=n) for n, us in ((2, 60.0), (4, 40.0), (8, 30.0))]
@@ -72,5 +72,9 @@ def test_what_is_predicted_is_no_row_of_it_and_a_missing_row_names_its_command()
         Forecast([*SLICES, REAL], [], 4).step(16, 1024, KV_BYTES)
     with pytest.raises(ConfigError, match="--tp 2 and without"):
         Forecast([], [prefill(1, 20.0)], 4).prompt_ms(10_000)
+    with pytest.raises(ConfigError, match="--tp 2 and without"):
+        Forecast([], [prefill(1, 20.0), prefill(2, 11.0, rest_dtype="bfloat16")], 4).prompt_ms(10_000)
+    narrow = [prefill(n, 20.0 / n) for n in (1, 2)] + [prefill(n, 99.0, rest_dtype="bf16") for n in (1, 2)]
+    assert Forecast([], narrow, 4).prompt_ms(10_000) == pytest.approx(61 * 5)
     with pytest.raises(ConfigError, match="--draft 3"):
         Forecast([], [], 4).draft_ms(3)

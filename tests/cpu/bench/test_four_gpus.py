@@ -120,6 +120,14 @@ def test_an_unknown_part_says_which_there_are() -> None:
         script._letters("b, z")
 
 
+def test_too_few_gpus_are_an_error_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(script.ops_build, "sources", lambda: pytest.fail("kernels are built"))
+    monkeypatch.setattr("sys.argv", ["four_gpus", "--part", "b"])
+    with pytest.raises(ConfigError, match="4 GPUs are needed and 2 are here"):
+        script._all(Setting(4), ["b"], script._arguments())
+
+
 def test_a_start_whose_time_is_over_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert script._run(["sh", "-c", "sleep 60 & echo $! $PYTHONFAULTHANDLER; wait"], 1.0) == 1
     started, said = capfd.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perilune.dist import group as dist_group
 from perilune.dist import peer_memory
-from perilune.dist.group import TIMEOUT, Nccl, join
+from perilune.dist.group import TIMEOUT, Gloo, Nccl, join
 from perilune.dist.peer_memory import ExchangeError, PeerMemory
 from perilune.dist.slicing import Slicing
 from perilune.model.kimi_k2 import add_parts
@@ -152,3 +152,15 @@ def test_the_model_and_the_draft_model_add_over_the_groups_peers() -> None:
     found = add_parts(h, x, norm, 1e-5, None, Peers(0, 2, gather))  # type: ignore[arg-type]  # peers are enough
     assert len(seen) == 1 and torch.allclose(h, 3 * x)
     assert torch.allclose(found, torch.nn.functional.rms_norm(3 * x, (8,), norm, 1e-5), atol=1e-5)
+
+
+def test_a_rank_of_a_cpu_that_only_reports_makes_no_progress() -> None:
+    made = Gloo(Slicing(0, 2), Processes([]))
+    made.progress()
+    found = []
+    for busy in (0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.15, 0.15, 0.02):
+        end = time.process_time() + busy
+        while time.process_time() < end:
+            pass
+        found.append(made.progress())
+    assert len(set(found[:6])) == 1 and found[5] < found[6] < found[7] == found[8]

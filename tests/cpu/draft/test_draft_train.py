@@ -496,42 +496,44 @@ def test_the_draft_says_what_is_said_most(tmp_path: Path, target: tuple[KimiConf
 # ---- several processes ----------------------------------------------------------------------------------------------
 
 
-def two_runs(directory: Path) -> None:
-    """What each of two processes does: runs of both forms, one of which is left and taken up again."""
+def two_runs(directory: Path, form: str) -> None:
+    """What each of two processes does: two runs, one of which is left and taken up again."""
     torch.set_num_threads(1)
-    for form in ("mla", "mha-cut"):
-        tensors = a_run(directory / form, form)
-        a_run(directory / f"{form}-again", form, stop_after=20)
-        again = a_run(directory / f"{form}-again", form)
-        if ranks.rank() == 0:
-            save_file(tensors, directory / form / "draft.safetensors")
-            save_file(again, directory / f"{form}-again" / "draft.safetensors")
+    tensors = a_run(directory / "two", form)
+    a_run(directory / "again", form, stop_after=20)
+    again = a_run(directory / "again", form)
+    if ranks.rank() == 0:
+        save_file(tensors, directory / "two" / "draft.safetensors")
+        save_file(again, directory / "again" / "draft.safetensors")
+
+
+def learn_as_one(directory: Path, form: str) -> None:
+    """Two processes, beside one that does the same."""
+    two, again, one = (directory / name for name in ("two", "again", "one"))
+    for path in (two, again, one):
+        corpus_of(path / "corpus", some_rows(24))
+    ranks.spawn(2, two_runs, directory, form)
+    a_run(one, form)
+    steps = [logged(path, "step") for path in (one, two)]
+    assert [len(s) for s in steps] == [JOB.steps // 20] * 2 and logged(two, "start")[0]["processes"] == 2
+    # Sums in another order are orthogonalised in bfloat16: alike, not equal.
+    for a, b in zip(*steps):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-3) and a["rate"] == b["rate"]
+        assert a["agreement"] == pytest.approx(b["agreement"], abs=0.02)
+    assert steps[0][-1]["loss"] < steps[0][0]["loss"] - 0.05
+    # Taken up again, two end with the bits of two; what they save is whole.
+    assert [r["step"] for r in logged(again, "start")] == [0, 20]
+    drafts = [load_file(path / "draft.safetensors") for path in (two, again)]
+    assert all(torch.equal(t, drafts[1][name]) for name, t in drafts[0].items())
+    states = [load_file(path / "run" / STATE) for path in (two, one)]
+    assert {k: v.shape for k, v in states[0].items()} == {k: v.shape for k, v in states[1].items()}
+    # One process goes on with what two have saved.
+    assert a_run(two, form).keys() == drafts[0].keys() and logged(two, "stop")[-1]["step"] == JOB.steps
 
 
 def test_two_processes_learn_as_one(tmp_path: Path) -> None:
-    forms = ("mla", "mha-cut")
-    for form in forms:
-        for name in (form, f"{form}-again", f"{form}-one"):
-            corpus_of(tmp_path / name / "corpus", some_rows(24))
-    ranks.spawn(2, two_runs, tmp_path)
-    for form in forms:
-        two, again, one = (tmp_path / name for name in (form, f"{form}-again", f"{form}-one"))
-        a_run(one, form)
-        steps = [logged(path, "step") for path in (one, two)]
-        assert [len(s) for s in steps] == [JOB.steps // 20] * 2 and logged(two, "start")[0]["processes"] == 2
-        # Sums in another order are orthogonalised in bfloat16: alike, not equal.
-        for a, b in zip(*steps):
-            assert a["loss"] == pytest.approx(b["loss"], rel=2e-3) and a["rate"] == b["rate"]
-            assert a["agreement"] == pytest.approx(b["agreement"], abs=0.02)
-        assert steps[0][-1]["loss"] < steps[0][0]["loss"] - 0.05
-        # Taken up again, two end with the bits of two; what they save is whole.
-        assert [r["step"] for r in logged(again, "start")] == [0, 20]
-        drafts = [load_file(path / "draft.safetensors") for path in (two, again)]
-        assert all(torch.equal(t, drafts[1][name]) for name, t in drafts[0].items())
-        states = [load_file(path / "run" / STATE) for path in (two, one)]
-        assert {k: v.shape for k, v in states[0].items()} == {k: v.shape for k, v in states[1].items()}
-        # One process goes on with what two have saved.
-        assert a_run(two, form).keys() == drafts[0].keys() and logged(two, "stop")[-1]["step"] == JOB.steps
+    """The other form is in tests/soak."""
+    learn_as_one(tmp_path, "mha-cut")
 
 
 def test_processes_need_a_schedule_in_steps(

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from perilune.core.messages import Media, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import Output, StepPlan, StepResult
 from perilune.engine.scheduler import Scheduler
+from perilune.engine.step_times.pacing import Pacer
 from perilune.engine.vision.cells import Cells, Sizes
 from perilune.engine.vision.encoder import Encoder
 
@@ -140,6 +142,31 @@ def test_others_do_not_wait_for_pictures(speed: float) -> None:
     assert len(encoding) > alone / (on.step_seconds * 0.85), "slices as long as steps"
     assert max(gaps) <= 2 * calm + 256 * on.token_seconds  # the last: a chunk of the pictures' own prompts
     assert on.clock - begin < 3 * alone + 0.3, "and the pictures get their share"
+
+
+def test_a_prompt_does_not_wait_while_its_picture_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pacer is given: only time in which the prompt could be computed counts, and requests that decode."""
+    asked: list[tuple[int, float]] = []
+
+    class Noted(Pacer):
+        def prompt_tokens(self, decoding: int, waited_seconds: float) -> int:
+            asked.append((decoding, waited_seconds))
+            return super().prompt_tokens(decoding, waited_seconds)
+
+    on = machine(K25, pacer=Noted(2.0, 256))
+    monkeypatch.setattr(time, "monotonic", lambda: on.clock)
+    for rid in range(2):
+        submit(on, rid, tokens=2000)
+    while on.clock < 0.1:
+        on.step()
+    begin = on.clock
+    asking = Submit(100, prompt(LARGEST), SamplingParams(max_tokens=4), pictures=(LARGEST,))
+    on.scheduler.submit(asking, 0, on.clock)
+    asked.clear()
+    while not any(w.rid == 100 and w.media for w in on.plans[-1].work):
+        on.step()
+    assert on.clock - begin > 0.15, "encoding takes longer"
+    assert asked and max(waited for _, waited in asked) < 0.02 and {decoding for decoding, _ in asked} == {2}
 
 
 def test_alone_a_picture_is_encoded_in_few_slices() -> None:

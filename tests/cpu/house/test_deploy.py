@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,19 @@ def test_a_fault_is_found(tmp_path: Path, file: str, old: str, new: str, fault: 
     assert old in text
     (tmp_path / file).write_text(text.replace(old, new))
     assert any(fault in found for found in faults(tmp_path)), faults(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    """With programs that this machine has; a wrong key and a wrong value are found, so that silence says something."""
+    text = re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", (ROOT / UNIT).read_text())
+
+    def said(unit: str) -> str:
+        path = tmp_path / "perilune.service"
+        path.write_text(unit)
+        done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=60)
+        return done.stderr
+
+    assert said(text) == ""
+    assert "UMasks" in said(text.replace("UMask=", "UMasks="))
+    assert "kill mode" in said(text.replace("KillMode=mixed", "KillMode=most"))

@@ -42,6 +42,7 @@ def test_what_the_package_imports_is_declared_and_training_alone_needs_its_extra
     assert rooms.pop("llama_cpp") == {"bench"}  # built by runs/llama-cpp.sh
     assert {name.partition("_")[0] for name in extras["otel"]} == {"opentelemetry"}  # one name for several packages
     assert rooms.pop("opentelemetry") == {"server"}
+    assert rooms.pop("av") == {"media"} and extras["video"] == {"av"}  # in the worker alone, when a video comes
     assert rooms.pop("humming") == {"bench"}  # a peer, timed where it is installed; no part of the product imports it
     assert set(rooms) <= needed | extras["draft"] | extras["bench"]
     assert needed <= set(rooms), "nothing imports a dependency"

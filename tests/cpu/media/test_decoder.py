@@ -56,13 +56,14 @@ def test_the_model_is_not_imported_and_nothing_stays_behind(shared: Decoder) -> 
     data = file(scene(300, 300))
     shared.decode(data)
     handles, worker = len(os.listdir("/proc/self/fd")), Path(f"/proc/{pid(shared)}")
+    kept = Path("/proc/self/maps").read_text().count("memfd:patches")  # by other tests
     for _ in range(20):
         shared.decode(data)
     assert len(os.listdir("/proc/self/fd")) == handles
     # 0, 1, 2, the link, and for a moment after its answer the last picture's memory.
     assert len(list((worker / "fd").iterdir())) <= 5
     maps = Path("/proc/self/maps").read_text()
-    assert maps.count("memfd:patches") <= 1  # the last one's, if that
+    assert maps.count("memfd:patches") <= kept + 1  # the last one's, if that
     assert "libtorch" not in (worker / "maps").read_text()
 
 

@@ -26,8 +26,8 @@ def test_golden_token_counts(size: tuple[int, int]) -> None:
 
 
 def test_video_frames_are_smaller() -> None:
-    assert Limits().fit(1920, 1080, frame=True).tokens == 1032
-    assert Limits().fit(3000, 3000, frame=True).tokens == 1089
+    assert Limits().fit(1920, 1080, frames=4).tokens == 1032
+    assert Limits().fit(3000, 3000, frames=4).tokens == 1089
     assert Limits().fit(3000, 3000) == Fit(1794, 1794, 130, 130, 4225)  # padded to 1820
 
 

@@ -2,19 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from perilune.core.sampling import SamplingParams
-from perilune.engine.llm import LLM
-from perilune.model import kimi_k2
 from perilune.ops.harness import build, workspace
-from perilune.ops.harness.case import FLOAT32, Make
-from perilune.ops.layouts.operands import ExpertRows
-from perilune.ops.moe import combine_add_rmsnorm, moe_int4, moe_int4_tall
-from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.harness.case import Make
+from perilune.ops.moe import moe_int4, moe_int4_tall
 
 T1, MMA_TMA = ((f"moe_int4_{method}_gate_up", f"moe_int4_{method}_down") for method in ("t1", "mma_tma"))
 APART = ("apart",)  # the shared expert's own launches
@@ -88,32 +82,3 @@ def test_what_tall_tiles_take(tokens: int, hidden: int, width: int, compact: boo
 def test_widths_of_tall_tiles(tokens: int, widths: set[int]) -> None:
     """Those of the fastest runs measured at 128, 256 and 512 tokens."""
     assert {8 + 8 * n for n in range(12) if moe_int4_tall.classes(tokens, 8, 384) >> n & 1} == widths
-
-
-def test_rows_are_added_in_the_norm_as_their_sum_would_be() -> None:
-    g = Make(FLOAT32, torch.device("cpu"), 5)
-    args = combine_add_rmsnorm.inputs(combine_add_rmsnorm.Case(20, 64, 3, absent=True), g)
-    rows: ExpertRows = args["rows"]
-    total = torch.zeros(20, 64)
-    for t in range(20):
-        for j, at in enumerate(rows.position[t].tolist()):
-            total[t] += rows.weights[t, j] * rows.rows[at] if at >= 0 else 0.0
-    assert rows.shared is not None
-    h, other = args["residual"].clone(), args["residual"].clone()
-    want = add_rmsnorm(h, (total + rows.shared).unsqueeze(1), args["w"], args["eps"])
-    got = combine_add_rmsnorm.combine_add_rmsnorm(other, rows, args["w"], args["eps"])
-    torch.testing.assert_close((got, other), (want, h))
-
-
-def test_only_prompts_leave_their_rows_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, bool]] = []
-
-    def recording(*args: Any, **more: Any) -> Any:
-        asked.append((len(args[0]), more["rows"]))
-        return moe_int4.moe_int4(*args, **more)
-
-    monkeypatch.setattr(kimi_k2, "moe_int4", recording)
-    with LLM("kimi-nano", device="cpu", draft="off") as llm:
-        llm.generate([list(range(300, 600))], SamplingParams(max_tokens=3))
-    assert {rows for count, rows in asked if count > 100} == {True}
-    assert {rows for count, rows in asked if count == 1} == {False}

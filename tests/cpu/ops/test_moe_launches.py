@@ -9,7 +9,7 @@ import torch
 
 from perilune.ops.drafts import accept_drafts, advance_inputs, argmax_probability, draft_embed, draft_tables
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make
-from perilune.ops.moe import combine_add_rmsnorm, mla_decode_router, moe_int4, router
+from perilune.ops.moe import mla_decode_router, moe_int4, router
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.sampling import argmax, sample
 from tests.cpu.ops import launches
@@ -75,8 +75,6 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
         f"moe_int4 prefill {n}": lambda r, c=c: _run(r, moe_int4, c, "cuda_prefill")
         for n, c in {"T=300": _experts(300), "compact": _experts(300, compact=True)}.items()
     },
-    "moe_int4 prefill rows": lambda r: _run(r, moe_int4, _experts(300), "cuda_prefill", partial=True, rows=True),
-    "combine_add_rmsnorm": lambda r: _run(r, combine_add_rmsnorm, combine_add_rmsnorm.Case(3, 512, 2)),
     "moe_int4 tall T=129": lambda r: _run(r, moe_int4, _experts(129), "cuda_tall"),
     "accept_drafts": lambda r: _run(r, accept_drafts, accept_drafts.Case(3, 4, 2), dtype=FLOAT32),
     "advance_inputs": lambda r: _run(r, advance_inputs, advance_inputs.Case(3, 4), dtype=FLOAT32),

@@ -14,7 +14,7 @@ import pytest
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
-from perilune.server.connection import Timeouts
+from perilune.server.connection import READ_BYTES, Timeouts
 from perilune.server.limits import Proxies
 from perilune.server.listener import Listener
 
@@ -145,6 +145,19 @@ def test_requests_follow_each_other_on_one_connection_even_ahead_of_answers() ->
             assert b"connection: close" in head and b"date: " in head and await wire.ended()
 
     serve(test)
+
+
+def test_a_body_larger_than_one_read_ends_where_the_next_request_begins() -> None:
+    async def test(s: Served) -> None:
+        async with s.connect() as first, s.connect() as second:  # both read into the listener's one buffer
+            for i, wire in enumerate((first, second)):
+                body = bytes([65 + i]) * (2 * READ_BYTES + 7)
+                wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + GET)
+            for i, wire in enumerate((first, second)):
+                assert (await wire.response())[2] == bytes([65 + i]) * (2 * READ_BYTES + 7)
+                assert (await wire.response())[0::2] == (200, b"")
+
+    serve(test, timeouts=None)
 
 
 def test_http_1_0_ends_with_the_connection() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from perilune.server.body import Context, parse
 from perilune.server.limits import SMALL_BYTES, BodyBudget, BodyShare
 from perilune.server.openai.protocol import ChatBody, CompletionBody
 from perilune.server.service import Service
-from tests.serving import CHAT, HELLO, TEXT, Served, serve
+from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve
 
 CONTEXT = Context(tokens=4096, token_bytes=32)
 MB = 1 << 20
@@ -56,6 +57,27 @@ def test_what_cannot_be_a_request_is_refused_before_it_is_decoded(
     assert refused.value.code == code and refused.value.status == 400
 
 
+def test_counting_values_takes_no_longer_for_escapes_in_an_open_string() -> None:
+    """A search for strings that began again inside of one took quadratic time: days for 12 MB."""
+    raw = b'{"messages":"' + b'\\",' * 1_500_000 + b"\\"
+    begun = time.thread_time()
+    with pytest.raises(RequestError) as refused:
+        parse(ChatBody, raw, context=CONTEXT)
+    assert refused.value.code == "invalid_json" and time.thread_time() - begun < 2
+
+
+def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of any size find the same number, wherever they cut strings and escapes."""
+    texts = ["", "a, [b] {c}", '"', "\\", '\\"', ',"', "\\\\,", "\\\\\\[", "\n,"]
+    raw = json.dumps({"messages": [{text: [text, 1, {text: text}]} for text in texts]}).encode()
+    values = 2 + 6 * len(texts) - 1  # the body, the list; of each text two objects, a list, two commas, one between
+    for size in range(1, 40):
+        monkeypatch.setattr(bodies, "_WINDOW_BYTES", size)
+        bodies._check_values(raw, values)
+        with pytest.raises(RequestError, match=f"more than {values - 1} values"):
+            bodies._check_values(raw, values - 1)
+
+
 def test_what_can_fit_is_decoded() -> None:
     code = 'if (x) { f(a, "b"); }\n' * 100_000  # many braces and commas, all of them in one string
     wide = Context(tokens=262_144, token_bytes=128)
@@ -82,6 +104,26 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
         )
         assert reply.status == 400 and reply.error["param"] == field
         assert reply.error["code"] == "context_length_exceeded" and "512 tokens" in reply.error["message"]
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_prompt_is_not_tokenized_much_beyond_the_context(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long token of the vocabulary lets texts pass that hold thousands of times the context."""
+    monkeypatch.setattr(BYTES, "longest_bytes", 1 << 20)
+
+    async def test(s: Served) -> None:
+        for words, counted in ((1_000_000, 400_000), (300, 600)):
+            text = "a " * words
+            reply = await s.client.post(
+                path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+            )
+            assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+            found = re.search(r"too long: (at least )?(\d+) tokens", reply.error["message"])
+            assert found and bool(found[1]) == (words > 1000) and counted <= int(found[2]) < 1.1 * counted
+        cut = {"prompt": "a " * 1_000_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+        assert path == CHAT or (await s.client.post(path, cut)).status == 200
 
     serve(test)
 

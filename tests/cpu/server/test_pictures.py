@@ -17,12 +17,16 @@ from PIL import Image
 from perilune.core.config import ServerConfig
 from perilune.core.errors import ConfigError
 from perilune.media.decoder import Picture
+from perilune.media.kinds import reads_video
 from perilune.server.audit import AuditLog
 from perilune.server.call import Call
 from perilune.server.pictures.reader import _key
 from tests.cpu.media.pictures import chunk, file, png, scene
+from tests.cpu.media.videos import colours, video
+from tests.cpu.media.videos import part as video_part
 from tests.serving import BYTES, CHAT, INFO, Reply, Served, serve
 
+SEEN = ["text", "image", "video"] if reads_video() else ["text", "image"]
 PAD = BYTES.special("<|media_pad|>")
 SEES: dict[str, Any] = {"info": dataclasses.replace(INFO, max_model_len=40_000, media_pad=PAD)}
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -181,10 +185,10 @@ def test_messages_and_counting() -> None:
         reply = await s.client.post("/tokenize", chat(part(), text("A"), part(TALL, "jpeg")))
         assert reply.json["tokens"].count(PAD) == 16 and reply.json["count"] == len(reply.json["tokens"])
         for path, where in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):
-            lying = {**where, "messages": [{"role": "user", "content": [text("A"), block(TALL)]}]}
+            lying = {**where, "messages": [{"role": "user", "content": [text("A"), block(LIES)]}]}
             error = (await s.client.post(path, lying)).json["error"]
             assert error["type"] == "invalid_request_error"
-            assert error["message"].startswith("messages[0].content[1]: ") and "send image/jpeg" in error["message"]
+            assert error["message"].startswith("messages[0].content[1]: ") and "truncated" in error["message"]
         check_refused(await s.client.post("/tokenize", chat(part(b"x"))), "messages[0].content[0]", "none of PNG")
         assert s.service.pictures.budget.held == 0
 
@@ -201,7 +205,6 @@ BAD: list[tuple[Any, str, str]] = [
     (part(TRUNCATED), "damaged or truncated", "invalid_image"),
     (part(LIES), "damaged or truncated", "invalid_image"),
     (part(png(9, 9, b"", chunk(b"IDAT", b"x"))), "damaged or truncated", "invalid_image"),
-    (part(TALL), "its URL says image/png, but the file is JPEG: send image/jpeg", "invalid_image"),
     (part(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "SVG is not read", "invalid_image"),
     (part(b""), "it is empty", "invalid_image"),
     (part(b"%PDF-1.7"), "none of PNG", "invalid_image"),
@@ -212,9 +215,19 @@ BAD: list[tuple[Any, str, str]] = [
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": 5}, "must be {'url'", "invalid_value"),
     (part(detail="tiny"), "detail must be one of", "invalid_value"),
-    ({"type": "video_url", "video_url": {"url": "data:,"}}, "video is not served yet", "unsupported_media"),
+    ({"type": "video_url", "video_url": {"url": "data:,"}}, "its URL must be 'data:video/mp4", "invalid_video"),
     ({"type": "image", "source": {}}, "'type': 'image_url'", "unsupported_media"),
 ]  # fmt: skip
+
+
+def test_what_a_file_is_its_bytes_say() -> None:
+    async def test(s: Served) -> None:
+        for kind in ("jpeg", "png", "webp", "jpg", "x-unknown"):
+            reply = await s.client.post(CHAT, chat(part(TALL, kind)))
+            assert reply.status == 200, reply.text
+        assert len({pictures[0].digest for pictures in s.engine.pictures}) == 1 and len(s.engine.pictures) == 5
+
+    serve(test, **SEES)
 
 
 def test_bad_pictures_are_one_clear_error() -> None:
@@ -236,7 +249,7 @@ def test_a_model_that_does_not_see_says_so() -> None:
     serve(test)
 
     async def seeing(s: Served) -> None:
-        assert (await s.client.get("/v1/models/m")).json["capabilities"]["input"] == ["text", "image"]
+        assert (await s.client.get("/v1/models/m")).json["capabilities"]["input"] == SEEN
         cut = await s.client.post(CHAT, chat(part(), truncate_prompt_tokens=5))
         assert cut.error["param"] == "truncate_prompt_tokens"
         begun = {"messages": [*chat(text("A"))["messages"], {"role": "assistant", "content": [part()]}]}
@@ -386,5 +399,56 @@ def test_a_response_in_the_background_sees() -> None:
             await asyncio.sleep(0.001)
         assert state["usage"]["input_tokens_details"]["image_tokens"] == 8
         assert [p.tokens for p in s.engine.pictures[-1]] == [8] and s.service.pictures.budget.held == 0
+
+    serve(test, **SEES)
+
+
+def test_videos() -> None:
+    """Placeholders, times, usage and /tokenize; beside pictures; kept like pictures; each fault one line."""
+    data = video(colours(12))
+    sent, half = (video_part(url(d).replace("image/png", "video/mp4")) for d in (data, data[:900]))
+    chunks = [f"{time}<|media_begin|>video<|media_content|>" + 2 * "<|media_pad|>" + "<|media_end|>"
+              for time in ("00:00:00.000", "00:00:02.250")]  # fmt: skip
+
+    async def test(s: Served) -> None:
+        body = chat(text("A"), sent, text("B"), part())
+        reply = await s.client.post(CHAT, body)
+        assert reply.status == 200, reply.text
+        assert s.prompt().startswith(f"<|im_user|>user<|im_middle|>A{''.join(chunks)}\nB{PICTURE}<|im_end|>")
+        details = reply.json["usage"]["prompt_tokens_details"]
+        assert (details["video_tokens"], details["image_tokens"]) == (4, 8)
+        assert [p.grid for p in s.engine.pictures[-1]] == [(4, 2, 4), (2, 2, 4), (1, 4, 8)]
+        counted = await s.client.post("/tokenize", body)
+        assert counted.json["count"] == reply.json["usage"]["prompt_tokens"]
+        budget = s.service.pictures.budget
+        assert budget.held == 0 and budget.cached == (8 * 6 + 32) * 588
+        assert (await s.client.post(CHAT, {**body, "n": 2})).status == 200
+        assert s.engine.pictures[-1][1] is s.engine.pictures[0][1], "decoded once"
+        assert budget.held == 0
+        for bad, words, code in (
+            (half, "truncated", "invalid_video"),
+            (video_part(url(WIDE)), "send it as a part of type image_url", "invalid_video"),
+            (video_part("https://example.org/a.mp4"), "the video must be sent as a data: URL", "invalid_video_url"),
+            ({"type": "video_url"}, "video_url must be {'url': 'data:...'}", "invalid_value"),
+            ({"type": "video", "video": "x"}, "a video is sent here as {'type': 'video_url'", "unsupported_media"),
+            (part(data, "png"), "none of PNG", "invalid_image"),
+        ):  # fmt: skip
+            error = (await s.client.post(CHAT, chat(text("A"), bad))).json["error"]
+            assert words in error["message"] and error["code"] == code and "\n" not in error["message"], error
+            assert error["message"].startswith("messages[0].content[1]")
+        assert budget.held == 0
+
+    serve(test, **SEES)
+
+
+def test_a_video_without_pyav_is_one_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "av.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sent = video_part("data:video/mp4;base64,AAAAIGZ0eXBpc29t")
+
+    async def test(s: Served) -> None:
+        error = (await s.client.post(CHAT, chat(sent))).json["error"]
+        assert "pip install 'perilune[video]'" in error["message"] and error["code"] == "unsupported_media"
+        assert (await s.client.post(CHAT, chat(part()))).status == 200
 
     serve(test, **SEES)

@@ -285,6 +285,7 @@ def test_metrics_page() -> None:
             "perilune_inter_token_latency_seconds_count 10.0",
             "perilune_e2e_request_latency_seconds_count 2.0",
             "perilune_engine_up 1.0",
+            "perilune_engine_restarts_total 3.0",
             "perilune_num_requests_running 2.0",
             "perilune_num_requests_waiting 1.0",
             'perilune_kv_blocks{state="owned"} 20.0',
@@ -304,7 +305,7 @@ def test_metrics_page() -> None:
             assert line in lines, f"{line} is missing"
         assert "secret" not in reply.text
 
-    serve(test)
+    serve(test, restarts=3)
 
 
 def test_the_access_log_has_no_contents(caplog: pytest.LogCaptureFixture) -> None:

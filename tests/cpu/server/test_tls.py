@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from perilune.core.errors import ConfigError
+from perilune.server.connection import READ_BYTES, Timeouts
+from perilune.server.listener import Listener
 from perilune.server.reload import Watched, watch
 from perilune.server.tls import Certificate
 from tests import certificates
@@ -84,3 +87,40 @@ def test_what_is_wrong_with_a_certificate_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as refused:
             Certificate(str(wrong[0]), str(wrong[1]))
         assert "\n" not in str(refused.value)
+
+
+@needs_openssl
+def test_bodies_come_whole_and_handshakes_that_stop_are_ended(tmp_path: Path) -> None:
+    cert, key = certificates.make(tmp_path, "first")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            body += message["body"]
+            more = message["more_body"]
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": bytes(body)})
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            listener = Listener(app, timeouts=Timeouts(head_seconds=0.5))
+            await listener.start(sock, Certificate(str(cert), str(key)).context)
+            port = sock.getsockname()[1]
+            silent, _ = await asyncio.open_connection("127.0.0.1", port)
+            half, writing = await asyncio.open_connection("127.0.0.1", port)
+            writing.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a TLS client's first message
+            trusting = ssl.create_default_context(cafile=str(cert))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            body = bytes(range(256)) * (READ_BYTES // 100)
+            for _ in range(2):
+                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(len(body)) == body
+            assert await asyncio.wait_for(silent.read(), 3) == b"" == await asyncio.wait_for(half.read(), 3)
+            assert len(listener.connections) == 1, "the one that has sent requests"
+            writer.close()
+            await listener.close(1.0)
+
+    asyncio.run(test())

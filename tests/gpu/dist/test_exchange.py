@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import EngineError
-from perilune.dist import peer_memory
 from perilune.dist.peer_memory import ExchangeError, PeerMemory
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
 from perilune.ops.exchange.peers import CONTROL, HALF_BYTES, Mailboxes, Peers, _Table, loopback

@@ -4,8 +4,8 @@
 // Several requests of a step share the launches. Their keys and values lie one behind the other, each request's from a
 // multiple of 128 on, with zeros behind the last: so that no tile holds keys of two requests.
 //
-// A CTA has 128 queries of a head of a request, two warpgroups of 64, and goes over the keys 128 at a time; a producing thread keeps
-// two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
+// A CTA has 128 queries of a head of a request, two warpgroups of 64, and goes over the keys 128 at a time; a producing
+// thread keeps two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
 // product of this tile's probabilities with its values during the next tile's softmax.
 #include "cuda/tensor_map.cuh"
 

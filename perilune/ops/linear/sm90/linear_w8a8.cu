@@ -1,12 +1,12 @@
 // y = (x sx) (w sw)^T of e4m3 on the tensor cores, for prompts. Contract in linear_w8a8.py.
 //
-// A CTA has WAVES x 128 tokens by 128 outputs. Two warpgroups have half of the tokens each and go over k 128 values at a
-// time, in waves of 64 tokens: the sums of one block of k, without scales, are added to those of the blocks before times
-// the tokens' scales of that block, in fp32. So no sum on the tensor cores, which keep some 14 bits of e4m3's, is longer
-// than 128 products. While one warpgroup adds, the other one multiplies.
+// A CTA has WAVES x 128 tokens by 128 outputs. Two warpgroups have half of the tokens each and go over k 128 values at
+// a time, in waves of 64 tokens: the sums of one block of k, without scales, are added to those of the blocks before
+// times the tokens' scales of that block, in fp32. So no sum on the tensor cores, which keep some 14 bits of e4m3's, is
+// longer than 128 products. While one warpgroup adds, the other one multiplies.
 //
-// Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both: without
-// it the second-level cache would have to deliver 48 bytes a clock to each processor, and delivers some 30 to 40.
+// Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both, so that
+// the second-level cache delivers 32 KB instead of 48 for a stage of 256 tokens.
 #include "cuda/tensor_map.cuh"
 
 using namespace hopper;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int stage = 0, phase = 0, turn = 0;
     for (int n = blockIdx.x / PAIR; n < tiles; n += clusters, turn ^= 1) {
       const int2 first = place(n);
-      // Asked for now, needed at the end: from memory then, four loads in turn took longer than all stores.
+      // Asked for now, needed at the end: loaded then, 10,000 tokens of q_b took 413 us instead of 389.
       const int own = first.y + tid % OUTPUTS;
       const float w_scale = own < a.o ? a.w_scale[own] : 0.0f;
 #pragma unroll
@@ -185,12 +185,16 @@ int start(const void* x, const void* w, const Args& a, int i, int sms, void* str
 }  // namespace
 
 // x [T, i] and w [o, i] e4m3; x_scale [ceil(i / 128), scale_rows], scale_rows a multiple of 256 and at least T; w_scale
-// [o]; y [T, o]. i is a multiple of 16, o of 8. tall: tiles of 256 tokens, not 128. -1: no driver entry point for tensor
-// maps, or they are refused.
+// [o]; y [T, o]. i is a multiple of 16, o of 8. tall: tiles of 256 tokens, not 128. -1: no driver entry point for
+// tensor maps, or they are refused.
 API int linear_w8a8(const void* x, const void* x_scale, const void* w, const void* w_scale, void* y, int64_t T,
                     int64_t i, int64_t o, int64_t scale_rows, int64_t tall, int64_t sms, void* stream) {
-  const Args a{static_cast<const float*>(x_scale), static_cast<const float*>(w_scale), static_cast<bf16*>(y),
-               static_cast<int>(T),                static_cast<int>(o),                static_cast<int>((i + BLOCK - 1) / BLOCK),
+  const Args a{static_cast<const float*>(x_scale),
+               static_cast<const float*>(w_scale),
+               static_cast<bf16*>(y),
+               static_cast<int>(T),
+               static_cast<int>(o),
+               static_cast<int>((i + BLOCK - 1) / BLOCK),
                static_cast<int>(scale_rows)};
   return tall ? start<2>(x, w, a, static_cast<int>(i), static_cast<int>(sms), stream)
               : start<1>(x, w, a, static_cast<int>(i), static_cast<int>(sms), stream);

@@ -347,8 +347,8 @@ int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* ti
   return 0;
 }
 
-// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: then the rows of
-// down are not added up. classes: plan_kernel's. Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
+// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D]. classes: plan_kernel's.
+// Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
 // of down), h bf16 [8 groups, I]. capacity >= T k / 256 + E tiles; 8 groups >= T k + 7 min(E, T k) + 256 rows.
 struct Block {
   const void* x;
@@ -384,7 +384,6 @@ int run(const Block& b) {
        b.groups, I, D, D / 128, 0};
   failed = products<false, COMPACT>(a, classes, plan, tiles, capacity, sms, b.stream);
   if (failed) return failed;
-  if (b.y == nullptr) return 0;
   return launch(combine_kernel<false>, dim3(b.T, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
                 static_cast<const bf16*>(b.slabs), static_cast<const int*>(position),
                 static_cast<const float*>(b.weights), static_cast<const bf16*>(b.shared), static_cast<int>(b.k), D,
