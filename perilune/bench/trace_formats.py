@@ -1,4 +1,5 @@
-"""Traces as they are published, read as sessions. A line (or a file) has the first format of which it has the field:
+"""Traces as they are published, read as sessions. A line (or a file) is of the first of these formats that it has the
+field of:
 
 requests   a Weka trace, as AgentX has them: a coding agent's calls, `in` and `out` tokens, `hash_ids` for each
            `block_size` tokens, which mean equal tokens within the trace; seconds. A subagent is a session of its own

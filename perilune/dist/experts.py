@@ -6,8 +6,8 @@ from perilune.ops.moe.chosen import Chosen
 
 def own(chosen: Chosen, slicing: Slicing, experts: int) -> Chosen:
     """The choices of `experts` that this rank holds, by their place there. Other ranks' choices become experts of
-    weight 0, so that shapes do not depend on routing; ids stay distinct within a row, for which a rank needs at least as
-    many experts as a token chooses."""
+    weight 0, so that shapes do not depend on routing; ids stay distinct within a row, for which a rank needs at least
+    as many experts as a token chooses."""
     first, last = (experts * rank // slicing.ranks for rank in (slicing.rank, slicing.rank + 1))
     ids = chosen.ids.long()
     weights = chosen.weights.new_zeros(len(ids), experts).scatter_(1, ids, chosen.weights)[:, first:last]

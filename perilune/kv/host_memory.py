@@ -33,9 +33,12 @@ class HostMemory:
         self._rows_per_piece = max(PIECE_BYTES // row_bytes, 1)
         self._pieces: list[Bytes] = []
         self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="perilune-pin", daemon=True)
         while self.ready < at_once:
             self._grow()
-        self._thread = threading.Thread(target=self._fill, name="perilune-pin", daemon=True)
+
+    def start(self) -> None:
+        """From now on the other rows are allocated in the background. Copies are slow meanwhile: the driver pins."""
         self._thread.start()
 
     def row(self, index: int) -> Bytes:
@@ -47,7 +50,8 @@ class HostMemory:
     def close(self) -> None:
         """Gives the memory back; no transfer may be in flight."""
         self._closing.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._device.type == "cuda":
             for piece in self._pieces:
                 torch.cuda.cudart().cudaHostUnregister(piece.ctypes.data)

@@ -32,7 +32,7 @@ CHECKING_THREADS = 8  # at most; half of the processors
 READING_THREADS = STAGED_ROWS // 2  # Fewer: a disk is asked for less at once.
 MIN_SHARE_BLOCKS = 16  # Fewer for a thread to check: most of its time it waits for Python's lock.
 MEASURED_BLOCKS = 64  # that are copied each way at the start, to know the link
-MEASUREMENTS = 3  # of which the quickest counts: memory is being pinned meanwhile
+MEASUREMENTS = 3  # of which the quickest counts
 # Of the link's measured speed, what copies take of it while steps run. Larger: steps' own copies wait longer.
 STORE_SHARE, RESTORE_SHARE = 0.5, 0.9
 
@@ -80,6 +80,7 @@ class Transfer:
             )
         self._done: deque[Done] = deque()  # bounded by the blocks and rows there are
         self._arrived = threading.Event()
+        self._memory.start()  # after the link is measured
 
     @property
     def rows(self) -> int:

@@ -31,5 +31,5 @@ def test_a_number_of_shards_is_one_or_the_ranks() -> None:
     for wrong in (2, 0, 8):
         with pytest.raises(ConfigError, match=f"kv_shards={wrong} with 4 ranks: .*give 1, 4 or auto"):
             build(EngineConfig, {"tp": 4, "kv_shards": wrong})
-    with pytest.raises(ConfigError, match="kv_shards=2 with 1 rank: .*leave it out"):
+    with pytest.raises(ConfigError, match=r"kv_shards=2 with 1 rank: .*leave it out"):
         build(EngineConfig, {"kv_shards": 2})

@@ -1,4 +1,4 @@
-"""Choosing among logits that lie in parts on ranks: threads stand in for the ranks, ops on whole logits are the judge."""
+"""Choosing among logits that lie in parts on ranks: threads instead of ranks, compared with ops on whole logits."""
 
 import threading
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The learned score against LRU, on the index that serves."""
 
 from perilune.kv.retention import KINDS, MAX_COUNT, MIN_CHANCE, Retention
-from runs.kv_retention import mixed, rows_of
+from runs.kv_retention import mixed, rows_of, tool_agents
 
 
 def test_where_all_come_back_alike_it_is_lru() -> None:
@@ -13,6 +13,11 @@ def test_sessions_that_come_back_outlive_single_questions() -> None:
     for row in rows_of("mixed", mixed(8, 240, 1), (400,)):
         assert row["learned"] > 1.03 * row["lru"], row
     assert rows_of("mixed", mixed(3, 30, 1), (100,)) == rows_of("mixed", mixed(3, 30, 1), (100,))
+
+
+def test_tool_agents_lose_nothing() -> None:
+    for row in rows_of("tool agents", tool_agents(600, 3), (300, 900)):
+        assert row["learned"] >= 0.98 * row["lru"] and 0.45 < row["ideal"] < 0.75, row
 
 
 def test_counts_are_learned_and_bounded() -> None:

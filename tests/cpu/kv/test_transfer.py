@@ -19,7 +19,9 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.kv import transfer
+from perilune.kv.copier import CpuCopier
 from perilune.kv.disk import HEADER_BYTES, LOCK, Directory, clear
+from perilune.kv.host_memory import HostMemory
 from perilune.kv.tiers import Copied, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer, row_bytes
 from perilune.ops.rows import host_rows
@@ -354,3 +356,22 @@ def test_every_flipped_bit_of_a_row_changes_its_checksum() -> None:
         row[at] ^= 1 << at % 8
     assert checksum(row, b"d" * 16) == known != checksum(row, b"e" * 16)
     assert transfer.STAGED_ROWS % 2 == 0
+
+
+def test_the_link_is_measured_before_memory_is_pinned_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured meanwhile, a link of 40 GB/s was taken for one of 1, and restores beside steps were paced by that."""
+    seen: list[str] = []
+    start = HostMemory.start
+    monkeypatch.setattr(HostMemory, "start", lambda self: (seen.append("pins"), start(self))[1])
+    monkeypatch.setattr(Transfer, "_block_seconds", lambda self, queue, share: seen.append("measures") or 1e-5)
+    monkeypatch.setattr(transfer, "copier", lambda caches: CpuCopier([c.data for c in caches]))
+
+    class Gpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(HostMemory, "_grow", lambda self: setattr(self, "ready", self._limit))
+    monkeypatch.setattr(HostMemory, "close", lambda self: None)
+    pages = torch.zeros(2, 4, 4, 8)
+    mover = Transfer([pages.as_subclass(Gpu)], 3, None)
+    mover.close()
+    assert seen == ["measures", "measures", "pins"]

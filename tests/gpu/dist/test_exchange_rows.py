@@ -29,7 +29,7 @@ def test_every_rank_gets_the_rows_of_all_between_sums(ranks: int, nbytes: int) -
     for turn in range(8):
         shared = turn % 2
         sent = [random(1 if shared else ranks, nbytes, 100 * turn + r) for r in range(ranks)]
-        found = group.run(lambda r: rows.cuda(sent[r], group.peers[r]))
+        found = group.run(lambda r, sent=sent: rows.cuda(sent[r], group.peers[r]))
         for r in range(ranks):
             assert not int(group.boxes[r].failed), (turn, r)
             assert torch.equal(found[r], torch.stack([x[0 if shared else r] for x in sent])), (turn, r)

@@ -67,9 +67,9 @@ def test_a_kernel_reads_and_writes_pinned_memory(count: int, first: int) -> None
 def test_copies_leave_steps_a_share_of_the_link() -> None:
     """Paced by what the link does: half of it while steps run, all of it otherwise."""
     pages = torch.zeros(9, 600, 64, 576, dtype=torch.bfloat16, device="cuda")
-    mover = Transfer([pages], 512, None)
+    mover = Transfer([pages], 5000, None)
     try:
-        while mover.rows < 512:
+        while mover.rows < 5000:  # pinning, which takes a second, must not be in the speed that was measured
             time.sleep(0.01)
 
         def seconds() -> float:
@@ -83,7 +83,7 @@ def test_copies_leave_steps_a_share_of_the_link() -> None:
         quiet = min(seconds() for _ in range(3))
         mover.steps_run = True
         assert seconds() > 512 * block_bytes([pages]) / 60e9 / transfer.STORE_SHARE, "faster than any link at its share"
-        assert seconds() > 1.2 * quiet
+        assert 1.2 * quiet < seconds() < 8 * quiet
     finally:
         mover.close()
 
