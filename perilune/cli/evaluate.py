@@ -18,6 +18,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
 from perilune.evals.given import digest
+from perilune.tasks.pictures.problems import SHOWN
 from perilune.tasks.problem import SEED
 
 MODES = {"on": [True], "off": [False], "both": [True, False]}
@@ -40,6 +41,13 @@ WIDTH = 120  # of the table where there is no terminal
     help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
 )
 @click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
+@click.option(
+    "--pictures",
+    type=click.Choice(SHOWN),
+    default="real",
+    show_default=True,
+    help="What families with pictures show: blank or none measure what a model gets without looking.",
+)
 @click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
 @click.option(
     "--max-tokens",
@@ -61,6 +69,7 @@ def command(
     count: int,
     problems: Path | None,
     thinking: str,
+    pictures: str,
     concurrency: int,
     max_tokens: int,
     seed: int,
@@ -82,7 +91,7 @@ def command(
     source = click.get_current_context().get_parameter_source
     settings: dict[str, Any] = {"max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
     if problems is not None:
-        given = [name for name in ("count", "seed") if source(name) is not ParameterSource.DEFAULT]
+        given = [name for name in ("count", "seed", "pictures") if source(name) is not ParameterSource.DEFAULT]
         if given:
             raise ConfigError(
                 f"--{given[0]} does not apply to --problems, which asks every problem of its file: leave it out"
@@ -90,8 +99,8 @@ def command(
         cells = evaluate.plan_of_file(problems, families, MODES[thinking])
         settings |= {"problems": problems.name, "problems_sha256": digest(problems)}
     else:
-        cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed)
-        settings |= {"seed": seed}
+        cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
+        settings |= {"seed": seed} | ({} if pictures == "real" else {"pictures": pictures})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:

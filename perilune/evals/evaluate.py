@@ -18,6 +18,7 @@ from perilune.core.errors import ConfigError
 from perilune.evals import given
 from perilune.evals.given import Given
 from perilune.tasks.families import FAMILIES, check, constant_baseline, copy_baseline, family, problems
+from perilune.tasks.pictures.problems import shown
 from perilune.tasks.problem import Answer, Problem, answer_of
 
 HELD_OUT, STRUCTURAL = "heldout", "structural"
@@ -39,11 +40,11 @@ class Cell:
     copy: float
 
     @classmethod
-    def draw(cls, family: str, split: str, thinking: bool, count: int, seed: int) -> Self:
+    def draw(cls, family: str, split: str, thinking: bool, count: int, seed: int, pictures: str) -> Self:
         asked = problems(family, split, count, seed=seed, thinking=thinking)
         constant = sum(check(p, constant_baseline(family)) for p in asked) / count
         copy = sum(check(p, copy_baseline(p)) for p in asked) / count
-        return cls(family, split, thinking, asked, constant, copy)
+        return cls(family, split, thinking, [shown(p, pictures) for p in asked], constant, copy)
 
     @classmethod
     def of_file(cls, asked: Sequence[Given]) -> Self:
@@ -100,10 +101,10 @@ def chosen(names: str | None) -> list[str]:
     return list(dict.fromkeys(family(name).name for name in wanted))
 
 
-def plan(families: Sequence[str], modes: Sequence[bool], count: int, seed: int) -> list[Cell]:
-    """The cells of an evaluation: `count` problems per family and mode, half of each split."""
+def plan(families: Sequence[str], modes: Sequence[bool], count: int, seed: int, pictures: str = "real") -> list[Cell]:
+    """The cells of an evaluation: `count` problems per family and mode, half of each split. `pictures`: see `shown`."""
     splits = ((HELD_OUT, count - count // 2), (STRUCTURAL, count // 2))
-    return [Cell.draw(f, split, mode, n, seed) for f in families for mode in modes for split, n in splits]
+    return [Cell.draw(f, split, mode, n, seed, pictures) for f in families for mode in modes for split, n in splits]
 
 
 def plan_of_file(path: Path, names: str | None, modes: Sequence[bool]) -> list[Cell]:

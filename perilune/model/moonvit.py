@@ -96,7 +96,7 @@ class MoonVit:
         ValueError if a grid is odd or too large, or they are not of N patches in all.
         """
         w, c = self.weights, self.config
-        for t, h, width in grids:
+        for t, h, width in dict.fromkeys(grids):
             sides = (h, width)
             if not 1 <= t <= c.pos_emb_time or any(n % MERGE_SIDE or not 2 <= n <= MAX_SIDE_PATCHES for n in sides):
                 raise ValueError(
@@ -106,8 +106,10 @@ class MoonVit:
         if pixels.shape != (count := sum(map(math.prod, grids)), *w.patch.shape[1:]):
             raise ValueError(f"pixels of shape {tuple(pixels.shape)} for grids of {count} patches in all")
         x = F.linear(pixels.to(w.patch.dtype).flatten(1), w.patch.flatten(1), w.patch_bias)
-        x = x + torch.cat([self._position(grid) for grid in grids]).to(x.dtype)
-        return Pass(x, grids, torch.cat([self._rotation(grid) for grid in grids])[:, None], [])
+        alike = [(grid, sum(1 for _ in some)) for grid, some in groupby(grids)]
+        x = x + torch.cat([self._position(grid).repeat(items, 1) for grid, items in alike]).to(x.dtype)
+        rotations = torch.cat([self._rotation(grid).repeat(items, 1) for grid, items in alike])
+        return Pass(x, grids, rotations[:, None], [])
 
     def block(self, state: Pass, i: int) -> None:
         """Layer i, which changes `state.x`."""
@@ -149,10 +151,13 @@ class MoonVit:
         """[tokens, 4C]: a token for each 2 x 2 patches, of all frames together."""
         w, c = self.weights, self.config
         x = F.layer_norm(state.x, (c.hidden_size,), w.norm, w.norm_bias, EPS)
-        merged = []
-        for item, (t, h, width) in zip(x.split([math.prod(grid) for grid in state.grids]), state.grids):
-            squares = item.view(t, h // MERGE_SIDE, MERGE_SIDE, width // MERGE_SIDE, MERGE_SIDE, c.hidden_size)
-            merged.append(squares.mean(0).transpose(1, 2).reshape(-1, MERGE_SIDE * MERGE_SIDE, c.hidden_size))
+        merged, end = [], 0
+        for (t, h, width), some in groupby(state.grids):
+            items = sum(1 for _ in some)
+            first, end = end, end + items * t * h * width
+            sides = (h // MERGE_SIDE, MERGE_SIDE, width // MERGE_SIDE, MERGE_SIDE)
+            squares = x[first:end].view(items, t, *sides, c.hidden_size).mean(1)
+            merged.append(squares.transpose(2, 3).reshape(-1, MERGE_SIDE * MERGE_SIDE, c.hidden_size))
         x = F.layer_norm(torch.cat(merged), (c.hidden_size,), w.pre_norm, w.pre_norm_bias, c.projector_eps)
         return x.flatten(1)
 

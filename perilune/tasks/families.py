@@ -16,6 +16,7 @@ from perilune.tasks.calls import same_calls, sample_tool_call, sample_tools_mult
 from perilune.tasks.documents import BUILT_IN
 from perilune.tasks.extraction import same_object, sample_json_extract
 from perilune.tasks.fields import CHOICES, NEW_BASES
+from perilune.tasks.pictures.problems import MAKERS, NUMBERS, same_words, sampler
 from perilune.tasks.problem import SEED, SPLITS, Answer, Problem, answer_of, assistant, pick
 from perilune.tasks.programs import same_result, sample_programs
 from perilune.tasks.questions import DocQuestions, same_text
@@ -66,13 +67,17 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
 
 
 FAMILIES: Final = build_families()
+# Of a picture and a question each. Not every model has eyes, so they are evaluated where they are named.
+PICTURES: Final = {
+    name: Family(name, 0.0, 90, False, sampler(name), same_number if name in NUMBERS else same_words) for name in MAKERS
+}
 
 
 def family(name: str, families: Mapping[str, Family] = FAMILIES) -> Family:
-    """ConfigError if there is no such family."""
-    if name not in families:
-        raise ConfigError(f"unknown task family {name!r}: choose from {', '.join(families)}")
-    return families[name]
+    """One of `families` or of PICTURES. ConfigError if there is no such family."""
+    if (found := families.get(name) or PICTURES.get(name)) is None:
+        raise ConfigError(f"unknown task family {name!r}: choose from {', '.join((*families, *PICTURES))}")
+    return found
 
 
 _REPEATS: Final = 300  # this many known problems in a row: there are hardly any others
@@ -126,7 +131,8 @@ def copy_baseline(problem: Problem) -> Answer:
     the question if the answer is judged as a number, else the last line of the last message.
     """
     last = problem.messages[-1]
-    text = str(last["content"])
+    content = last["content"]
+    text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
     if problem.tools and last["role"] == "user":
         return Answer("", ((problem.tools[0]["function"]["name"], "{}"),))
     if family(problem.family).check is same_number:

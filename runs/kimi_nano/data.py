@@ -227,7 +227,7 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
             used += len(ids)
 
 
-def loader(blocks: Blocks, workers: int) -> DataLoader[dict[str, torch.Tensor]]:
+def loader(blocks: IterableDataset[dict[str, torch.Tensor]], workers: int) -> DataLoader[dict[str, torch.Tensor]]:
     """Blocks in the order of their numbers, made ahead by `workers` processes (0: by this one, when asked for).
 
     The processes are forked as soon as it is iterated: do that before CUDA is used.

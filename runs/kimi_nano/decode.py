@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runs.kimi_nano.attention import Packed, padded
-from runs.kimi_nano.model import KimiNano
+from runs.kimi_nano.model import KimiNano, Seen
 
 
 def rounded(room: int) -> int:
@@ -41,8 +41,11 @@ class Cache:
 
 
 @torch.no_grad()
-def greedy(model: KimiNano, prompts: Sequence[Sequence[int]], end: int, limit: int) -> list[list[int]]:
-    """The most probable continuation of each prompt, up to and without `end`, at most `limit` tokens."""
+def greedy(
+    model: KimiNano, prompts: Sequence[Sequence[int]], end: int, limit: int, seen: Seen | None = None
+) -> list[list[int]]:
+    """The most probable continuation of each prompt, up to and without `end`, at most `limit` tokens. `seen` has
+    places in the prompts one after another."""
     device, count = model.embed_tokens.weight.device, len(prompts)
     starts = torch.tensor([0, *map(len, prompts)]).cumsum(0).int().to(device)
     packed = Packed(starts, max(map(len, prompts)), int(starts[-1]))
@@ -56,7 +59,7 @@ def greedy(model: KimiNano, prompts: Sequence[Sequence[int]], end: int, limit: i
         return within(layer, q, k, v)
 
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
-    x = model.hidden(tokens, positions, prefill)[starts[1:].long() - 1]
+    x = model.hidden(tokens, positions, prefill, seen=seen)[starts[1:].long() - 1]
     made: list[Tensor] = []
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     for i in range(limit):

@@ -6,22 +6,28 @@ read back and compared with what training computed with. The old content of --ou
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from perilune.core.jsonfile import write_object
 from perilune.formats import int4
-from perilune.formats.checkpoint import Checkpoint
+from perilune.formats.checkpoint import INDEX, Checkpoint
 from perilune.formats.writer import write
+from perilune.media.limits import FILE as PREPROCESSOR_FILE
+from perilune.model import names
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
 from runs.kimi_nano.card import training
 from runs.kimi_nano.model import KimiNano, Shape, int4_grid
 from runs.kimi_nano.optim import is_expert
-from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, Progress, load
+from runs.kimi_nano.state import CHECKPOINT, EYES_FILE, LOG_FILE, TRAINING_FILE, Progress, load
+from runs.kimi_nano.tower import PREPROCESSOR, VISION
 
 PREFIX = "language_model."
 SHARD_BYTES = 14_000_000
@@ -169,6 +175,22 @@ def export(run: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Progress:
         shutil.rmtree(out)
     partial.rename(out)
     return progress
+
+
+def add_eyes(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Adds the tower, or replaces the one that is there. No file of the text model is changed; config.json, which says
+    that there is a tower, is replaced last."""
+    with Checkpoint.open(directory) as stored:
+        kept = {n: info for n, info in stored.tensors.items() if not n.startswith(names.VISION)}
+    files = {n: info.file.name for n, info in kept.items()} | dict.fromkeys(tensors, EYES_FILE)
+    size = sum(info.nbytes for info in kept.values()) + sum(t.nbytes for t in tensors.values())
+    settings = json.loads((directory / "config.json").read_text()) | {"vision_config": VISION}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f".{EYES_FILE}", {"format": "pt"})
+    (directory / f".{EYES_FILE}").chmod(0o644)
+    os.replace(directory / f".{EYES_FILE}", directory / EYES_FILE)
+    write_object(directory / PREPROCESSOR_FILE, PREPROCESSOR)
+    write_object(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
+    write_object(directory / "config.json", settings)
 
 
 def main() -> None:

@@ -180,6 +180,7 @@ def compiled() -> Blocks:
 
 # attend(layer, q [N, H, nope + rope], k, v [N, H, v]) -> [N, H, v]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Seen = tuple[Tensor, Tensor]  # places of pictures' tokens in the stream [n] int64, and their embeddings [n, D]
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
@@ -279,9 +280,13 @@ class KimiNano(nn.Module):
             p.data = p.data.to(dtype)
         return self
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, blocks: Blocks = EAGER) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, blocks: Blocks = EAGER, seen: Seen | None = None
+    ) -> Tensor:
         """tokens and positions [N] -> the residual stream [N, D] after the last layer, not normed."""
         s, x = self.s, self.embed_tokens(tokens)
+        if seen is not None:
+            x = x.index_copy(0, seen[0], seen[1])
         cos, sin = self.cos[positions], self.sin[positions]
         for i, layer in enumerate(self.layers):
             a, mlp = layer.self_attn, layer.mlp
@@ -308,9 +313,17 @@ class KimiNano(nn.Module):
                 )  # fmt: skip
         return x
 
-    def loss(self, tokens: Tensor, positions: Tensor, targets: Tensor, attend: Attend, blocks: Blocks) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        attend: Attend,
+        blocks: Blocks,
+        seen: Seen | None = None,
+    ) -> Tensor:
         """Sum of the cross entropies of the tokens whose target is not -1."""
-        x = self.hidden(tokens, positions, attend, blocks)
+        x = self.hidden(tokens, positions, attend, blocks, seen)
         return blocks.head_loss(x, self.norm.weight, self.lm_head.weight, targets, self.s.rms_norm_eps)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from runs.kimi_nano.model import KimiNano, int4_grid
+from runs.kimi_nano.model import int4_grid
 
 MUON_MOMENTUM = 0.95
 BETAS = (0.9, 0.95)
@@ -43,7 +43,7 @@ def is_matrix(name: str, p: Tensor) -> bool:
 class Optimizer:
     """`state` maps "master.NAME", "first.NAME" and "second.NAME" to float32 tensors: all there is to save."""
 
-    def __init__(self, model: KimiNano, *, muon: bool, decay: float) -> None:
+    def __init__(self, model: nn.Module, *, muon: bool, decay: float) -> None:
         self.parameters = dict(model.named_parameters())
         self.decay = decay
         self.state: dict[str, Tensor] = {}

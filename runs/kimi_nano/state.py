@@ -20,6 +20,7 @@ from runs.kimi_nano.optim import Optimizer
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG_FILE = "log.jsonl"
+EYES_FILE = "model-vision.safetensors"  # beside the text model's shards
 TRAINING_FILE = "training.json"  # beside exported weights: what the training logs say of them (card.py)
 
 

@@ -9,11 +9,15 @@ import pytest
 import perilune
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
+from perilune.media.decoder import Picture
+from perilune.media.patches import digest
 from perilune.tasks.families import check, problems
 from runs.kimi_nano import card as cards
+from runs.kimi_nano import eyes_card
 from runs.kimi_nano.card import CARD_FILE, TRAINING_FILE, newest, scores, training, weights_hash
 from runs.kimi_nano.data import Codec
 from runs.kimi_nano.evaluate import parse_answer
+from runs.kimi_nano.pictures import placed
 
 NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 LEDGER = Path(perilune.__file__).parents[1] / "bench" / "results" / "evaluate.jsonl"
@@ -68,7 +72,9 @@ def test_the_card_says_what_the_ledger_and_the_training_log_say() -> None:
 def test_the_card_has_the_figures_of_other_wordings_and_their_source() -> None:
     trained = json.loads((NANO / TRAINING_FILE).read_text())
     rows, written = newest(LEDGER), (NANO / CARD_FILE).read_text()
-    assert written == cards.card(trained, rows), "the card is stale: python -m runs.kimi_nano.card"
+    assert written == cards.card(trained, rows, eyes_card.part(trained.get("eyes"), LEDGER)), (
+        "the card is stale: python -m runs.kimi_nano.card"
+    )
     said = " ".join(written.split())
     assert "from outside the project on 2026-11-22" in said and "`perilune evaluate` does not repeat" in said
     assert "sums 84 %, stories 79 %, tools 93 %, JSON 41 %" in said
@@ -116,3 +122,20 @@ def test_rows_of_different_evaluations_make_no_card(tmp_path: Path) -> None:
     file.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(SystemExit, match="has no row of kimi-nano for"):
         newest(file)
+
+
+@pytest.mark.parametrize(("name", "least"), [("picture_sums", 6), ("picture_shapes", 6), ("picture_charts", 6)])
+def test_held_out_pictures(llm: LLM, name: str, least: int) -> None:
+    if not llm.info.media:
+        pytest.skip("the bundled weights have no tower yet")
+    codec = Codec(NANO)
+    asked = placed(problems(name, "heldout", 8, thinking=True))
+    shown = [
+        [Picture(patches, (1, *grid), grid[0] * grid[1] // 4, digest(patches, (1, *grid)))]
+        for _, patches, grid in asked
+    ]
+    prompts = [codec.prompt(one) for one, _, _ in asked]
+    done = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), pictures=shown)
+    ends = [[i for i in one.token_ids if i != codec.end] for one in done]
+    right = [check(one, parse_answer(codec, ids, True)) for (one, _, _), ids in zip(asked, ends, strict=True)]
+    assert sum(right) >= least, [codec.tokenizer.decode(ids) for ids in ends]

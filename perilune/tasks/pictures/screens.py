@@ -1,0 +1,120 @@
+"""Pictures of a window with one or two buttons, and of plain words.
+
+Structure: labels that training lacks, pairs of colours that it lacks, questions worded anew.
+"""
+
+from random import Random
+from typing import Final
+
+from perilune.tasks.pictures.canvas import SMALLEST_TEXT, Canvas, Frame, any_font, colours, largest, mixed, width_of
+from perilune.tasks.pictures.charts import ITEMS, NEW_ITEMS
+from perilune.tasks.pictures.scene import Scene
+from perilune.tasks.pictures.shapes import COLOURS
+from perilune.tasks.pictures.sums import line
+from perilune.tasks.problem import pick
+
+BUTTONS: Final = (
+    "OK", "Cancel", "Save", "Send", "Next", "Back", "Close", "Open", "Delete", "Edit", "Apply", "Retry", "Yes", "No",
+    "Print", "Copy", "Paste", "Search", "Login", "Logout", "Submit", "Reset", "Start", "Stop", "Pause", "Play", "Help",
+    "Accept", "Reject", "Update", "Upload", "Add", "Remove", "Finish", "Share", "Reply", "Buy now", "Log in", "Sign up",
+    "Try again", "Save all", "Go back", "Not now", "Skip", "Done", "More", "Less", "Order", "Pay", "Join",
+)  # fmt: skip
+NEW_BUTTONS: Final = (
+    "Continue",
+    "Undo",
+    "Download",
+    "Exit",
+    "Confirm",
+    "Redo",
+    "Insert",
+    "Refresh",
+    "Ignore",
+    "Import",
+)
+TITLES: Final = ("Settings", "Error", "Files", "Mail", "Notes", "Login", "Photos", "Update", "Print", "About", "Music")
+ONE: Final = (
+    "Which button does the screenshot show?", "Which button is shown?", "What does the button say?",
+    "What is on the button?", "Which button is there?", "What is the label of the button?", "Read the button.",
+    "which button is it", "What is written on the button?", "Name the button.",
+)  # fmt: skip
+NEW_ONE: Final = ("Which button can be clicked here?", "What would I have to press?")
+SIDE_OF: Final = (
+    "Which button is on the {side}?", "What does the {side} button say?", "What is the label of the {side} button?",
+    "Read the button on the {side}.", "Name the {side} button.",
+)  # fmt: skip
+NEW_SIDE_OF: Final = ("What could I press on the {side}?",)
+READ: Final = (
+    "What does the picture say?", "Read the text.", "What is written here?", "What does it say?", "Transcribe this.",
+    "Write down the text in the picture.", "What is the text?", "Read it.",
+)  # fmt: skip
+NEW_READ: Final = ("Type out what you see.", "Please copy the text in the image.")
+
+
+def button_scene(rng: Random, new: bool, size: Frame) -> Scene:
+    labels = rng.sample(NEW_BUTTONS if new else BUTTONS, 2 if size.slots >= 24 and rng.random() < 0.4 else 1)
+    title = pick(rng, TITLES) if rng.random() < 0.6 else ""
+    if len(labels) == 1:
+        question, content = pick(rng, NEW_ONE if new else ONE), labels[0]
+    else:
+        place = int(rng.random() * 2)
+        question = pick(rng, NEW_SIDE_OF if new else SIDE_OF).format(side=("left", "right")[place])
+        content = labels[place]
+    caption = "".join(f"[{label}]" for label in labels)
+    return Scene(
+        ("picture_buttons", title, tuple(labels), content, int(rng.random() * 10**6)),
+        question,
+        caption,
+        content,
+        f"{caption}\n{title}" if title else caption,
+        lambda: _window(rng, new, size, title, labels),
+    )
+
+
+def _window(rng: Random, new: bool, size: Frame, title: str, labels: list[str]) -> Canvas:
+    fore, back = colours(rng, new)
+    canvas, face, u = Canvas(size, back), any_font(rng, new), size.unit
+    width, height = size.width, size.height
+    bar = 0.0
+    if title:
+        points = min(int(rng.uniform(1.0, 1.3) * SMALLEST_TEXT * u), largest(title, face, 0.9 * width, 0.45 * height))
+        bar = 1.4 * points
+        canvas.draw.rectangle((0, 0, width, bar), mixed(back, fore, 0.15))
+        canvas.text(rng.uniform(1, 6) * u, 0.1 * points, title, face, points, fore)
+    room = width / len(labels)
+    most = min(largest(label, face, 0.8 * room, 0.75 * (height - bar)) for label in labels)
+    least = min(most, int(SMALLEST_TEXT * u))
+    points = least + int((min(most, int(34 * u)) - least + 1) * rng.random())
+    fill = mixed(back, fore, 0.12) if rng.random() < 0.5 else pick(rng, tuple(COLOURS.values()))
+    dark = 0.299 * fill[0] + 0.587 * fill[1] + 0.114 * fill[2] < 128
+    ink = (255, 255, 255) if dark else (0, 0, 0)
+    y = bar + rng.random() * max(0.0, height - bar - 1.5 * points - 2)
+    if len(labels) == 1 and rng.random() < 0.3 and y - bar > 12 * u:  # lines of text too small to read
+        for i in range(int((y - bar) / (6 * u)) - 1):
+            top = bar + (i + 0.7) * 6 * u
+            canvas.draw.line((6 * u, top, rng.uniform(0.4, 0.95) * width, top), mixed(back, fore, 0.4), max(1, int(u)))
+    for i, label in enumerate(labels):
+        wide = width_of(label, face, points) + 0.8 * points
+        x = i * room + rng.random() * max(0.0, room - wide - 2)
+        box = (x, y, min(x + wide, width - 1), y + 1.5 * points)
+        canvas.draw.rounded_rectangle(box, int(rng.random() * 0.6 * points), fill, mixed(back, fore, 0.6))
+        canvas.text(x + 0.4 * points, y + 0.1 * points, label, face, points, ink)
+    return canvas
+
+
+def text_scene(rng: Random, new: bool, size: Frame) -> Scene:
+    """Words and numbers to be read: what the other kinds are made of."""
+    words = NEW_ITEMS + NEW_BUTTONS if new else ITEMS + BUTTONS
+    parts = []
+    for _ in range(pick(rng, (1, 2, 2, 3))):
+        roll = rng.random()
+        if roll < 0.4:
+            parts.append(str(int(rng.random() * 10 ** pick(rng, (1, 2, 3)))))
+        elif roll < 0.7:
+            parts.append(pick(rng, words))
+        else:
+            parts.append("".join(chr(97 + int(rng.random() * 26)) for _ in range(1 + int(rng.random() * 3))))
+    text = " ".join(parts)
+    if width_of(text, "", int(SMALLEST_TEXT * size.unit)) > 0.8 * size.width:
+        text = parts[0]
+    asked = pick(rng, NEW_READ if new else READ)
+    return Scene(("picture_text", text), asked, text, text, text, lambda: line(rng, text, size, new))

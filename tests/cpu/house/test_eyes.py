@@ -1,0 +1,221 @@
+"""kimi-nano's eyes: what is trained is what is served, and the text model stays as it is."""
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import perilune
+from perilune.core.config import ServerConfig
+from perilune.core.sampling import SamplingParams
+from perilune.engine.llm import LLM
+from perilune.formats.checkpoint import Checkpoint
+from perilune.loading.moonvit import load_moonvit
+from perilune.media.decoder import Picture
+from perilune.media.limits import Limits
+from perilune.media.patches import digest
+from perilune.model.moonvit import MoonVit, normalised
+from perilune.server.app import build_app
+from perilune.server.service import Service
+from perilune.tasks.families import problems
+from perilune.text.chat import ChatTemplate
+from runs.kimi_nano import eyes, eyes_card
+from runs.kimi_nano.data import Codec
+from runs.kimi_nano.decode import greedy
+from runs.kimi_nano.export import EYES_FILE, add_eyes
+from runs.kimi_nano.pictures import CODES, MARKS, Pictures, placed
+from runs.kimi_nano.tower import LIMITS, Eyes, configuration
+from tests.serving import INFO, Client, FakeEngine
+
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled text model with a tower of random weights."""
+    path = tmp_path_factory.mktemp("model")
+    shutil.copytree(NANO, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("drafter", EYES_FILE))
+    before = {f.name: hashlib.sha256(f.read_bytes()).digest() for f in path.glob("*.safetensors")}
+    torch.manual_seed(3)
+    add_eyes(path, {name: p.detach().bfloat16() for name, p in Eyes(configuration(384), len(MARKS)).stored()})
+    after = {f.name: hashlib.sha256(f.read_bytes()).digest() for f in path.glob("*.safetensors")}
+    assert before == {name: value for name, value in after.items() if name != EYES_FILE}
+    return path
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    return Codec(NANO)
+
+
+@pytest.fixture(scope="module")
+def block(codec: Codec) -> dict[str, torch.Tensor]:
+    return Pictures(NANO, 1, 2048).block(codec, 3)
+
+
+def test_blocks_are_functions_of_seed_and_number(codec: Codec, block: dict[str, torch.Tensor]) -> None:
+    again, other = Pictures(NANO, 1, 2048), Pictures(NANO, 1, 2048, first=4)
+    found = again.block(codec, 3)
+    assert found.keys() == block.keys() and all(torch.equal(found[key], block[key]) for key in block)
+    assert not torch.equal(next(iter(other))["stream"], block["stream"])
+    pad = codec.tokenizer.special("<|media_pad|>")
+    pictures, patches = block["pixels"].shape[:2]
+    rows, columns = block["grid"].tolist()
+    assert patches == rows * columns and block["marks"].shape == (pictures, rows, 2 * columns)
+    assert block["places"].tolist() == [i for i, token in enumerate(block["stream"][0].tolist()) if token == pad]
+    assert len(block["places"]) == block["slots"].numel() == pictures * patches // 4
+    shown = {MARKS[code] for code in block["marks"].flatten().tolist()} - {""}
+    assert len(shown) > 5 and all(CODES[name] for name in shown)
+
+
+def test_prompts_are_those_of_a_server(codec: Codec) -> None:
+    pad = codec.tokenizer.special("<|media_pad|>")
+
+    async def check() -> None:
+        engine = FakeEngine(info=dataclasses.replace(INFO, media_pad=pad))
+        service = Service(engine, codec.tokenizer, ChatTemplate(), ServerConfig(), {}, LIMITS)
+        client = Client(build_app(service))
+        for name in eyes.EVALUATED:
+            for thinking in (True, False):
+                asked = problems(name, "heldout", 2, thinking=thinking)
+                for one, (read, _, _) in zip(asked, placed(asked), strict=True):
+                    body = {"messages": list(one.messages), "chat_template_kwargs": {"thinking": thinking}}
+                    reply = await client.post("/tokenize", body)
+                    assert reply.json["tokens"] == codec.prompt(read), reply.text
+        await service.pictures.close()
+
+    asyncio.run(check())
+
+
+def test_what_is_trained_is_what_is_loaded(model: Path, block: dict[str, torch.Tensor]) -> None:
+    run = eyes.open_run(arguments(model))
+    rows, columns = block["grid"].tolist()
+    with Checkpoint.open(model) as stored, torch.no_grad():
+        for name, p in run.eyes.stored():
+            p.copy_(stored.read(name))
+    config, weights = load_moonvit(model, dtype=torch.float32, device="cpu")
+    assert Limits.from_directory(model) == LIMITS
+    pixels = block["pixels"]
+    values = normalised(pixels.flatten(0, 1), LIMITS.image_mean, LIMITS.image_std, torch.float32)
+    each = [MoonVit(config, weights)(one, [(1, rows, columns)]) for one in values.split(rows * columns)]
+    with torch.no_grad():
+        together, read = run.eyes(pixels, (rows, columns))
+    torch.testing.assert_close(together, torch.cat(each))
+    assert read.shape == (len(values), 2, len(MARKS))
+
+
+def test_the_engine_answers_as_training_scores(model: Path, codec: Codec) -> None:
+    run = eyes.open_run(arguments(model))
+    with Checkpoint.open(model) as stored, torch.no_grad():
+        for name, p in run.eyes.stored():
+            p.copy_(stored.read(name))
+    asked = placed(problems("picture_sums", "heldout", 3, thinking=False))
+    prompts = [codec.prompt(one) for one, _, _ in asked]
+    pad = codec.tokenizer.special("<|media_pad|>")
+    ids = torch.tensor([i for prompt in prompts for i in prompt])
+    seen = (ids == pad).nonzero()[:, 0], eyes._rows(run, [(patches, grid) for _, patches, grid in asked])
+    wanted = greedy(run.text, prompts, codec.end, 8, seen)
+    shown = [
+        [Picture(patches, (1, *grid), grid[0] * grid[1] // 4, digest(patches, (1, *grid)))]
+        for _, patches, grid in asked
+    ]
+    with LLM(str(model), threads=1, device="cpu", draft="off") as llm:
+        found = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), pictures=shown)
+    got = [list(one.token_ids) for one in found]
+    assert [ids[: ids.index(codec.end)] if codec.end in ids else ids for ids in got] == wanted
+
+
+def test_a_step_moves_the_tower_alone(model: Path, block: dict[str, torch.Tensor]) -> None:
+    run = eyes.open_run(arguments(model))
+    run.optimizer.publish()
+    text = {name: tensor.clone() for name, tensor in run.text.state_dict().items()}
+    part = few(block, 2)
+    first = dict[str, float]()
+    for step in range(2):
+        losses = run.losses(part, through=True)
+        assert losses.keys() == {"marks", "slots", "answers"}
+        first = first or {name: float(loss.detach()) for name, loss in losses.items()}
+        sum(losses.values(), torch.zeros(())).backward()
+        assert all(p.grad is not None and p.grad.any() for name, p in run.eyes.named_parameters()), step
+        run.optimizer.step(1e-3, step + 1)
+        run.optimizer.publish()
+    last = run.losses(part, through=True)
+    assert all(float(last[name].detach()) < first[name] for name in first), (first, last)
+    assert all(torch.equal(tensor, text[name]) for name, tensor in run.text.state_dict().items())
+
+
+def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    before = (model / EYES_FILE).read_bytes()
+    reading = 2.0  # never through the text model, which takes seconds a step on a CPU
+    eyes.train(arguments(model, out=out, minutes=60.0, pause_after=0.01, reading=reading))
+    log = (out / "eyes.jsonl").read_text()
+    assert '"finished": false' in log and (model / EYES_FILE).read_bytes() == before
+    eyes.train(arguments(model, out=out, minutes=0.02, resume=True, reading=reading))
+    assert '"finished": true' in (out / "eyes.jsonl").read_text() and (model / EYES_FILE).read_bytes() != before
+
+
+def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor]:
+    """The first pictures of a block."""
+    tokens = block["slots"].shape[1]
+    end = int(block["starts"][pictures])
+    cut = {key: block[key][:pictures] for key in ("pixels", "marks", "slots")}
+    text = {"starts": block["starts"][: pictures + 1], "stream": block["stream"][:, :end]}
+    return block | cut | text | {"places": block["places"][: pictures * tokens]}
+
+
+def arguments(model: Path, **changes: object) -> argparse.Namespace:
+    fixed = dict(
+        model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
+        device="cpu",
+        tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
+    )  # fmt: skip
+    return argparse.Namespace(**(fixed | changes))
+
+
+def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
+    ledger, log = tmp_path / "evaluate.jsonl", tmp_path / "eyes.jsonl"
+    start = {
+        "kind": "start",
+        "parameters": 678544,
+        "device": "cpu",
+        "torch": "2",
+        "seed": 1,
+        "fonts": 50,
+        "minutes": 4.5,
+    }
+    stop = {"kind": "stop", "step": 7, "pictures": 3210, "finished": True}
+    exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
+    score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
+    log.write_text("".join(json.dumps(row) + "\n" for row in (start, stop, score)))
+    facts = eyes_card.trained(log, model)
+    assert facts["pictures"] == 3210 and facts["weights_sha256"] == eyes_card.weights_hash(model)
+    rows = [
+        {
+            "model": "kimi-nano", "server": "private", "family": name, "split": split, "thinking": thinking, "n": 100,
+            "exact_match": 90.0 if how == "real" else 2.0, "low": 80, "high": 95, "constant": 4.0,
+            **({} if how == "real" else {"pictures": how}),
+        }
+        for name in eyes.EVALUATED for split in eyes_card.SPLITS
+        for thinking, how in ((True, "real"), (False, "real"), (False, "blank"), (False, "none"))
+    ]  # fmt: skip
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = eyes_card.part(facts, ledger)
+    assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
+    assert "of 50 font files one in five" in said and "picture_sums 87.9 %, picture_shapes 75.0 % of 256" in said
+    assert "3,210 pictures" in said and all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(
+        said.splitlines(), key=len
+    )
+    assert eyes_card.part(None, ledger) == ""
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    with pytest.raises(SystemExit, match="pictures none: run perilune evaluate"):
+        eyes_card.part(facts, ledger)
+    log.write_text(json.dumps(start) + "\n" + json.dumps(stop | {"finished": False}))
+    with pytest.raises(SystemExit, match="unfinished"):
+        eyes_card.trained(log, model)
