@@ -28,8 +28,9 @@ from perilune.text.chat import ChatTemplate
 from runs.kimi_nano import eyes, eyes_card
 from runs.kimi_nano.data import Codec
 from runs.kimi_nano.decode import greedy
-from runs.kimi_nano.export import EYES_FILE, add_eyes
+from runs.kimi_nano.export import add_eyes
 from runs.kimi_nano.pictures import CODES, MARKS, Pictures, placed
+from runs.kimi_nano.state import EYES_FILE
 from runs.kimi_nano.tower import LIMITS, Eyes, configuration
 from tests.serving import INFO, Client, FakeEngine
 
