@@ -3,8 +3,8 @@
 import base64
 import functools
 import re
-import time
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
