@@ -100,6 +100,8 @@ def problems(
     one = family(name, families)
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}: choose from {', '.join(SPLITS)}")
+    if split == "wide" and name in PICTURES:
+        raise ConfigError(f"{name} has no wide wordings: choose from {', '.join(SPLITS[:-1])}")
     rng = Random(f"{seed}:{name}:{split}")
     found: dict[tuple[Any, ...], Problem] = {}
     repeats = 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from perilune.core.errors import ConfigError
 from perilune.media.limits import Limits
 from perilune.tasks.families import PICTURES, check, copy_baseline, problems
 from perilune.tasks.pictures import charts, screens, shapes, sums
@@ -43,7 +44,12 @@ def lines(marks: list[Mark]) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("split", SPLITS)
+def test_there_are_no_wide_wordings() -> None:
+    with pytest.raises(ConfigError, match="picture_sums has no wide wordings: choose from train, heldout, structural"):
+        problems("picture_sums", "wide", 8, thinking=True)
+
+
+@pytest.mark.parametrize("split", SPLITS[:-1])
 @pytest.mark.parametrize("name", sorted(PICTURES))
 def test_problems_are_reproducible_and_judged(name: str, split: str) -> None:
     found = problems(name, split, 8, thinking=True)
