@@ -80,7 +80,7 @@ def measure(
             )
             engines.append(engine)
             start(engine, batch, context, TOKENS)
-            for name, speculator in (("plain", None), ("verify", _RandomDrafts(draft, engine.info.vocab_size))):
+            for name, speculator in (("plain", None), ("verify", RandomDrafts(draft, engine.info.vocab_size))):
                 engine.speculator = speculator
                 steps[name] = step_ms(engine, scattered=speculator is None)
                 assert engine.runner.graphs is not None
@@ -167,8 +167,8 @@ def measure(
     return row
 
 
-class _RandomDrafts(Speculator):
-    """So many random drafts for every request, whatever it says."""
+class RandomDrafts(Speculator):
+    """So many random drafts for every request, whatever it says: random weights accept none of them."""
 
     def __init__(self, count: int, vocabulary: int) -> None:
         super().__init__(suffix=True, fixed=count, shared=False)

@@ -201,7 +201,7 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
     """Reads a file's header and payload; False if it is shorter. From the page cache if all of it is there, else past
-    it: 1.5 GB/s instead of 0.2 to 1.2 with 8 threads on files of 0.67 MB, because the kernel reads ahead by 128 KB."""
+    it, because the kernel reads ahead by 128 KB alone (docs/LOG.md has the speeds)."""
     total = len(header) + len(payload)
     with contextlib.suppress(OSError):
         if os.preadv(file, (header, payload), 0, os.RWF_NOWAIT) == total:

@@ -33,6 +33,7 @@ def of_data_url(url: str, is_video: bool = False) -> bytes:
         except ValueError:  # of binascii, and of characters beyond ASCII
             raise refused("its data is not base64", what) from None
     said = (head[1] or "").lower()
-    if said.partition("/")[0] == ("image" if is_video else "video") and said != "image/gif":
-        raise refused(f"its URL says {said}: send it as a part of type {said.partition('/')[0]}_url", what)
+    sort = said.partition("/")[0]
+    if sort == ("image" if is_video else "video") and said != "image/gif":
+        raise refused(f"its URL says {said}: send it as a part of type {sort}_url", what)
     return bytes(data)

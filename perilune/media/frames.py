@@ -54,7 +54,7 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
         raise
     except MemoryError:
         raise _refused("decoding it takes too much memory: send a smaller one") from None
-    except Exception as e:  # PyAV has a type for each of FFmpeg's errors
+    except Exception as e:  # FFmpeg's errors, and for hostile files also ValueError, OverflowError and others of PyAV's
         raise _refused(f"it is damaged or truncated ({type(e).__name__})") from None
 
 

@@ -288,7 +288,7 @@ def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
 
 
 def together(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
-    """One sentence that asks for several calls of a catalog's tool, and the requests it stands for."""
+    """One sentence that asks for several calls of a catalog's tool, and those calls' requests."""
     if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso)) is None:
         return None
     asked, calls = made

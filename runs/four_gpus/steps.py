@@ -4,18 +4,17 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from perilune.bench import ledger
+from perilune.bench.cycle import RandomDrafts
 from perilune.bench.microscope import CEILING_TB_S
 from perilune.bench.ranks import over_ranks
 from perilune.core.errors import EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
-from perilune.core.step import StepPlan
 from perilune.engine.engine import Engine
-from perilune.speculation.drafting import Speculator
 from runs import prompt_arrivals
 from runs.four_gpus.setting import DRAFTS, Setting
 
@@ -24,18 +23,6 @@ UNSEEN = 1000  # numbers of prompts from here on: none is a prefix that other pa
 ARRIVAL_EVERY_SECONDS = 3.0
 
 Row = dict[str, Any]
-
-
-class RandomDrafts(Speculator):
-    """So many random drafts for every request, whatever it says: random weights accept none of them."""
-
-    def __init__(self, count: int, vocabulary: int) -> None:
-        super().__init__(suffix=True, fixed=count, shared=False)
-        self._count, self._vocabulary = count, vocabulary
-        self._random = random.Random(0)
-
-    def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
-        return {w.rid: [self._random.randrange(self._vocabulary) for _ in range(self._count)] for w in plan.work}
 
 
 def rows(engine: Engine, setting: Setting, part: str) -> Iterator[Row]:

@@ -17,7 +17,7 @@ constexpr int BLOCK = 128;    // values of k that share a scale
 constexpr int OUTPUTS = 128;  // of a tile
 constexpr int PAIR = 2;       // CTAs of a cluster
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
-constexpr int BAND = 8;  // rows of tiles whose tiles are computed in turns, so that their operands stay in the cache
+constexpr int BAND = 8;  // Rows of tiles computed column by column, so that their activations stay in L2.
 
 template <int WAVES>
 struct Tile {
