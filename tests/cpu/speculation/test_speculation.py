@@ -547,7 +547,11 @@ class TestBundledModel:
             assert got.answers == expected.answers, (source, count)
             assert count is None or got.accepted > 10
 
-    def test_planning_stays_ahead_where_drafts_do_not_pay(self, path: Path, nano_engine: Engine) -> None:
+    def test_planning_stays_ahead_where_drafts_do_not_pay(
+        self, path: Path, nano_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Measured seconds of steps would replace the costs below, and on a busy machine say that drafts pay.
+        monkeypatch.setattr(Speculator, "record_time", lambda *step: None)
         nano_engine.use_drafts("suffix", 1, shared=False)
         dear = Costs(Curve((1, 64), (1.0, 64.0)), Curve((1,), (0.0,)))
         nano_engine.speculator = Speculator(suffix=True, costs=dear, shared=False)
@@ -563,7 +567,8 @@ class TestBundledModel:
             play(nano_engine, trace(path, 4, 600), [4])
         finally:
             nano_engine.runner.launch = launch  # type: ignore[method-assign]
-        decoding = [p for p in plans if all(w.count == 1 for w in p.work)]
+        # Without the token that a prompt's chunks may leave for the last one: their sizes follow the seconds of steps.
+        decoding = [p for p in plans if all(w.count == 1 and w.output_index for w in p.work)]
         assert all(w.tokens == (PENDING,) for p in decoding for w in p.work) and len(decoding) > 50
         assert not any(w.drafts for p in plans for w in p.work)
 
