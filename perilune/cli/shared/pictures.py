@@ -9,7 +9,7 @@ import click
 
 from perilune.core.errors import ConfigError
 from perilune.media.decoder import MAX_FILE_BYTES
-from perilune.media.kinds import kind_of, video_kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 
 image_option = click.option(
     "--image",
@@ -43,19 +43,16 @@ def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
     if not data:
         raise ConfigError(f"{path} is empty")
     image, video = kind_of(data), video_kind_of(data)
-    if is_video:
-        if video is None:
-            hint = (
-                "it is a picture, for --image or /image"
-                if image
-                else "MP4, QuickTime, WebM, Matroska, AVI and GIF are read"
-            )
-            raise ConfigError(f"{path} is no video: {hint}")
-        return data, video
-    if image is None:
-        hint = "it is a video, for --video or /video" if video else "PNG, JPEG, WebP, GIF, BMP and TIFF are read"
-        raise ConfigError(f"{path} is no picture: {hint}")
-    return data, image
+    found, others = (video, image) if is_video else (image, video)
+    if found is None:
+        read = "MP4, QuickTime, WebM, Matroska, AVI and GIF" if is_video else "PNG, JPEG, WebP, GIF, BMP and TIFF"
+        hint = f"{read} are read"
+        if others is not None:
+            hint = "it is a picture, for --image or /image" if is_video else "it is a video, for --video or /video"
+        elif (other := unread_kind_of(data)) is not None:
+            hint = f"it is {other}, and {hint}"
+        raise ConfigError(f"{path} is no {what}: {hint}")
+    return data, found
 
 
 def media_part(path: Path, *, is_video: bool = False) -> dict[str, Any]:
