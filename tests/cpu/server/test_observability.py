@@ -308,9 +308,9 @@ def test_redaction_takes_time_in_proportion() -> None:
 
     for piece in ("a", "sk-", "password", "-", "://a:", "Bearer ", "-----BEGIN PRIVATE KEY-----", "eyJ.", "\\\"' :="):
         text = piece * (200_000 // len(piece))
-        started = time.perf_counter()
+        started = time.process_time()
         redacted(text)
-        assert time.perf_counter() - started < 3, piece
+        assert time.process_time() - started < 3, piece
 
 
 def test_files_rotate_within_their_bound(tmp_path: Path) -> None:
