@@ -229,7 +229,7 @@ async def run(
         observing = observers(service)
         service.observers += [one.record for one in observing]
         app = build_app(service)
-        listener = Listener(app, proxies=proxies)
+        listener = Listener(app, proxies=proxies, refuse=app.state.refuse)
         batches: Batches | None = app.state.batches
         if batches is not None:
             batches.resume()

@@ -116,6 +116,9 @@ class Meter:
     def take(self, count: int) -> None:
         """Room for `count` more in flight; LimitReached if there is none. `take(-count)` gives it back."""
         limit = self._concurrent
+        if limit is not None and count > limit:
+            why = f"{self._who} may have {limit} {self._what} in flight, and this request asks for {count}: split it"
+            raise RequestError(why, code="rate_limit_exceeded", status=429)
         if count > 0 and limit is not None and self.in_flight + count > limit:
             raise LimitReached(f"{self._who} may have {limit} {self._what} in flight, and has {self.in_flight}", 1)
         self.in_flight += count
