@@ -18,8 +18,11 @@ from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Tokens a thought may take by `reasoning_effort`; None: as many as fit. "none" switches thinking off.
-EFFORTS: Mapping[str, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None}
+EFFORTS: Mapping[Effort, int | None] = {
+    "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None
+}  # fmt: skip
 PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought, nothing in the prompt
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -126,7 +129,7 @@ def answer_format(
     return found[0] if found else None
 
 
-def thinking_budget(limits: Mapping[str, int | None], effort: str | None) -> int | None:
+def thinking_budget(limits: Mapping[str, int | None], effort: Effort | None) -> int | None:
     """How many tokens a thought may take; None: no bound. `limits` are the fields that say it as a number."""
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():

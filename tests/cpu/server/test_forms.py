@@ -114,6 +114,8 @@ def test_what_cannot_be_enforced_is_refused() -> None:
         ({"reasoning_effort": "low"}, EFFORTS["low"]),
         ({"reasoning_effort": "medium", "thinking": {"type": "enabled"}}, EFFORTS["medium"]),
         ({"reasoning_effort": "high"}, None),
+        ({"reasoning_effort": "xhigh"}, None),
+        ({"reasoning_effort": "max"}, None),
         ({"reasoning_effort": "none"}, "off"),
         ({"reasoning_effort": "none", "max_thinking_tokens": 0}, "off"),
     ],
