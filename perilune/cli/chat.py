@@ -467,7 +467,8 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     try:
         tools = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"cannot read the tools in {path}: {e}") from e
+        why = e.strerror if isinstance(e, OSError) else f"no JSON: {e}"
+        raise ConfigError(f"cannot read the tools in {path}: {why}") from e
     if not isinstance(tools, list):
         raise ConfigError(f"{path} must hold a JSON list of tools")
     try:

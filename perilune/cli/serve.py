@@ -141,7 +141,7 @@ def command(
             path = made.enter_context(directory(synthetic, layers))
             name = path.name
         else:
-            model = model or BUNDLED
+            model = BUNDLED if model is None else model
             path = resolve_model(model, progress=sys.stderr.isatty())
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
