@@ -98,6 +98,7 @@ def build_app(service: Service) -> Starlette:
             Exception: errors.handle,
         },
     )
+    app.router.redirect_slashes = False
     app.state.service = service
     app.state.refuse = functools.partial(refuse, service)
     app.state.responses = ResponseStore()

@@ -47,6 +47,8 @@ class Observe:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):  # as the path without it: a redirect would name the client's Host and http://
+            scope["path"] = scope["path"][:-1] or "/"
         headers = Headers(scope=scope)
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
         call.client = scope["client"][0] if scope.get("client") else None

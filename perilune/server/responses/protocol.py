@@ -254,10 +254,15 @@ def _choice(choice: Any) -> Any:
         return choice
     if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": string(choice, "name", "tool_choice", empty=False)}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        listed = choice.get("tools")
+        tools = [_choice(tool) for tool in listed] if isinstance(listed, Sequence) else listed
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     raise wrong(
         "tool_choice",
-        f"must be 'none', 'auto', 'required' or {{'type': 'function', 'name': ...}}, not {show(kind)}",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
+        f"{{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}}, not {show(kind)}",
     )
 
 

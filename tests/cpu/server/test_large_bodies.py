@@ -275,8 +275,9 @@ def test_health_says_whether_requests_are_taken() -> None:
     async def test(s: Served) -> None:
         for path in ("/health", "/health/ready", "/health/live"):
             assert (await s.client.get(path)).status == 200
-        s.engine.alive = False
-        assert (await s.client.get("/health/ready")).error["code"] == "engine_unavailable"
+        s.engine.alive, s.engine.retry_seconds = False, 7
+        for reply in (await s.client.get("/health/ready"), await s.client.post(CHAT, {"messages": HELLO})):
+            assert reply.error["code"] == "engine_unavailable" and reply.headers["retry-after"] == "7"
         assert (await s.client.get("/health/live")).status == 200
         s.engine.alive = True
         s.service.drain()
