@@ -259,9 +259,9 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
     hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n")]
     hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]
     page.value(f"window.hostile = {json.dumps(hostile)}")
-    took = page.value(
-        "hostile.map(s => { const t = performance.now(); show(document.createElement('div'), s);"
-        " return Math.round(performance.now() - t); })"
+    took = page.value(  # the least of three: other processes take turns with the browser
+        "hostile.map(s => Math.min(...[1, 2, 3].map(() => { const t = performance.now();"
+        " show(document.createElement('div'), s); return Math.round(performance.now() - t); })))"
     )
     assert max(took) < 2000, f"milliseconds for each hostile text: {took}"
 
