@@ -52,6 +52,15 @@ def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
     assert "does not compile" in built.stdout and built.returncode == 1, built
 
 
+def test_wrong_names_are_one_line_with_the_right_one() -> None:
+    done = run("serve", "--threads", "1")
+    assert "Did you mean '--set threads=VALUE'?" in done.stderr and done.returncode == 2, done
+    done = run("key", "--threads", "1")
+    assert "No such option '--threads'.\n" in done.stderr and done.returncode == 2, done
+    done = run("serve", "", "--port", "0")  # as from a script's variable that is not set: not the bundled model
+    assert done.stderr.startswith("error: no model is named: MODEL is a") and done.returncode == 1, done
+
+
 def test_chat_from_a_pipe_fails_with_its_questions() -> None:
     lines = "What is 2 + 3?\n" + "word " * 200 + "\n"  # the second is longer than the context
     done = run("chat", "kimi-nano", "--max-model-len", "128", "--set", "threads=1", lines=lines)

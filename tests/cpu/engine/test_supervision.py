@@ -76,13 +76,14 @@ def test_answers_in_flight_fail_and_queued_requests_run_again(tmp_path: Path) ->
         assert delta.tokens == (7,)
         queued = asyncio.create_task(s.ask(LATER))
         await asyncio.sleep(0.1)
+        s.client._start_seconds = 1000.0  # as of a large model
         os.kill(s.pids[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"signal 9.*send the request again"):
+        with pytest.raises(EngineError, match=r"signal 9.*send the request again") as lost:
             await anext(stream)
-        assert not s.client.alive
+        assert not s.client.alive and lost.value.retry_seconds == 60
         between = asyncio.create_task(s.ask(ANSWERED))  # while there is no process
         assert await queued == [7, 7, 7] and await between == [7, 7, 7]
-        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2
+        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2 and s.client.retry_seconds is None
 
     supervise(tmp_path, test)
 

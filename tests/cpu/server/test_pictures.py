@@ -200,7 +200,7 @@ TRUNCATED = file(scene(300, 300))[:700]
 LIES = png(300, 300, b"\0" * 900)  # One row of 300 is there.
 
 
-BAD: list[tuple[Any, str, str]] = [
+BAD: list[tuple[Any, str, str | None]] = [
     (part(BOMB), "20,000 x 20,000 pixels, and at most 100,000,000", "invalid_image"),
     (part(TRUNCATED), "damaged or truncated", "invalid_image"),
     (part(LIES), "damaged or truncated", "invalid_image"),
@@ -214,6 +214,13 @@ BAD: list[tuple[Any, str, str]] = [
     ({"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": 5}, "must be {'url'", "invalid_value"),
+    # As other programs' APIs take it, and longer than an address may be.
+    (
+        {"type": "image_url", "image_url": {"url": base64.b64encode(file(scene(90, 90))).decode()}},
+        "the image must be sent as a data: URL, 'data:image/png;base64,' and", "invalid_image_url",
+    ),
+    (part(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"), "it is HEIC, none of PNG, JPEG", "invalid_image"),
+    ({"type": "input_audio", "input_audio": {}}, "must be 'text', 'image_url' or 'video_url', not 'inp", None),
     (part(detail="tiny"), "detail must be one of", "invalid_value"),
     ({"type": "video_url", "video_url": {"url": "data:,"}}, "its URL must be 'data:video/mp4", "invalid_video"),
     ({"type": "image", "source": {}}, "'type': 'image_url'", "unsupported_media"),
@@ -233,6 +240,10 @@ def test_what_a_file_is_its_bytes_say() -> None:
 def test_bad_pictures_are_one_clear_error() -> None:
     async def test(s: Served) -> None:
         for sent, words, code in BAD:
+            if code is None:  # a part that is no picture: its type is what is wrong
+                error = (await s.client.post(CHAT, chat(part(), sent))).error
+                assert words in error["message"] and error["param"] == "messages[0].content[1].type"
+                continue
             check_refused(await s.client.post(CHAT, chat(part(), sent)), "messages[0].content[1]", words, code)
         assert s.engine.seen == [] and s.service.pictures.budget.held == 0
 
