@@ -1,4 +1,5 @@
-"""What engines under test do not do for themselves: measure what their steps cost, for seconds each."""
+"""What engines under test do not do for themselves: measure what their steps cost, for seconds each, and give prompts
+the time that these steps leave, so that what a step computes never depends on the load of the machine."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from perilune.engine.step_times.pacing import Pacer
 from perilune.speculation.step_cost import Costs, Curve
 
 ALONE = Costs(  # kimi-nano's on two cores, once
@@ -29,6 +31,10 @@ def steps_have_a_price() -> Iterator[None]:
     def measured(runner: Any, config: Any) -> Costs:
         return ALONE if runner.drafter is None else Costs(ALONE.base, ALONE.attention, CHAIN, ALONE.overlapped)
 
+    def unpaced(stretch: float, max_step_tokens: int, patience_seconds: float) -> Pacer:
+        return Pacer(0, max_step_tokens, patience_seconds)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "measure_costs", measured)
+        patch.setattr("perilune.engine.build.Pacer", unpaced)
         yield
