@@ -220,7 +220,7 @@ class Engine:
 
     @staticmethod
     def _interval(plan: StepPlan, before: float, now: float) -> float:
-        """Seconds that count for what steps cost, of one whose result came at `now`, the one before it at `before`."""
+        """Seconds that count as a step's cost: its result came at `now`, that of the step before it at `before`."""
         return now - before
 
     def _observe_slices(self, plan: StepPlan, seconds: float | None) -> None:
