@@ -247,7 +247,9 @@ def test_videos_leave_decoders_for_pictures(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_that_has_grown_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Decoder._reply
+    real, wait = Decoder._reply, module.subprocess.Popen.wait
+    # It ends by itself; one that a busy machine is slow to end is otherwise killed after 0.2 s.
+    monkeypatch.setattr(module.subprocess.Popen, "wait", lambda self, timeout=None: wait(self, timeout and 30))
 
     def grown(self: Decoder, *args: Any) -> Any:
         reply, handles = real(self, *args)
