@@ -27,9 +27,10 @@ from perilune.engine.build import build
 from perilune.engine.kv_tiers.ranked import Follower
 from perilune.engine.order_ring import SPIN_SECONDS, OrderReader
 from perilune.engine.plan_wire import Order, Reader
-from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
+from perilune.engine.ranks import Frames, Start, report
 from perilune.engine.readout import Readout
 from perilune.engine.runner import Runner
+from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS
 from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 
@@ -41,7 +42,7 @@ class Leader:
     """The connection to rank 0: a thread sends a heartbeat every second and listens for those of rank 0."""
 
     def __init__(self, pulse: socket.socket, start: Start) -> None:
-        """Kills the process `start.leader`, if any, when rank 0 says nothing any more."""
+        """`start.leader`: the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._pulse, self._lock = pulse, threading.Lock()
         self._start = start
         self.group: Group = ALONE  # heartbeats report its progress
