@@ -37,16 +37,16 @@ BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another 
 
 
 class Leader:
-    """Rank 0, seen from here: a thread says every second that this rank is there, and listens for the same."""
+    """The connection to rank 0: a thread sends a heartbeat every second and listens for those of rank 0."""
 
     def __init__(self, pulse: socket.socket) -> None:
         self._pulse, self._lock = pulse, threading.Lock()
         self._process = 0
-        self.group: Group = ALONE  # how far it is, beats say
+        self.group: Group = ALONE  # heartbeats report its progress
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def watch(self, process: int) -> None:
-        """Kills `process` when rank 0 says nothing any more, unless it is 0."""
+        """Sets the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._process = process
 
     def send(self, kind: str, **values: Any) -> None:
@@ -78,8 +78,8 @@ class Leader:
 
 
 def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower | None) -> None:
-    """Runs what rank 0 orders, until it says that this is all. Digests are sent by a thread of their own, as soon as a
-    step is over."""
+    """Carries out the orders of rank 0 up to "close". A second thread waits for the end of each step and sends its
+    digest."""
     reader, drafter = Reader(), runner.drafter
     running: deque[Future[None]] = deque()
 
@@ -153,7 +153,7 @@ def main() -> None:
             loaded=lambda: leader.send("loaded"),
         )
         leader.group = parts.runner.group
-        # On a CPU it would poll on a core that computes.
+        # Ranks on a CPU sleep instead: polling would take a core from the step.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)
         tiers = None
