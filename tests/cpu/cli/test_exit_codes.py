@@ -64,7 +64,8 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
 def test_chat_from_a_pipe_fails_with_its_questions() -> None:
     lines = "What is 2 + 3?\n" + "word " * 200 + "\n"  # the second is longer than the context
     done = run("chat", "kimi-nano", "--max-model-len", "128", "--set", "threads=1", lines=lines)
-    assert "5" in done.stdout and done.stderr.startswith("error: ") and done.returncode == 1, done
+    # Before it, on a machine that has no kernels yet, that they are being compiled.
+    assert "5" in done.stdout and "\nerror: " in f"\n{done.stderr}" and done.returncode == 1, done
 
 
 @pytest.mark.parametrize(
