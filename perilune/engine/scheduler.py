@@ -315,8 +315,11 @@ class Scheduler:
         request wants prompt log-probabilities, or blocks are short. Prompts that the pacer lets wait are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
-        if self._waiting and self._slots and (self._prompt_turns().tokens or self._waits_for_tier()):
-            return None
+        turns: PromptTurns | None = None  # found once, for the first prompt
+        if self._waiting and self._slots:
+            turns = self._prompt_turns()
+            if turns.tokens or self._waits_for_tier():
+                return None
         flying = {f.request.rid: f.work for f in self._flying[0][1] if f.life == f.request.life and not f.void}
         going: list[tuple[Request, int]] = []
         share = self._max_step_tokens // max(len(self._running), 1) - 1
@@ -327,7 +330,10 @@ class Scheduler:
             if work is None and request.horizon - request.planned == 1:
                 going.append((request, 0))
             elif work is None or not work.sample:
-                if request.todo <= 1 or self._prompt_turns().tokens:
+                if request.todo <= 1:
+                    return None
+                turns = turns or self._prompt_turns()
+                if turns.tokens:
                     return None
             elif request.params.prompt_logprobs is not None:
                 return None

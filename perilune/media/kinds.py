@@ -8,13 +8,6 @@ _BEGINNINGS = (
 )  # fmt: skip
 
 
-def kind_of(data: bytes | bytearray) -> str | None:
-    """ "png", "jpeg", "webp", "gif", "bmp" or "tiff", as in image/png; None for any other file."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), None)
-
-
 _UNREAD = (
     (b"%PDF", "PDF"), (b"\xff\x0a", "JPEG XL"), (b"\0\0\0\x0cJXL ", "JPEG XL"), (b"\0\0\0\x0cjP", "JPEG 2000"),
     (b"\xff\x4f\xff\x51", "JPEG 2000"), (b"\0\0\1\0", "ICO"), (b"8BPS", "Photoshop"), (b"%!PS", "PostScript"),
@@ -22,6 +15,13 @@ _UNREAD = (
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF"} | dict.fromkeys(
     (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"), "HEIC"
 )
+
+
+def kind_of(data: bytes | bytearray) -> str | None:
+    """ "png", "jpeg", "webp", "gif", "bmp" or "tiff", as in image/png; None for any other file."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), None)
 
 
 def unread_kind_of(data: bytes | bytearray) -> str | None:

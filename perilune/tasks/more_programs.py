@@ -11,7 +11,7 @@ from perilune.tasks.words import NAMES, PLAIN, made_up
 Made = tuple[str, tuple[Any, ...], dict[str, Any], str,
     str]  # kind of program_forms.py, key, places, trace, answer  # fmt: skip
 
-_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS: Final = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
     "November", "December")  # fmt: skip
@@ -24,7 +24,7 @@ def word(rng: Random) -> str:
     """3 to 8 letters, real or made up or at random."""
     roll = rng.random()
     if roll < 0.2:
-        return "".join([_LETTERS[int(rng.random() * 26)] for _ in range(3 + int(rng.random() * 5))])
+        return "".join([LETTERS[int(rng.random() * 26)] for _ in range(3 + int(rng.random() * 5))])
     while True:
         one = pick(rng, PLAIN) if roll < 0.5 else pick(rng, NAMES).lower() if roll < 0.6 else made_up(rng)
         if 3 <= len(one) <= 8:
@@ -147,7 +147,7 @@ def _letter(rng: Random) -> Made:
 def _without(rng: Random) -> Made:
     w = word(rng)
     kind = pick(rng, ("drop vowels", "drop letter", "swap letter"))
-    c, e = pick(rng, w), pick(rng, _LETTERS)
+    c, e = pick(rng, w), pick(rng, LETTERS)
     if kind == "drop vowels":
         made = "".join([x if x not in _VOWELS else "-" for x in w])
     else:
@@ -208,7 +208,7 @@ def _yes_or_no(rng: Random) -> Made:
         w = half + half[::-1][int(rng.random() * 2) :] if rng.random() < 0.5 else w
         back = w[::-1]
         return "palindrome", ("palindrome", w), {"w": w}, f"{indexed(w)}\n{indexed(back)}", "yes" if back == w else "no"
-    c = pick(rng, w) if rng.random() < 0.5 else pick(rng, _LETTERS)
+    c = pick(rng, w) if rng.random() < 0.5 else pick(rng, LETTERS)
     lines = f"{indexed(w)}\n{''.join([f'{x}{1 if x == c else 0}' for x in w])}"
     return "has letter", ("has", c, w), {"w": w, "c": c}, lines, "yes" if c in w else "no"
 

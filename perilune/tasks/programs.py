@@ -11,7 +11,7 @@ from datetime import date, timedelta
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.more_programs import KINDS, ORDINALS
+from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, indexed
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.program_forms import MORE
@@ -20,9 +20,6 @@ from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Run = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
 Forms = tuple[tuple[str, ...], tuple[str, ...]]  # trained wordings, new ones
-
-_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
-_DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 def _form(rng: Random, forms: Forms, split: str, **words: Any) -> str:
@@ -54,37 +51,33 @@ def _word(rng: Random, long: bool) -> str:
         return "".join([made_up(rng) for _ in range(3)])[:9]
     roll = rng.random()
     if roll < 0.25:
-        return "".join([_LETTERS[int(rng.random() * 26)] for _ in range(3 + int(rng.random() * 5))])
+        return "".join([LETTERS[int(rng.random() * 26)] for _ in range(3 + int(rng.random() * 5))])
     while True:
         word = pick(rng, PLAIN) if roll < 0.6 else made_up(rng)
         if len(word) <= 8:
             return word
 
 
-def _indexed(letters: str) -> str:
-    return "".join([f"{i}{c}" for i, c in enumerate(letters, 1)])
-
-
 def _reverse(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     back = "".join([f"{i}{w[i - 1]}" for i in range(len(w), 0, -1)])
-    return ("reverse", w), _form(rng, _REVERSE, split, w=w), f"{_indexed(w)}\n{back}", w[::-1]
+    return ("reverse", w), _form(rng, _REVERSE, split, w=w), f"{indexed(w)}\n{back}", w[::-1]
 
 
 def _alternate(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     kept = "".join([f"{i}{w[i - 1]}" for i in range(1, len(w) + 1, 2)])
-    return ("alternate", w), _form(rng, _ALTERNATE, split, w=w), f"{_indexed(w)}\n{kept}", w[::2]
+    return ("alternate", w), _form(rng, _ALTERNATE, split, w=w), f"{indexed(w)}\n{kept}", w[::2]
 
 
 def _upper(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
-    return ("upper", w), _form(rng, _UPPER, split, w=w), f"{_indexed(w)}\n{_indexed(w.upper())}", w.upper()
+    return ("upper", w), _form(rng, _UPPER, split, w=w), f"{indexed(w)}\n{indexed(w.upper())}", w.upper()
 
 
 def _length(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
-    return ("length", w), _form(rng, _LENGTH, split, w=w), _indexed(w), str(len(w))
+    return ("length", w), _form(rng, _LENGTH, split, w=w), indexed(w), str(len(w))
 
 
 def _counted(w: str, wanted: str) -> str:
@@ -92,12 +85,12 @@ def _counted(w: str, wanted: str) -> str:
     for c in w:
         seen += c in wanted
         trace += f"{c}{seen}"
-    return f"{_indexed(w)}\n{trace}"
+    return f"{indexed(w)}\n{trace}"
 
 
 def _count_letter(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
-    c = pick(rng, w) if rng.random() < 0.85 else pick(rng, _LETTERS)
+    c = pick(rng, w) if rng.random() < 0.85 else pick(rng, LETTERS)
     return ("count", w, c), _form(rng, _COUNT, split, w=w, c=c), _counted(w, c), str(w.count(c))
 
 
@@ -255,11 +248,11 @@ def _weekday(rng: Random, split: str, long: bool) -> Run:
         lines.append(f"{rest}-7={rest - 7}")
         rest -= 7
     for i in range(rest + 1):
-        lines.append(f"{i}:{_DAYS[(first + i) % 7]}")
-    answer = _DAYS[(first + n) % 7]
+        lines.append(f"{i}:{DAYS[(first + i) % 7]}")
+    answer = DAYS[(first + n) % 7]
     style = int(rng.random() * 60)  # so that there are enough different questions: the day's name of the date
     day = date(2024, 1, 1) + timedelta(style)
-    question = _form(rng, _WEEKDAY, split, w=_DAYS[first], n=n, d=f"{day:%d}".lstrip("0"), e=f"{day:%B}")
+    question = _form(rng, _WEEKDAY, split, w=DAYS[first], n=n, d=f"{day:%d}".lstrip("0"), e=f"{day:%B}")
     return ("weekday", first, n, style), question, "\n".join(lines), answer
 
 

@@ -2,8 +2,9 @@
 
 import base64
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -11,22 +12,26 @@ from perilune.core.errors import ConfigError
 from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 
-image_option = click.option(
-    "--image",
-    "images",
-    type=click.Path(dir_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help="A picture that the (first) question is about: PNG, JPEG, WebP, GIF, BMP or TIFF; repeatable.",
-)
-video_option = click.option(
-    "--video",
-    "videos",
-    type=click.Path(dir_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help="A video that the (first) question is about: MP4, QuickTime, WebM, Matroska, AVI or GIF; repeatable.",
-)
+F = TypeVar("F", bound=Callable[..., Any])
+READ = {
+    "picture": "PNG, JPEG, WebP, GIF, BMP and TIFF",
+    "video": "MP4, QuickTime, WebM, Matroska, AVI and GIF",
+}
+
+
+def _option(name: str, what: str) -> Callable[[F], F]:
+    return click.option(
+        f"--{name}",
+        f"{name}s",
+        type=click.Path(dir_okay=False, path_type=Path),
+        multiple=True,
+        metavar="FILE",
+        help=f"A {what} that the (first) question is about: {READ[what].replace(' and ', ' or ')}; repeatable.",
+    )
+
+
+image_option = _option("image", "picture")
+video_option = _option("video", "video")
 
 
 def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
@@ -45,8 +50,7 @@ def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
     image, video = kind_of(data), video_kind_of(data)
     found, others = (video, image) if is_video else (image, video)
     if found is None:
-        read = "MP4, QuickTime, WebM, Matroska, AVI and GIF" if is_video else "PNG, JPEG, WebP, GIF, BMP and TIFF"
-        hint = f"{read} are read"
+        hint = f"{READ[what]} are read"
         if others is not None:
             hint = "it is a picture, for --image or /image" if is_video else "it is a video, for --video or /video"
         elif (other := unread_kind_of(data)) is not None:

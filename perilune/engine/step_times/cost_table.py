@@ -65,9 +65,8 @@ def _digest(runner: Runner, config: EngineConfig) -> str:
     """Of what the time of a step depends on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    config = replace(
-        config, kv_blocks=None, seed=None
-    )  # chosen at each start; the time of a step does not depend on them
+    # Chosen at each start; the time of a step does not depend on them.
+    config = replace(config, kv_blocks=None, seed=None)
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
     kinds = [_kind(leaf) for leaf in _leaves(runner.model.weights)]

@@ -130,10 +130,8 @@ class Encoder:
             if request.pictures:
                 missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
                 first = next(missing, None)
-                before, request.barrier = (
-                    request.barrier,
-                    NO_BARRIER if first is None else max(first.start, request.planned),
-                )
+                before = request.barrier
+                request.barrier = NO_BARRIER if first is None else max(first.start, request.planned)
                 if request.barrier > before:
                     request.ready = time.monotonic()
 

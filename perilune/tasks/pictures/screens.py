@@ -6,7 +6,17 @@ Structure: labels that training lacks, pairs of colours that it lacks, questions
 from random import Random
 from typing import Final
 
-from perilune.tasks.pictures.canvas import SMALLEST_TEXT, Canvas, Frame, any_font, colours, largest, mixed, width_of
+from perilune.tasks.pictures.canvas import (
+    SMALLEST_TEXT,
+    Canvas,
+    Frame,
+    any_font,
+    colours,
+    largest,
+    luminance,
+    mixed,
+    width_of,
+)
 from perilune.tasks.pictures.charts import ITEMS, NEW_ITEMS
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.pictures.shapes import COLOURS
@@ -85,8 +95,7 @@ def _window(rng: Random, new: bool, size: Frame, title: str, labels: list[str]) 
     least = min(most, int(SMALLEST_TEXT * u))
     points = least + int((min(most, int(34 * u)) - least + 1) * rng.random())
     fill = mixed(back, fore, 0.12) if rng.random() < 0.5 else pick(rng, tuple(COLOURS.values()))
-    dark = 0.299 * fill[0] + 0.587 * fill[1] + 0.114 * fill[2] < 128
-    ink = (255, 255, 255) if dark else (0, 0, 0)
+    ink = (255, 255, 255) if luminance(fill) < 128 else (0, 0, 0)
     y = bar + rng.random() * max(0.0, height - bar - 1.5 * points - 2)
     if len(labels) == 1 and rng.random() < 0.3 and y - bar > 12 * u:  # lines of text too small to read
         for i in range(int((y - bar) / (6 * u)) - 1):
