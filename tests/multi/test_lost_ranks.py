@@ -25,7 +25,7 @@ from perilune.loading.progress import Bar
 from tests.multi.conftest import CONFIG
 
 STILL_SECONDS = 2.0
-SOON_SECONDS = 25.0  # Below STEP_SECONDS of ranks.py and the abort of a killed rank's exchange here.
+SOON_SECONDS = 25.0  # Below STEP_SECONDS of step_times/lateness.py and the abort of a killed rank's exchange here.
 LONG = SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)
 
 
