@@ -7,6 +7,7 @@ import sys
 from time import process_time
 from typing import Any
 
+import hypothesis
 import jsonschema
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,10 @@ X = {"$ref": "#/$defs/X"}
             "#/$defs/odd -> #/$defs/odd/properties/e -> #/$defs/even -> #/$defs/even/items -> #/$defs/odd",
         ),
         ({"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}}, "#/additionalProperties -> #"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False, "minProperties": 1},
+            "# -> #/properties/a -> #",
+        ),
     ],
 )
 def test_what_nothing_finite_satisfies_is_refused(nano: Tokenizer, schema: Any, path: str) -> None:
@@ -168,8 +173,45 @@ def has_value(schema: Any, definitions: Any, finite: set[str]) -> bool:
     return all(has_value(properties[name], definitions, finite) for name in schema.get("required", ()))
 
 
+def _any(*names: str) -> Any:
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+
+
+def _object(required: str, **properties: Any) -> Any:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+# Definitions of which each value may go on for ever: B and C lead to an end, which the keys alone do not tell.
+ENDING = [
+    {"A": _object("y", y=_any("A", "C")), "B": _object("", x={"type": "null"}), "C": _object("x", x={"type": "null"})},
+    {
+        "A": _object(
+            "tp", t={"anyOf": [_object("s", s=_any("B")), LIST | {"items": _any("A")}]}, p=_any("B"), v=_any("A")
+        ),
+        "B": {"type": "array", "items": _any("A"), "maxItems": 3},
+        "C": _object("v", v=_any("C")),
+    },
+    {
+        "A": {"allOf": [_object("a", a=_any("A", "B")), _object("b", b=_any("A", "B"))]},
+        "B": {"anyOf": [_object("c", c=_any("A")), _object("d", d={"type": "string", "pattern": "[A-Z]{2}-[0-9]"})]},
+    },
+]
+
+
+@pytest.mark.parametrize("number", range(len(ENDING)))
+def test_an_end_is_found_behind_keys_that_lead_on_for_ever(nano: Tokenizer, number: int) -> None:
+    schema = {"$ref": "#/$defs/A", "$defs": ENDING[number]}
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
+    assert constraint is not None and constraint.least < 60
+    for room in (constraint.least, constraint.least + 10):
+        ids = Monkey(nano, room).type(constraint, room)
+        assert ids[-1] == nano.special("<|im_end|>")
+        jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+
+
 @settings(max_examples=150, deadline=None)
 @given(definitions=GRAPHS)
+@hypothesis.example(definitions=ENDING[0])
 @pytest.mark.slow
 def test_graphs_of_references_are_judged_as_by_trying(nano: Tokenizer, definitions: Any) -> None:
     finite = set[str]()
