@@ -272,6 +272,8 @@ def test_lower_bounds_beyond_every_answer_are_refused_at_once(nano: Tokenizer, s
         ({"type": "array", "items": {"const": 1}, "minItems": 2.0, "maxItems": 2.0}, "[1,1]"),
         ({"type": "string", "minLength": 3.0, "maxLength": 3.0}, '"abc"'),
         ({"type": "object", "minProperties": 1.0, "maxProperties": 1.0, "required": ["a"]}, '{"a":1}'),
+        ({"type": ["integer", "string"], "format": "int64"}, '"a"'),
+        ({"format": "double"}, '"a"'),
     ],
 )
 def test_other_bounds_are_taken(nano: Tokenizer, schema: Any, text: str) -> None:
