@@ -6,12 +6,16 @@ is always a completion; that there is no shorter one is likely, not certain.
 
 import functools
 import heapq
+import time
 from collections.abc import Iterator, Sequence
 
 from llguidance import LLMatcher
 
 from perilune.grammar.clues import MAX_BYTES, Clues
 
+# Of CPU time for all attempts at one end. Ordinary schemas take milliseconds; where thousands of alternatives may be
+# meant at once, each of 4,000 states takes up to 0.1 s.
+MAX_SECONDS = 5.0
 _BEAM = 4  # states of one length that are looked into
 _FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
 _GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they are longer than the shortest
@@ -27,27 +31,28 @@ _FILLERS = b" -a0A_xf~/"  # to repeat in a string
 def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
     """Byte strings that complete the text of a matcher over single bytes, which stays as it is.
 
-    Short ones, any first.
+    Short ones, any first; none after MAX_SECONDS.
     """
     if start.is_accepting():
         yield b""
         return
-    found = _greedy(start, clues, _FREE_CHOICES)
+    deadline = time.thread_time() + MAX_SECONDS
+    found = _greedy(start, clues, _FREE_CHOICES, deadline)
     if found is not None:
         yield found
-    for text in _search(start, clues, MAX_BYTES if found is None else len(found) + _LONGER, few=True):
+    for text in _search(start, clues, MAX_BYTES if found is None else len(found) + _LONGER, deadline, few=True):
         found = text
         yield text
     if found is not None:
         return
-    found = _greedy(start, clues, 10 * _FREE_CHOICES)
+    found = _greedy(start, clues, 10 * _FREE_CHOICES, deadline)
     if found is not None:
         yield found
     else:
-        yield from _search(start, clues, MAX_BYTES, few=False)
+        yield from _search(start, clues, MAX_BYTES, deadline, few=False)
 
 
-def _greedy(start: LLMatcher, clues: Clues, choices: int) -> bytes | None:
+def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> bytes | None:
     """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
 
     In a string that may not end yet it repeats a character if a count asks for it, takes the end of a hint that ends
@@ -93,7 +98,8 @@ def _greedy(start: LLMatcher, clues: Clues, choices: int) -> bytes | None:
                     piece = pieces[len(text) % len(pieces)]
                 if not run:
                     stuck.add(mask)
-        if not piece or len(text) > MAX_BYTES or not state.consume_tokens(list(piece)):
+        late = time.thread_time() > deadline
+        if late or not piece or len(text) > MAX_BYTES or not state.consume_tokens(list(piece)):
             return None
         text += piece
     return None
@@ -182,7 +188,7 @@ def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> byte
     return b""
 
 
-def _search(start: LLMatcher, clues: Clues, bound: int, *, few: bool) -> Iterator[bytes]:
+def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few: bool) -> Iterator[bytes]:
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
 
     Gives the cheapest, and some that cost a little more, which may take fewer tokens.
@@ -214,6 +220,8 @@ def _search(start: LLMatcher, clues: Clues, bound: int, *, few: bool) -> Iterato
             else:
                 pieces = [*_continuations(mask, few), *(h for h in clues.hints if stuck and _has(mask, h[0]))]
         for piece in pieces:
+            if time.thread_time() > deadline:
+                return
             child = state.deep_copy()  # which takes longer behind a long text
             reached += 1 + len(text) // 256
             if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):

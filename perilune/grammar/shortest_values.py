@@ -3,6 +3,7 @@ lead on for ever and keys that lead to an end, and the bytes that may come next 
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from perilune.grammar.sizes import is_number, kind_of
 
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
 MAX_VALUE_BYTES = 2_048
-_MOST_NODES = 20_000  # looked at for one grammar, a few microseconds each
+_MOST_NODES = 20_000  # looked at for one document, and again for its values; a few microseconds each
 _DEEPEST = 16  # alternatives and parts inside one another
 _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
 
@@ -38,16 +39,20 @@ class _Values:
     def found(self) -> Iterator[bytes]:
         """Measures references until no value becomes shorter, then gives the containers that parts of the root have."""
         parts = list(_parts(self._root, _MOST_NODES))
-        names = dict.fromkeys(part["$ref"] for part in parts if isinstance(part.get("$ref"), str))
-        if not names:
+        if not (names := dict.fromkeys(_references(parts))):
             return
-        changed = True
-        while changed and self._left > 0:
-            changed = False
-            for name in names:
-                text = self._value(target(self._root, name))
-                if text is not None and len(text) < len(self._named.get(name, text + " ")):
-                    self._named[name], changed = text, True
+        users: dict[str, dict[str, None]] = {}
+        for name in names:
+            for used in _references(_parts(target(self._root, name), _MOST_NODES)):
+                users.setdefault(used, {})[name] = None
+        waiting = OrderedDict(names)
+        while waiting and self._left > 0:
+            name, _ = waiting.popitem(last=False)
+            text = self._value(target(self._root, name))
+            if text is not None and len(text) < len(self._named.get(name, text + " ")):
+                self._named[name] = text
+                waiting |= users.get(name, {})
+        self._left = _MOST_NODES
         for part in parts:
             text = self._value(part)
             if text is not None and text[0] in "{[" and len(data := text.encode()) <= MAX_VALUE_BYTES:
@@ -165,6 +170,10 @@ def _together(parts: Sequence[Any]) -> Any:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    return (part["$ref"] for part in parts if isinstance(part.get("$ref"), str))
 
 
 def _shortest(texts: Iterable[str | None]) -> str | None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
 from perilune.formats.hub import resolve_model
+from perilune.grammar import shortest_end
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.expressions import example, length
 from perilune.grammar.json_schema import enforceable
@@ -207,6 +208,15 @@ def test_an_end_is_found_behind_keys_that_lead_on_for_ever(nano: Tokenizer, numb
         ids = Monkey(nano, room).type(constraint, room)
         assert ids[-1] == nano.special("<|im_end|>")
         jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_the_search_for_an_end_is_bounded(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500 definitions each may be any of six: a text may mean thousands of them at once, 0.1 s a byte."""
+    monkeypatch.setattr(shortest_end, "MAX_SECONDS", 0.2)
+    parts = {f"d{i}": _object("n", n=_any(*(f"d{(7 * i + k) % 500}" for k in range(6)))) for i in range(499)}
+    schema = {"$ref": "#/$defs/d0", "$defs": parts | {"d499": {"type": "null"}}}
+    with pytest.raises(RequestError, match="no text was found"):
+        constrain(nano, answer=AnswerFormat("json_schema", schema))
 
 
 @settings(max_examples=150, deadline=None)
