@@ -187,6 +187,10 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
             root.chmod(0o700)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.fdopen(os.open(root / LOCK, flags, 0o600), "r+b")
+    except (FileExistsError, NotADirectoryError) as e:  # a file, or a link that leads nowhere, is in the way
+        raise ConfigError(
+            f"kv_disk={str(root)!r} cannot be used: it is no directory; give an empty or a new one"
+        ) from e
     except OSError as e:
         raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
     try:
