@@ -123,7 +123,7 @@ class KimiK2:
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
-        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens, self.peers)
+        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens)
         self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
