@@ -1,5 +1,5 @@
-"""Embedding, and choosing among logits, where every rank has a part of the vocabulary: V / N rows of the table, V / N
-columns of the logits, rank by rank. Every rank gets the same tokens, and they are the ones that one rank would choose.
+"""Choosing among logits of which every rank has V / N columns, rank by rank. Every rank gets the same tokens, and they
+are the ones that one rank would choose.
 
 Ranks give each other whole rows of logits in one exchange, 4 V / N bytes of a row to every other rank; then the ops of
 one rank choose. Candidates of each rank would be fewer bytes, but they need the largest logit of all ranks first, an
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from perilune.dist.group import ALONE, Group, exchanged
 from perilune.ops.drafts import argmax_probability
-from perilune.ops.pointwise.embed import embed
 from perilune.ops.sampling import argmax, sample
 
 MIN_SHARE_ROWS = 4  # of a rank. Smaller: a second exchange where the first one is short.
@@ -26,13 +25,7 @@ class Vocabulary:
     def __init__(self, group: Group, size: int) -> None:
         self._group, self.size = group, size
         self.split = group.ranks > 1
-        self._own = group.slicing.part(size)
-
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids [T] int64 -> this rank's part of [T, D]: zeros for ids of other ranks; table [V / N, D]."""
-        inside = (ids >= self._own.start) & (ids < self._own.stop)
-        rows = embed((ids - self._own.start).clamp(0, len(table) - 1), table)
-        return torch.where(inside.unsqueeze(1), rows, 0)
+        self.first = group.slicing.part(size).start  # id of this rank
 
     def whole(self, logits: Tensor) -> Tensor:
         """[R, V / N] -> [R, V]."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perilune.core.step import PENDING
 from perilune.dist.experts import own
 from perilune.dist.slicing import Slicing
 from perilune.dist.vocabulary import MIN_SHARE_ROWS, Vocabulary
 from perilune.ops.drafts.argmax_probability import argmax_probability
 from perilune.ops.harness.case import Make
 from perilune.ops.moe.chosen import Chosen
-from perilune.ops.pointwise.embed import embed
+from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.sampling import argmax, sample
 
 V = 480
@@ -156,19 +157,33 @@ def test_a_choice_is_few_launches_and_one_or_two_exchanges(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [32, 3])
 @pytest.mark.parametrize("kind", ["plain", "ties", "broken", "few"])
-def test_ranks_agree_with_one_on_the_largest_and_on_rows_of_the_table(kind: str, rows: int) -> None:
+def test_ranks_agree_with_one_on_the_largest(kind: str, rows: int) -> None:
     logits = logits_of(kind, rows)
     ids, probability = argmax_probability(logits)
-    table, tokens = torch.randn(V, 8), torch.tensor([0, 5, V - 1, 240, 239, 77])
 
     def work(v: Vocabulary, part: slice) -> tuple[Tensor, ...]:
         mine = logits[:, part].contiguous()
-        return v.argmax(mine), *v.argmax_probability(mine), v.whole(mine), v._group.sum(v.embed(tokens, table[part]))
+        return v.argmax(mine), *v.argmax_probability(mine), v.whole(mine)
 
-    for greedy, drafted, confidence, whole, embedded in on_ranks(4, work):
+    for greedy, drafted, confidence, whole in on_ranks(4, work):
         assert greedy.tolist() == argmax.argmax(logits).tolist()
         assert drafted.tolist() == ids.tolist() and torch.equal(confidence, probability)
-        assert torch.equal(whole.nan_to_num(), logits.nan_to_num()) and torch.equal(embedded, embed(tokens, table))
+        assert torch.equal(whole.nan_to_num(), logits.nan_to_num())
+
+
+def test_ranks_embed_their_tokens_and_nothing_for_those_of_others() -> None:
+    table, tokens, slots = torch.randn(V, 8), torch.tensor([0, 5, V - 1, 240, PENDING, 77]), torch.tensor([3, 239])
+    rows, positions, angles = torch.tensor([0, 0, 0, 0, 1, 0]), torch.arange(6), torch.randn(9, 2)
+
+    def work(v: Vocabulary, part: slice) -> tuple[Tensor, ...]:
+        h, own, cos, _ = embed_part(tokens, rows, slots, positions, table[part], v.first, angles, angles)
+        return h, own.count_nonzero(1), v._group.sum(own), cos
+
+    found = on_ranks(4, work)
+    for h, _, summed, cos in found:
+        assert not h.any() and torch.equal(cos, angles[:6])
+        assert torch.equal(summed, table[torch.where(tokens == PENDING, 239, tokens)])
+    assert torch.stack([count for _, count, *_ in found]).T.sort(1)[0].tolist() == [[0, 0, 0, 8]] * 6
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
