@@ -128,6 +128,8 @@ def build(
     elif config.declared_acceptance is not None:
         raise ConfigError("declared_acceptance is for random weights, real ones have their own: leave it out")
     device = resolve_device(config, choices)
+    if config.gpus is not None and device.type == "cpu":
+        raise ConfigError(f"gpus={config.gpus} names GPUs, but this engine runs on the CPU: leave it out")
     ranks = None
     if place is None:
         ops_build.check_nvcc(device)
@@ -202,6 +204,8 @@ def _start_ranks(
     gpus = None
     if device.type == "cuda" and (config.ranks > 1 or config.gpus is not None):
         gpus = _gpus(config)
+        if config.gpus is not None and len(gpus) > config.ranks:
+            log.warning("gpus=%s: %d are used, one for each rank: raise tp to use more", config.gpus, config.ranks)
     found = places(config, gpus)
     if config.ranks == 1:
         return found[0], None

@@ -4,7 +4,6 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -151,9 +150,10 @@ def main() -> None:
 
 def _end(channel: Channel, why: str) -> None:
     """Ends this process at once: a step that waits for a lost rank may never return."""
-    with contextlib.suppress(OSError):
-        channel.send([Failed(why)])
-    print(f"perilune: {why}", file=sys.stderr, flush=True)
+    try:
+        channel.send([Failed(why)])  # the server logs it
+    except OSError:
+        print(f"perilune: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -7,6 +7,7 @@ shared memory of orders. It ends when rank 0 says so, is gone, or says nothing a
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -39,15 +40,12 @@ BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another 
 class Leader:
     """Rank 0, seen from here: a thread says every second that this rank is there, and listens for the same."""
 
-    def __init__(self, pulse: socket.socket) -> None:
+    def __init__(self, pulse: socket.socket, start: Start) -> None:
+        """Kills the process `start.leader`, if any, when rank 0 says nothing any more."""
         self._pulse, self._lock = pulse, threading.Lock()
-        self._process = 0
+        self._start = start
         self.group: Group = ALONE  # how far it is, beats say
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
-
-    def watch(self, process: int) -> None:
-        """Kills `process` when rank 0 says nothing any more, unless it is 0."""
-        self._process = process
 
     def send(self, kind: str, **values: Any) -> None:
         """`values`: fields of Report."""
@@ -65,16 +63,23 @@ class Leader:
                     try:
                         heard |= bool(frames.arrived())
                     except (EOFError, EngineError):
-                        os._exit(0)  # rank 0 is gone, and all requests with it
+                        self._end(0)  # rank 0 is gone, and all requests with it
             silent_seconds = 0.0 if heard else silent_seconds + BEAT_SECONDS
             if silent_seconds >= SILENT_SECONDS:
                 print(
                     f"perilune: rank 0 has not answered for {SILENT_SECONDS:.0f} s: ended", file=sys.stderr, flush=True
                 )
-                if self._process:
+                if self._start.leader:
                     with contextlib.suppress(OSError):
-                        os.kill(self._process, signal.SIGKILL)
-                os._exit(1)
+                        os.kill(self._start.leader, signal.SIGKILL)
+                self._end(1)
+
+    def _end(self, code: int) -> None:
+        """Ends this process, and leaves no file where the ranks meet: rank 0 may have been killed before it removed
+        that."""
+        if self._start.place.meeting:
+            shutil.rmtree(Path(self._start.place.meeting).parent, ignore_errors=True)
+        os._exit(code)
 
 
 def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower | None) -> None:
@@ -139,9 +144,11 @@ def fail(leader: Leader, error: BaseException) -> None:
 
 def main() -> None:
     wake, pulse = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    leader = Leader(pulse)
-    start = _start(wake)
-    leader.watch(start.leader)
+    try:
+        start = _start(wake)
+    except EOFError:
+        return  # rank 0 is gone
+    leader = Leader(pulse, start)
     if start.place.cores:
         os.sched_setaffinity(0, start.place.cores)
     try:

@@ -12,6 +12,7 @@ parameters, and ops then know one kind of them.
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -52,6 +53,7 @@ from perilune.model.weights import (
 )
 
 STAGE_BYTES = 1 << 25
+MAX_RANKS = 8  # that are proposed where a number does not fit
 MAX_THREADS = 8  # one H200 took 14.8 GB/s from the page cache with 8, 12.6 with 16
 
 log = logging.getLogger(__name__)
@@ -128,15 +130,15 @@ def layers(
 def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
     """What a rank holds of every tensor that is split; a linear layer's name is without ".weight". ConfigError if one
     cannot be shared out evenly."""
-    cuts = {}
+    split = [t for t in names.tensors(config) if t.entry.axis is not None]
+    if s.whole_experts:
+        split = [t for t in split if names.ROUTED not in t.name]
     try:
-        for tensor in names.tensors(config):
-            if tensor.entry.axis is not None and not (s.whole_experts and names.ROUTED in tensor.name):
-                name = tensor.name.removesuffix(".weight") if tensor.entry.linear else tensor.name
-                cuts[name] = tensor.part(s.rank, s.ranks)
+        return {t.name.removesuffix(".weight") if t.entry.linear else t.name: t.part(s.rank, s.ranks) for t in split}
     except ValueError as e:
-        raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks") from e
-    return cuts
+        units = math.gcd(*(t.units for t in split))
+        even = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if units % n == 0)
+        raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks ({even})") from e
 
 
 def default_threads() -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ STILL_SECONDS = 2.0
 LONG = SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)
 
 
-def start(**more: int) -> LLM:
+def start(**more: Any) -> LLM:
     return LLM("kimi-nano", **CONFIG, kv_blocks=64, draft="off", **more)
 
 
@@ -146,9 +147,10 @@ def test_closing_leaves_no_process_and_no_file_and_one_bar_shows_what_all_ranks_
         (dict(ep=8), "8 ranks"),
         (dict(tp=4, ep=2), "ep=2 with tp=4"),
         (dict(tp=0), "tp must be at least 1"),
+        (dict(tp=2, gpus="0,1"), "gpus=0,1 names GPUs, but this engine runs on the CPU: leave it out"),
     ],
 )
-def test_what_cannot_be_split_is_one_line(config: dict[str, int], why: str) -> None:
+def test_what_cannot_be_split_is_one_line(config: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why) as found:
         start(**config)
     assert "\n" not in str(found.value)

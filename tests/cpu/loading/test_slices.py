@@ -134,7 +134,7 @@ def test_a_rank_reads_its_share_alone(
 
 
 @pytest.mark.parametrize(("change", "ranks", "words"), [
-    ({"moe_intermediate_size": 64}, 4, "groups of 32 columns"), ({}, 3, "choose another number of ranks"),
+    ({"moe_intermediate_size": 64}, 4, "groups of 32 columns"), ({}, 3, "choose another number of ranks (1, 2, 4)"),
     ({"vocab_size": 101}, 2, "model.embed_tokens.weight: 101"), ({}, 8, "4 heads"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_one_line(tmp_path: Path, change: dict[str, Any], ranks: int, words: str) -> None:
