@@ -27,9 +27,10 @@ from perilune.engine.build import build
 from perilune.engine.kv_tiers.ranked import Follower
 from perilune.engine.order_ring import SPIN_SECONDS, OrderReader
 from perilune.engine.plan_wire import Order, Reader
-from perilune.engine.ranks import BEAT_SECONDS, SILENT_SECONDS, Frames, Start, report
+from perilune.engine.ranks import Frames, Start, report
 from perilune.engine.readout import Readout
 from perilune.engine.runner import Runner
+from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS
 from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 

@@ -3,11 +3,8 @@
 Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs lead to each process, inherited, so
 nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
 every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
-nothing for SILENT_SECONDS, that has not ended a step so long after rank 0 has, or that chooses other tokens ends the
-group: all are killed, and every request in flight gets the reason. So does a step that no rank ends, if no rank has
-computed for STILL_SECONDS: every second each rank reports its progress (Group.progress). A step during which ranks
-compute may take as long as its tokens need (STEP_SECONDS, SECONDS_PER_TOKEN); while a rank compiles kernels, no step is
-late.
+nothing for SILENT_SECONDS, that chooses other tokens or that does not end a step (step_times/lateness.py) ends the
+group: all are killed, and every request in flight gets the reason.
 """
 
 import contextlib
@@ -39,6 +36,7 @@ from perilune.dist.peer_memory import ExchangeError
 from perilune.dist.slicing import Slicing
 from perilune.engine.order_ring import OrderWriter
 from perilune.engine.plan_wire import HEADER, MAX_FRAME_BYTES, Order, Writer
+from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS, Lateness, Seen
 from perilune.ops.harness import build
 
 log = logging.getLogger("perilune.engine")
@@ -46,13 +44,6 @@ log = logging.getLogger("perilune.engine")
 Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
-BEAT_SECONDS = 1.0
-SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
-STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
-# For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
-# their error when ranks compute without an end.
-STEP_SECONDS = 30.0
-SECONDS_PER_TOKEN = 0.02
 DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
 CLOSE_SECONDS = 3.0  # for ranks to end by themselves
 MEASURED_STEPS = 512  # the last orders that are timed
@@ -156,8 +147,7 @@ class _Rank:
         self.frames = Frames(pulse)
         self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
         self.loaded = False
-        self.silent_seconds = self.late_seconds = 0.0
-        self.ended = 0  # steps, when they were last looked at
+        self.silent_seconds = 0.0
         self.beat = Report("beat")  # the last one
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
@@ -197,8 +187,7 @@ class Ranks:
         self._changed = threading.Event()
         self._over = threading.Event()
         self._closing = self._watching_silence = False
-        self._progressed: list[int] = []  # all ranks' progress when it was last looked at
-        self._still_seconds = 0.0  # since a rank has computed
+        self._lateness = Lateness()
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         self.on_moved: Callable[[int, bytes], None] | None = None  # gets (rank, report of its KV tiers)
@@ -358,41 +347,22 @@ class Ranks:
                 rank.silent_seconds = rank.silent_seconds + BEAT_SECONDS if quiet else 0.0
                 if rank.silent_seconds >= SILENT_SECONDS:
                     self._fail(f"{rank} has not answered for {SILENT_SECONDS:.0f} s")
-            if self._watching_silence:
-                self._watch_steps()
+            if self._watching_silence and (why := self._lateness.look(self._seen())) is not None:
+                self._fail(why)
             heard.clear()
 
-    def _watch_steps(self) -> None:
-        """Called every BEAT_SECONDS."""
-        building = build.building() or any(rank.beat.building for rank in self._ranks)
-        progressed = [self._group.progress(), *(rank.beat.progress for rank in self._ranks)]
-        still, self._progressed = progressed == self._progressed, progressed  # none computes, or ends a step
+    def _seen(self) -> Seen:
+        beats = [rank.beat for rank in self._ranks]
         with self._lock:
-            own = self._read + len(self._own)
-            for rank in self._ranks:
-                ended = self._compared[rank.place.rank] + len(rank.digests)
-                late = ended == rank.ended and ended < self._sent and not building
-                still &= ended == rank.ended
-                rank.late_seconds = rank.late_seconds + BEAT_SECONDS if late else 0.0
-                rank.ended = ended
-            rank = max(self._ranks, key=lambda rank: rank.late_seconds)
-            limit = STEP_SECONDS + SECONDS_PER_TOKEN * max((plan.tokens for plan in self._plans), default=0)
-        self._still_seconds = self._still_seconds + BEAT_SECONDS if still and rank.late_seconds else 0.0
-        if rank.late_seconds >= SILENT_SECONDS and rank.ended < own:
-            self._fail(f"{rank} has not ended a step that rank 0 ended {rank.late_seconds:.0f} s ago")
-        elif self._still_seconds >= STILL_SECONDS:
-            self._fail(f"{self._behind()} for {rank.late_seconds:.0f} s, and no rank computes")
-        elif rank.late_seconds >= limit:
-            self._fail(f"a step has not ended on {rank} for {rank.late_seconds:.0f} s")
-
-    def _behind(self) -> str:
-        """Of a step that no rank ends: which rank the others wait for, if that is known."""
-        begun = [self._group.begun, *(rank.beat.begun for rank in self._ranks)]
-        if begun.count(min(begun)) > 1:
-            return "a step has ended on no rank"
-        number = begun.index(min(begun))
-        rank = self._ranks[number - 1] if number else f"rank 0 of {len(begun)}"
-        return f"{rank} has not begun an exchange in which others wait"
+            return Seen(
+                ended={str(rank): self._compared[rank.place.rank] + len(rank.digests) for rank in self._ranks},
+                own=self._read + len(self._own),
+                sent=self._sent,
+                tokens=max((plan.tokens for plan in self._plans), default=0),
+                building=build.building() or any(beat.building for beat in beats),
+                progress=(self._group.progress(), *(beat.progress for beat in beats)),
+                begun=(self._group.begun, *(beat.begun for beat in beats)),
+            )
 
     def _hear(self, rank: _Rank) -> None:
         try:

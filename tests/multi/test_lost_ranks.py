@@ -16,6 +16,7 @@ from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError, EngineError
 from perilune.dist.group import Gloo
 from perilune.engine import ranks
+from perilune.engine.step_times import lateness
 from perilune.loading.progress import Bar
 from tests.multi.conftest import CONFIG
 
@@ -112,13 +113,13 @@ def test_a_step_that_never_ends_is_an_error_though_its_rank_says_that_it_is_ther
 
 def test_a_step_that_takes_long_because_a_rank_computes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.slow_rank")
-    monkeypatch.setattr(ranks, "STILL_SECONDS", 2.0)
+    monkeypatch.setattr(lateness, "STILL_SECONDS", 2.0)
     with start(tp=2) as llm:
         begin = time.monotonic()
         assert len(llm.generate("a", replace(LONG, max_tokens=40))[0].token_ids) == 40
         assert time.monotonic() - begin > 4
-        monkeypatch.setattr(ranks, "STEP_SECONDS", 1.0)  # but not for ever
-        monkeypatch.setattr(ranks, "SECONDS_PER_TOKEN", 0.0)
+        monkeypatch.setattr(lateness, "STEP_SECONDS", 1.0)  # but not for ever
+        monkeypatch.setattr(lateness, "SECONDS_PER_TOKEN", 0.0)
         with pytest.raises(EngineError, match=r"a step has not ended on rank 1 of 2 \(process \d+\) for 1 s; "):
             llm.generate("a", replace(LONG, max_tokens=80))
 
