@@ -29,6 +29,7 @@ rm -rf "$DRAFTER"
   wait $forced
   $PERILUNE draft train kimi-nano --corpus "$RUN/forced" --corpus "$RUN/decoded" --run "$RUN/run" --out "$DRAFTER" \
     --aux-layers 1,3,4 --intermediate-size 448 $TRAIN
+  $PYTHON -m runs.kimi_nano.drafter_narrow "$DRAFTER"
   $PERILUNE draft evaluate "$DRAFTER" $EVALUATE --json "$RUN/evaluation.json" --plot "$RUN/evaluation.svg"
 }
 cp "$RUN/evaluation.json" "$RUN/evaluation.svg" "$DRAFTER/"

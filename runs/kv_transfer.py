@@ -1,11 +1,13 @@
 """What moving KV costs on this machine, at Kimi K2.5's shapes with random weights: the copies, restoring a session
 against computing it, and how much steps slow down meanwhile. Without a GPU: the same on kimi-nano, to try the script.
 
-python -m runs.kv_transfer [--layers 9 --context 60000 --disk DIR]. Each line is JSON.
+python -m runs.kv_transfer [--layers 9 --context 60000 --disk DIR --ledger bench/results]. Each line is JSON. With
+--ledger each is also a row of DIR/kv.jsonl, written when it is measured: what copies and files reach of the link and of
+the disk (`fraction` of `link_gb_s` or `disk_gb_s`, measured in the same run with pieces of a block's size),
+`ttft_p50_s` beside `ttft_p50_no_tiers_s`, and `decode_slowdown`.
 """
 
 import argparse
-import ctypes
 import json
 import mmap
 import os
@@ -14,17 +16,16 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from perilune.bench import ledger
+from perilune.bench.decode import expert_format
 from perilune.bench.microscope import Bench
 from perilune.core.config import EngineConfig, build
 from perilune.core.messages import Submit
@@ -35,17 +36,31 @@ from perilune.kv.copier import block_bytes, copier
 from perilune.kv.disk import Directory
 from perilune.kv.host_memory import HostMemory
 from perilune.kv.tiers import Name, Piece, Restored, Stored, Written
-from perilune.kv.transfer import READING_THREADS, RESTORE_SHARE, STORE_SHARE, WINDOW_BLOCKS, Transfer, row_bytes
-from perilune.ops.rows import host_rows
+from perilune.kv.transfer import READING_THREADS, Transfer, row_bytes
+from runs.kv_beside_steps import Say, slowdown
 
 SUFFIX_TOKENS = 2242  # new tokens of a turn of an agent's session
 REPEATS = 3
-LARGE_BYTES = 256 << 20
+WIDTHS = {"fp8": (640, torch.uint8), "bfloat16": (576, torch.bfloat16)}  # of a token in a layer, by kv_dtype
 PARTS = ("copies", "disk", "session", "slowdown")
 
 
-def say(**row: Any) -> None:
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+class Rows:
+    """Prints rows as JSON and adds each to the ledger at once: what was measured before a run is cut counts.
+
+    common  keys of every row
+    """
+
+    def __init__(self, directory: Path | None, common: dict[str, Any]) -> None:
+        self._directory, self._circumstances, self.common = directory, ledger.circumstances(), common
+        self._circumstances["gpus"] = min(self._circumstances["gpus"], 1)  # those used
+
+    def say(self, part: str, **row: Any) -> None:
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        whole = {"bench": "kv", "part": part} | self.common | rounded
+        print(json.dumps(whole), flush=True)
+        if self._directory is not None:
+            ledger.append([whole | self._circumstances], self._directory)
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -60,8 +75,9 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(taken[1:])
 
 
-def copies(pages: Tensor, count: int) -> None:
-    """GB/s of four ways to move `count` blocks at random places, each way, and of the link itself."""
+def copies(say: Say, pages: Tensor, count: int, *, link_only: bool) -> dict[str, float]:
+    """GB/s of four ways to move `count` blocks at random places, each way. Returns GB/s of the link itself, with copies
+    of a block's size, to "host" and to "pages"."""
     device, size = pages.device, row_bytes([pages])
     memory = HostMemory(count, size, block_bytes([pages]), device, at_once=count)
     try:
@@ -102,24 +118,30 @@ def copies(pages: Tensor, count: int) -> None:
             for row in flat:  # one row again and again: what the link does with copies of a block's size
                 (views[0] if out else row).copy_(row if out else views[0], non_blocking=True)
 
-        for name, way in (
+        ways: list[tuple[str, Callable[[bool], None]]] = [
             ("link", link),
             ("2d", engines),
             ("2d, two queues", queues),
             ("layer pieces", pieces),
             ("staged", staged),
-        ):
+        ]
+        reached: dict[str, float] = {}
+        for name, way in ways[:1] if link_only else ways:
             for out in (True, False):
                 taken = seconds(lambda way=way, out=out: way(out), device)  # type: ignore[misc]  # mypy: defaults
-                say(bench="copy", way=name, to="host" if out else "pages", gb_s=total / taken / 1e9, blocks=count,
+                to, gb_s = "host" if out else "pages", total / taken / 1e9
+                most = reached.setdefault(to, gb_s)  # the link comes first
+                say("copies", way=name, to=to, gb_s=gb_s, link_gb_s=most, fraction=gb_s / most, blocks=count,
                     block_kb=size / 1e3)  # fmt: skip
+        return reached
     finally:
         memory.close()
 
 
-def plain_disk(directory: Path, total: int, block: int) -> None:
+def plain_disk(say: Say, directory: Path, total: int, block: int) -> dict[str, float]:
     """GB/s of one large file: written and synchronised, read in large pieces, read past the page cache in pieces of a
-    block's size at random places, and read again from the page cache."""
+    block's size at random places, and read again from the page cache. Returns those that files of blocks are compared
+    with, by what they do."""
     large, path = 8 << 20, directory / "plain"
     directory.mkdir(exist_ok=True)
     begin = time.perf_counter()
@@ -127,7 +149,8 @@ def plain_disk(directory: Path, total: int, block: int) -> None:
         for _ in range(total // large):
             f.write(bytes(large))
         os.fsync(f.fileno())
-    say(bench="disk", what="write", gb_s=total / (time.perf_counter() - begin) / 1e9)
+    reached = {"write": total / (time.perf_counter() - begin) / 1e9}
+    say("disk", what="write", gb_s=reached["write"], piece_kb=large / 1e3, threads=1)
     total = total // large * large
     for what, size, threads, direct in (
         ("read", large, 8, False), ("read directly", block, READING_THREADS, True),
@@ -154,8 +177,14 @@ def plain_disk(directory: Path, total: int, block: int) -> None:
                 while f.read(large):
                     pass
         os.close(file)
-        say(bench="disk", what=what, piece_kb=size / 1e3, threads=threads, gb_s=len(pieces) * size / taken / 1e9)
+        gb_s = len(pieces) * size / taken / 1e9
+        say("disk", what=what, piece_kb=size / 1e3, threads=threads, gb_s=gb_s)
+        if size == block:
+            reached["read"] = gb_s
+        elif what.endswith("cache"):
+            reached[what] = gb_s
     path.unlink()
+    return reached
 
 
 def forget(directory: Path) -> None:
@@ -166,8 +195,9 @@ def forget(directory: Path) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def transfer(pages: Tensor, count: int, directory: Path) -> None:
-    """GB/s of whole stores, restores, writes and reads, checksums included."""
+def transfer(say: Say, pages: Tensor, count: int, directory: Path, most: dict[str, float]) -> None:
+    """GB/s of whole stores, restores, writes and reads, checksums included; `most`: of the link and the disk, by what
+    they do."""
     disk = Directory(directory, b"0" * 16, row_bytes([pages]))
     moved = Transfer([pages], count, disk)
     try:
@@ -192,7 +222,10 @@ def transfer(pages: Tensor, count: int, directory: Path) -> None:
                 work()
                 until(kind, number)
                 taken = time.perf_counter() - begin
-            say(bench="transfer", what=name, gb_s=total / taken / 1e9, ms=taken * 1e3)
+            gb_s = total / taken / 1e9
+            say("transfer", what=name, gb_s=gb_s, ms=taken * 1e3, fraction=gb_s / most[name], blocks=count,
+                block_kb=row_bytes([pages]) / 1e3,
+                **{"link_gb_s" if name in ("store", "restore") else "disk_gb_s": most[name]})  # fmt: skip
 
         stores = [(name, block, row) for row, (name, block) in enumerate(zip(names, blocks))]
         host = [Piece(name, row, block) for name, block, row in stores]
@@ -227,8 +260,8 @@ def first_token(engine: Engine, rid: int, prompt: list[int], keys: tuple[str, ..
                     return taken, cached
 
 
-def sessions(engine: Engine, context: int, count: int, vocab: int) -> None:
-    """TTFT of sessions that continue, from host memory and computed."""
+def sessions(say: Say, engine: Engine, context: int, count: int, vocab: int) -> None:
+    """TTFT of sessions that continue, from the tiers and computed."""
     rng = random.Random(1)
     texts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(count)]
     cold = [first_token(engine, rid, text)[0] for rid, text in enumerate(texts)]
@@ -242,218 +275,79 @@ def sessions(engine: Engine, context: int, count: int, vocab: int) -> None:
         for i, text in enumerate(texts[:2])
     ]
     stats = engine.stats()
-    say(bench="session", context=context, cold_s=statistics.median(cold), ttft_s=statistics.median(f[0] for f in found),
-        computed_s=statistics.median(computed), cached=[f[1] for f in found], tiers=str(stats.tiers),
+    restored, without = statistics.median(f[0] for f in found), statistics.median(computed)
+    say("session", context=context, sessions=count, tiers="+".join(name for name, _, _, limit in stats.tiers if limit),
+        cold_s=statistics.median(cold), ttft_p50_s=restored, ttft_p50_no_tiers_s=without, ratio=without / restored,
+        cached=[f[1] for f in found], hit_tokens={name: hits for name, hits, _, _ in stats.tiers},
         restore_s=stats.restore_seconds, saved_s=stats.saved_seconds, dropped=stats.blocks_dropped)  # fmt: skip
 
 
-@dataclass
-class Load:
-    """What is copied beside steps, by one thread each way until `stop`; `moved` bytes out and in."""
-
-    work: Callable[["Load", int], None]
-    ways: tuple[int, ...]
-    stop: threading.Event = field(default_factory=threading.Event)
-    moved: list[int] = field(default_factory=lambda: [0, 0])
-
-    @contextmanager
-    def running(self) -> Iterator[list[float]]:
-        """Gives a list that gets GB/s out and in at the end."""
-        threads, speeds = [threading.Thread(target=self.work, args=(self, way)) for way in self.ways], list[float]()
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
+def engine_rows(rows: Rows, args: argparse.Namespace, where: Path, parts: list[str], count: int) -> None:
+    """Parts "slowdown" and "session", of engines with host memory and with a disk. `count`: blocks of a session."""
+    cuda, layers, context, block = torch.cuda.is_available(), args.layers, args.context, args.block
+    config: dict[str, Any] = {"max_num_seqs": 8, "kv_host_gb": 6.0 if cuda else 0.2, "seed": 1}
+    config |= {
+        "max_model_len": context + 4096 if cuda else 1024,
+        "kv_blocks": int(2.4 * count) if cuda else 100,
+        "block_size": block,
+    }
+    bench = Bench("kimi-k2.5", layers) if cuda else None
+    for tier in ("host", "disk") if "session" in parts else ("host",):
+        if tier == "disk":
+            config |= {"kv_host_gb": 0.5 if cuda else 0.02, "kv_disk": str(where / "tier")}
+        if bench is not None:
+            engine, vocab = bench.engine(layers, **config), 160_000
+        else:
+            path = resolve_model("kimi-nano")
+            engine, vocab = Engine(path, build(EngineConfig, {"draft": "off", **config})), 1000
+            rows.common.pop("layers", None)
+        rows.common |= {"kv_dtype": engine.config.kv_dtype, "rest_dtype": engine.config.dtype}
+        rows.common |= {"expert_format": expert_format(engine.runner.model)}
         try:
-            yield speeds
+            for batch in (1, 8) if tier == "host" and "slowdown" in parts else ():
+                slowdown(rows.say, engine, batch, context // 16, vocab, args.steps)
+            if "session" in parts:
+                sessions(rows.say, engine, context, 4, vocab)
         finally:
-            self.stop.set()
-            for thread in threads:
-                thread.join()
-            wall = time.perf_counter() - begin
-            speeds += [moved / wall / 1e9 for moved in self.moved]
+            engine.close()
 
 
-class Copying:
-    """The ways to keep the link busy beside steps, on blocks that no request has."""
-
-    def __init__(self, pages: Tensor, spare: list[int]) -> None:
-        self._pages, size = pages, row_bytes([pages])
-        self._size, half = size, len(spare) // 2
-        self._memory = HostMemory(2 * half, size, block_bytes([pages]), pages.device, at_once=2 * half)
-        self._pairs = [
-            [(block, self._memory.row(way * half + i)) for i, block in enumerate(spare[way * half : (way + 1) * half])]
-            for way in (0, 1)
-        ]
-        cuda = pages.device.type == "cuda"
-        self._host = [torch.empty(LARGE_BYTES if cuda else 1 << 20, dtype=torch.uint8, pin_memory=cuda) for _ in "01"]
-        self._there = [torch.empty_like(host, device=pages.device, pin_memory=False) for host in self._host]
-        queue = copier([pages])
-        self.block_seconds = []
-        for move in (queue.out, queue.into):
-            begin = time.perf_counter()
-            move(self._pairs[0])
-            queue.wait()
-            self.block_seconds.append((time.perf_counter() - begin) / half)
-
-    def large(self, load: Load, way: int) -> None:
-        """One copy of LARGE_BYTES after the other: hardly any call of the driver."""
-        here, there = self._host[way], self._there[way]
-        cuda = there.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-            while not load.stop.is_set():
-                (there if way else here).copy_(here if way else there, non_blocking=True)
-                if cuda:
-                    event = torch.cuda.Event(blocking=True)
-                    event.record()
-                    event.synchronize()
-                load.moved[way] += here.nbytes
-
-    def windows(self, load: Load, way: int) -> None:
-        """As quickly as the driver takes them, in windows of which two are in flight."""
-        self._blocks(load, way, WINDOW_BLOCKS, 0.0)
-
-    def paced(self, share: float) -> Callable[[Load, int], None]:
-        """As `windows`, at this share of the link's speed."""
-        return lambda load, way: self._blocks(load, way, WINDOW_BLOCKS, self.block_seconds[way] / share)
-
-    def calls(self, load: Load, way: int) -> None:
-        """The calls of `windows`, without the driver: what the processor and Python's lock cost."""
-        places = [host_rows.Places(0, self._pages.shape[0], 4096, 4096)]
-        while not load.stop.is_set():
-            host_rows.copy(ctypes.CDLL(None).sched_yield, 0, self._pairs[way][:WINDOW_BLOCKS], places, out=not way,
-                           block_seconds=self.block_seconds[way])  # fmt: skip
-
-    def _blocks(self, load: Load, way: int, window: int, block_seconds: float) -> None:
-        queue, pairs, marks = copier([self._pages]), self._pairs[way], deque[object]()
-        queue.block_seconds = block_seconds
-        while not load.stop.is_set():
-            for first in range(0, len(pairs), window):
-                if len(marks) == 2:
-                    queue.wait(marks.popleft())
-                (queue.into if way else queue.out)(pairs[first : first + window])
-                marks.append(queue.mark())
-                load.moved[way] += self._size * len(pairs[first : first + window])
-                if load.stop.is_set():
-                    break
-        queue.wait()
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-def slowdown(engine: Engine, batch: int, context: int, vocab: int, steps: int) -> None:
-    """Step time of `batch` requests that decode, beside copies of every kind, with the step's own small copies by
-    kernels (mapped) and by copy engines; then the step's graph alone, on the device's clock. Each case has a quiet
-    measurement of its own before it."""
-    rng = random.Random(2)
-    params = SamplingParams(temperature=0.0, max_tokens=60 * steps, ignore_eos=True)
-    for rid in range(batch):
-        engine.submit(Submit(5000 + rid, tuple(rng.randrange(vocab) for _ in range(context)), params))
-    for _ in range(40):
-        engine.step()
-    tree = engine.scheduler.blocks.tree
-    spare = [tree.allocate() for _ in range(min(tree.num_free // 2, 800))]
-    copying = Copying(engine.runner.pages.data, spare)
-    overrides = engine.runner.overrides
-
-    def timed() -> float:
-        taken = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            engine.step()
-            taken.append(time.perf_counter() - begin)
-        return statistics.fmean(sorted(taken)[: int(0.95 * steps)])
-
-    def graph_alone() -> float:
-        return engine.runner.time_graph(16) or 0.0
-
-    def case(name: str, work: Callable[[Load, int], None], ways: tuple[int, ...], measure: Callable[[], float]) -> None:
-        quiet = measure()
-        with Load(work, ways).running() as speeds:
-            busy = measure()
-        own = "copy engine" if "mapped_copy" in overrides else "kernel"
-        say(bench="slowdown", batch=batch, copies=name, ways="".join("oi"[w] for w in ways), own=own,
-            quiet_ms=quiet * 1e3, busy_ms=busy * 1e3, slowdown=busy / quiet - 1,
-            out_gb_s=speeds[0], in_gb_s=speeds[1])  # fmt: skip
-
-    def served(load: Load, way: int) -> None:
-        copying.paced((STORE_SHARE, RESTORE_SHARE)[way])(load, way)
-
-    for own in ("kernel", "copy engine"):
-        if own != "kernel":
-            overrides["mapped_copy"] = "reference"
-        timed()
-        case("served", served, (0, 1), timed)
-        case("served", served, (1,), timed)
-        case("paced 0.9", copying.paced(0.9), (0, 1), timed)
-        case("paced 0.7", copying.paced(0.7), (0, 1), timed)
-        case("paced 0.5", copying.paced(0.5), (0, 1), timed)
-        for ways in ((0, 1), (0,), (1,)):
-            case("windows", copying.windows, ways, timed)
-        case("large", copying.large, (0, 1), timed)
-    del overrides["mapped_copy"]
-    case("calls only", copying.calls, (0, 1), timed)
-    for rid in range(batch):
-        engine.cancel(5000 + rid)
-    while engine.busy:
-        engine.step()
-    if engine.runner.graphs is not None:
-        for ways in ((0, 1), (0,), (1,)):
-            case("large, beside the graph alone", copying.large, ways, graph_alone)
-        case("windows, beside the graph alone", copying.windows, (0, 1), graph_alone)
-    tree.release(spare)
-    copying.close()
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--context", type=int, default=60_000)
     parser.add_argument("--steps", type=int, default=100, help="that each case of the slowdown is measured for")
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, of %(default)s")
-    args = parser.parse_args()
+    parser.add_argument("--ledger", type=Path, help="also append each row to DIR/kv.jsonl (bench/results)")
+    args = parser.parse_args(arguments)
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts has {', '.join(sorted(unknown))}: name some of {', '.join(PARTS)}")
     cuda = torch.cuda.is_available()
-    context = args.context if cuda else 512
+    if not cuda:
+        args.context, args.steps = min(args.context, 512), min(args.steps, 2)
+    args.block, blocks = (64, 4096) if cuda else (16, 256)
+    count = args.context // args.block
+    common: dict[str, Any] = {"shape": "kimi-k2.5"} if cuda else {}
+    common |= {"layers": args.layers, "tp": 1, "ep": 1, "exchange": "none", "kv_layout": "replicated"}
+    rows = Rows(args.ledger, common)
     with tempfile.TemporaryDirectory() as made:
         where = args.disk or Path(made)
+        where.mkdir(parents=True, exist_ok=True)
         device = torch.device("cuda" if cuda else "cpu")
-        block, blocks = (64, 4096) if cuda else (16, 256)
-        count = context // block
-        for width, dtype in ((640, torch.uint8), (576, torch.bfloat16)):
-            pages = torch.zeros(args.layers, blocks, block, width, dtype=dtype, device=device)
-            if "copies" in parts:
-                copies(pages, count)
-        if "disk" in parts:
-            plain_disk(where, max(count * row_bytes([pages]), 64 << 20), row_bytes([pages]))
-            transfer(pages, count, where / "blocks")
-        del pages
-        config: dict[str, Any] = {"max_num_seqs": 8, "kv_host_gb": 6.0 if cuda else 0.2, "seed": 1}
-        config |= {
-            "max_model_len": context + 4096 if cuda else 1024,
-            "kv_blocks": int(2.4 * count) if cuda else 100,
-            "block_size": block,
-        }
-        bench = Bench("kimi-k2.5", args.layers) if cuda and {"session", "slowdown"} & set(parts) else None
-        tiers = [tier for tier in ("host", "disk") if "session" in parts or ("slowdown" in parts and tier == "host")]
-        for tier in tiers:
-            if tier == "disk":
-                config |= {"kv_host_gb": 0.5 if cuda else 0.02, "kv_disk": str(where / "tier")}
-            if bench is not None:
-                engine, vocab = bench.engine(args.layers, **config), 160_000
-            else:
-                path = resolve_model("kimi-nano")
-                engine, vocab = Engine(path, build(EngineConfig, {"draft": "off", **config})), 1000
-            try:
-                for batch in (1, 8) if tier == "host" and "slowdown" in parts else ():
-                    slowdown(engine, batch, context // 16, vocab, args.steps if cuda else 2)
-                if "session" in parts:
-                    sessions(engine, context, 4, vocab)
-            finally:
-                engine.close()
+        for kv_dtype, (width, dtype) in WIDTHS.items() if {"copies", "disk"} & set(parts) else ():
+            rows.common["kv_dtype"] = kv_dtype
+            pages = torch.zeros(args.layers, blocks, args.block, width, dtype=dtype, device=device)
+            link = copies(rows.say, pages, count, link_only="copies" not in parts)
+            if "disk" in parts and kv_dtype == "bfloat16":
+                size = row_bytes([pages])
+                most = plain_disk(rows.say, where, max(count * size, 64 << 20 if cuda else 16 << 20), size)
+                most |= {"store": link["host"], "restore": link["pages"]}
+                transfer(rows.say, pages, count, where / "blocks", most)
+            del pages
+        if {"session", "slowdown"} & set(parts):
+            engine_rows(rows, args, where, parts, count)
 
 
 if __name__ == "__main__":

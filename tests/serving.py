@@ -87,6 +87,7 @@ class FakeEngine:
     info: EngineInfo = INFO
     stats: EngineStats = STATS
     alive: bool = True
+    retry_seconds: int | None = None
     restarts: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import click
 
 from perilune.cli.shared import options, targets
-from perilune.cli.shared.pictures import data_url, image_option, read_picture
+from perilune.cli.shared.pictures import image_option, media_part, typed_path, video_option
 from perilune.client.endpoint import Endpoint, is_url, thinking_switch
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
@@ -35,6 +35,7 @@ QUOTES = '"""'
 HELP = """\
   /think on|off   think before answering, or not
   /image FILE     a picture that the next question is about; several are possible
+  /video FILE     the same with a video
   /system TEXT    set the system prompt; without TEXT, remove it
   /clear          forget the conversation (the system prompt stays)
   /save FILE      write the conversation to FILE as JSON
@@ -220,7 +221,7 @@ class Chat:
         self.system = system
         self.tools = tools
         self.messages: list[dict[str, Any]] = []
-        self.attached: list[dict[str, Any]] = []  # pictures of the next question
+        self.attached: list[dict[str, Any]] = []  # pictures and videos of the next question
         self.failed = False  # whether an answer or a command failed
         self._run = run
         self._read = read
@@ -251,9 +252,10 @@ class Chat:
             case "/think" if rest in ("on", "off"):
                 self.thinking = rest == "on"
                 click.secho(f"thinking is {rest}", dim=True)
-            case "/image" if rest:
+            case "/image" | "/video" if rest:
+                file = typed_path(rest)
                 try:
-                    self.attach(Path(rest).expanduser())
+                    self.attach(file, media_part(file, is_video=name == "/video"))
                 except ConfigError as e:
                     self._fail(str(e))
             case "/system":
@@ -270,13 +272,15 @@ class Chat:
                     self._fail(f"cannot write {rest}: {e.strerror}")
                 else:
                     click.secho(f"written to {rest}", dim=True)
+            case "/image" | "/video" | "/save":
+                self._fail(f"{name!r} is no command without a file: {name} FILE")
             case _:
                 self._fail(f"{text.strip()!r} is no command; /help lists them")
         return True
 
-    def attach(self, file: Path) -> None:
-        """A picture that the next question is about. ConfigError if the file is none."""
-        self.attached.append({"type": "image_url", "image_url": {"url": data_url(file)}})
+    def attach(self, file: Path, medium: dict[str, Any]) -> None:
+        """A picture or video that the next question is about: its file and its part of the message."""
+        self.attached.append(medium)
         click.secho(f"{file.name} goes with the next question", dim=True)
 
     def _fail(self, text: str) -> None:
@@ -342,6 +346,7 @@ class Chat:
 @click.argument("model", default="kimi-nano")
 @click.option("--system", help="System prompt.")
 @image_option
+@video_option
 @click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
 @click.option(
     "--tools",
@@ -359,6 +364,7 @@ def command(
     model: str,
     system: str | None,
     images: tuple[Path, ...],
+    videos: tuple[Path, ...],
     thinking: bool,
     tools_file: Path | None,
     model_name: str | None,
@@ -375,8 +381,8 @@ def command(
     wanted = {k: v for k, v in sampling.items() if v is not None}
     SamplingParams(**wanted)  # a wrong value is named before anything is loaded
     tools = read_tools(tools_file) if tools_file is not None else []
-    for image in images:
-        read_picture(image)
+    # Read once, before anything is loaded: a pipe, such as the shell's <(...), has its bytes only once.
+    media = [(file, media_part(file)) for file in images] + [(file, media_part(file, is_video=True)) for file in videos]
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")
@@ -397,8 +403,8 @@ def command(
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  (line editing and history of input(), where the system has it)
             talk = Chat(backend, runner.run, read_line, thinking=thinking, system=system, tools=tools)
-            for image in images:
-                talk.attach(image)
+            for file, medium in media:
+                talk.attach(file, medium)
             talk.loop()
         finally:
             runner.run(opened.__aexit__(None, None, None))
@@ -461,7 +467,8 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     try:
         tools = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"cannot read the tools in {path}: {e}") from e
+        why = e.strerror if isinstance(e, OSError) else f"no JSON: {e}"
+        raise ConfigError(f"cannot read the tools in {path}: {why}") from e
     if not isinstance(tools, list):
         raise ConfigError(f"{path} must hold a JSON list of tools")
     try:

@@ -12,18 +12,19 @@ from typing import Any
 import click
 
 from perilune.cli.shared import options
-from perilune.cli.shared.pictures import image_option, read_picture
+from perilune.cli.shared.pictures import image_option, read_media, video_option
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import EngineError, RequestError
+from perilune.core.messages import Picture, Video, pictures_of
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient, check_prompt
 from perilune.formats.hub import resolve_model
-from perilune.media.decoder import Decoder, Picture
+from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
 from perilune.server.generation import Prompt
 from perilune.server.service import read_generation_config, sampling_defaults
 from perilune.text.chat import template_for
-from perilune.text.history import Image
+from perilune.text.history import shown
 from perilune.text.stream import ChatStream, Event, Reasoning, TextStream, ToolStart
 from perilune.text.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ class Speed:
 @click.option("-p", "--prompt", help="The question; default: standard input.")
 @click.option("--system", help="System prompt.")
 @image_option
+@video_option
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the model's own way]")
 @click.option("--max-tokens", type=int, help="Tokens to generate, at most.  [default: until the context is full]")
@@ -75,6 +77,7 @@ def command(
     prompt: str | None,
     system: str | None,
     images: tuple[Path, ...],
+    videos: tuple[Path, ...],
     raw: bool,
     thinking: bool | None,
     assignments: tuple[str, ...],
@@ -90,9 +93,10 @@ def command(
         prompt = sys.stdin.read()
     if not prompt:
         raise RequestError("the prompt is empty: give --prompt, or the prompt on standard input", param="prompt")
-    if raw and images:
-        raise click.UsageError("--image goes with the chat template, not with --raw")
-    files = [read_picture(image)[0] for image in images]
+    if raw and (images or videos):
+        raise click.UsageError("--image and --video go with the chat template, not with --raw")
+    files = [(read_media(file)[0], False) for file in images]
+    files += [(read_media(file, is_video=True)[0], True) for file in videos]
     engine, sampling = options.split(values)
     config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
     path = resolve_model(model, progress=sys.stderr.isatty())
@@ -101,21 +105,20 @@ def command(
     thinks = None if raw else template.thinks(thinking)
     defaults = sampling_defaults(read_generation_config(path), template, thinking=thinks)
     params = SamplingParams(**{**defaults, **{k: v for k, v in sampling.items() if v is not None}})
-    pictures = list[Picture]()
+    media = list[Picture | Video]()
     if files:
         with Decoder(Limits.from_directory(path)) as decoder:
-            pictures = [decoder.decode(file) for file in files]
+            media = [decoder.decode_video(data) if is_video else decoder.decode(data) for data, is_video in files]
     if raw:
         ids = tokenizer.encode(prompt, allow_special=True)
         stream: TextStream | ChatStream = TextStream(tokenizer, params.stop)
     else:
         messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        seen = [Image(picture.tokens) for picture in pictures]
-        messages.append({"role": "user", "content": [*seen, {"type": "text", "text": prompt}]})
+        messages.append({"role": "user", "content": [*map(shown, media), {"type": "text", "text": prompt}]})
         assert thinks is not None
         ids = template.render_ids(tokenizer, messages, thinking=thinks)
         stream = ChatStream(tokenizer, thinking=template.opens_thought(thinks), stop=params.stop)
-    asyncio.run(answer(path, config, tokenizer, Prompt(ids, pictures), params, stream))
+    asyncio.run(answer(path, config, tokenizer, Prompt(ids, pictures_of(media)), params, stream))
 
 
 async def answer(

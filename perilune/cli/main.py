@@ -47,12 +47,23 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except click.ClickException as e:
-        e.show()
+        (_with_key(e) if isinstance(e, click.NoSuchOption) else e).show()
         sys.exit(e.exit_code)
     except PeriluneError as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(1)
     sys.exit(code or 0)
+
+
+def _with_key(e: click.NoSuchOption) -> click.NoSuchOption:
+    """The error; it names --set where the verb has it and the option would be an engine key that has no option."""
+    from perilune.core.config import EngineConfig
+
+    key = e.option_name.lstrip("-").replace("-", "_")
+    takes_keys = e.ctx is not None and any(p.name == "assignments" for p in e.ctx.command.params)
+    if not takes_keys or key not in EngineConfig.__dataclass_fields__:
+        return e
+    return click.NoSuchOption(e.option_name, possibilities=[f"--set {key}=VALUE"], ctx=e.ctx)
 
 
 if __name__ == "__main__":

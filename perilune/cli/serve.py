@@ -29,7 +29,7 @@ from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import BUNDLED, resolve_model
 from perilune.server import logs, reload
 from perilune.server.keys import Keyring, readable_by_others
-from perilune.server.limits import Proxies
+from perilune.server.limits import Proxies, keep_bodies_apart
 from perilune.server.reload import Watched
 from perilune.server.tls import Certificate
 from perilune.text.family import member_named
@@ -141,7 +141,7 @@ def command(
             path = made.enter_context(directory(synthetic, layers))
             name = path.name
         else:
-            model = model or BUNDLED
+            model = BUNDLED if model is None else model
             path = resolve_model(model, progress=sys.stderr.isatty())
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
@@ -223,12 +223,13 @@ async def run(
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_SECONDS)
+        keep_bodies_apart()
         service = Service(client, tokenizer, template, server, generation_config, limits)
         watched, certificate = reloadable(service)
         observing = observers(service)
         service.observers += [one.record for one in observing]
         app = build_app(service)
-        listener = Listener(app, proxies=proxies)
+        listener = Listener(app, proxies=proxies, refuse=app.state.refuse)
         batches: Batches | None = app.state.batches
         if batches is not None:
             batches.resume()

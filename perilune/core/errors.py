@@ -26,7 +26,14 @@ class CheckpointError(PeriluneError):
 
 
 class EngineError(PeriluneError):
-    """The engine failed or has stopped; requests in flight are lost, and the message says why."""
+    """The engine failed or has stopped; requests in flight are lost, and the message says why.
+
+    `retry_seconds` is when requests may be taken again; None: not known.
+    """
+
+    def __init__(self, message: str, *, retry_seconds: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class RequestError(PeriluneError):

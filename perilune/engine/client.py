@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import re
 import signal
@@ -47,6 +48,7 @@ CRASH_SECONDS = 0.5  # for a process that has closed its socket to end by itself
 MAX_RUNS = 2  # engine processes that one request may run in. More: a request that ends the engine ends it more often.
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
+MAX_RETRY_SECONDS = 60  # that clients are asked to wait: the SDKs of OpenAI and Anthropic ignore longer ones
 MAX_LINE_BYTES = 64 << 10  # of what the engine writes to standard error; more are several lines
 _LEVELLED = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # as engine/process.py logs
 LOST = "lost"  # the finish reason of a request that the engine process took with it; it does not leave this module
@@ -209,6 +211,8 @@ class EngineClient:
         self._ids = itertools.count()
         # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
         self._requests: dict[int, _Request] = {}
+        self._start_seconds = 0.0  # that the last start took
+        self._down_since = 0.0  # of the event loop's clock
         self._failure: str | None = None  # why no request is taken, not even to wait for the next process
         self._running = asyncio.create_task(self._run())
 
@@ -229,10 +233,20 @@ class EngineClient:
         another process that speaks engine/wire.py. `logged` as in Launch.
         Raises EngineError with the engine's own message when it cannot start.
         """
-        launch = Launch(model, config, command, logged)
+        launch, begun = Launch(model, config, command, logged), _now()
         process = await _Process.start(launch)
         end_tokens = frozenset(stop_token_ids) | set(process.info.stop_token_ids)
-        return cls(launch, process, end_tokens, supervised=supervised)
+        self = cls(launch, process, end_tokens, supervised=supervised)
+        self._start_seconds = _now() - begun
+        return self
+
+    @property
+    def retry_seconds(self) -> int | None:
+        """Until requests are taken again if this start takes as long as the last one; None: it does not start."""
+        if self.alive or not self._supervised:
+            return None
+        left = self._start_seconds - (_now() - self._down_since)
+        return min(max(math.ceil(left), 1), MAX_RETRY_SECONDS)
 
     async def generate(
         self,
@@ -260,7 +274,7 @@ class EngineClient:
         if constraint is not None:
             constraint.check_room(room(prompt, params, self.info))
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineError(self._failure, retry_seconds=self.retry_seconds)
         rid = next(self._ids)
         ends, media = params.ending_with(self.end_tokens), tuple(map(Media.of, pictures))
         message = Submit(rid, tuple(prompt), ends, constraint, cache_keys, order, media)
@@ -278,7 +292,7 @@ class EngineClient:
                     yield delta
                 if lost is not None and not finished:
                     finished = True
-                    raise EngineError(lost.error or "")
+                    raise EngineError(lost.error or "", retry_seconds=self.retry_seconds)
         finally:
             del self._requests[rid]
             if not finished and self.alive:
@@ -307,7 +321,7 @@ class EngineClient:
         """Receives from one engine process after the other."""
         while True:
             why = await self._receive()
-            self.alive = False
+            self.alive, self._down_since = False, _now()
             await self._process.kill(CRASH_SECONDS)
             why = why or f"the engine process ended unexpectedly ({self._process.ending})"
             if not self._supervised:
@@ -325,6 +339,7 @@ class EngineClient:
                 seconds = min(BACKOFF_SECONDS * 2 ** min(self._fruitless - 1, 10), MAX_BACKOFF_SECONDS)
                 log.error("the engine ended without having finished a step: the next try is in %g s", seconds)
                 await asyncio.sleep(seconds)
+            starting = _now()
             try:
                 self._process = await _Process.start(self._launch)
             except EngineError as e:
@@ -335,6 +350,7 @@ class EngineClient:
             break
         self.info, self.stats = self._process.info, EngineStats()
         self.restarts += 1
+        self._start_seconds = _now() - starting
         self._failure, self.alive = None, True
         again = [request for request in self._requests.values() if not request.lost]
         for request in again:

@@ -191,21 +191,22 @@ class Engine:
         if self._ranks is not None:
             self._ranks.read(result.digest)
         before, self._committed_at = self._committed_at, time.perf_counter()
+        interval = None if before is None else self._interval(plan, before, self._committed_at)
         deltas = self.scheduler.commit(result)
         if self._encoder is not None:
-            self._observe_slices(plan, None if before is None else self._committed_at - before)
+            self._observe_slices(plan, interval)
         if not plan.work:
             return deltas
-        if before is not None and self.scheduler.pacer is not None and not plan.slices:
+        if interval is not None and self.scheduler.pacer is not None and not plan.slices:
             decoded = sum(w.count - w.drafts == 1 for w in plan.work)
-            self.scheduler.pacer.record(plan.tokens, decoded, self._committed_at - before)
+            self.scheduler.pacer.record(plan.tokens, decoded, interval)
         if self.scheduler.offload is not None and not plan.slices:
             self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if (drafting := self._drafting) is not None:
             drafting.observe(deltas, result.outputs)
-            if before is not None and not plan.slices:
+            if interval is not None and not plan.slices:
                 alone = not any(PENDING in w.tokens for w in plan.work)
-                drafting.record_time(plan, self._committed_at - before, alone)
+                drafting.record_time(plan, interval, alone)
         elif self.speculator is not None:
             self.speculator.record_paused(len(plan.work), deltas)
         if self._rejected is not None:
@@ -216,6 +217,11 @@ class Engine:
                     delta.finish_reason, delta.closed_by_grammar = "length", True
                 self._drop(delta.rid)
         return deltas
+
+    @staticmethod
+    def _interval(plan: StepPlan, before: float, now: float) -> float:
+        """Seconds that count for what steps cost, of one whose result came at `now`, the one before it at `before`."""
+        return now - before
 
     def _observe_slices(self, plan: StepPlan, seconds: float | None) -> None:
         """What slices took, and a step of decoding without them, which took `seconds` if that is known."""

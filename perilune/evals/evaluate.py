@@ -25,6 +25,7 @@ HELD_OUT, STRUCTURAL = "heldout", "structural"
 TITLES = {HELD_OUT: "in-distribution", STRUCTURAL: "structural", given.SPLIT: "exact match"}  # columns of the table
 Z = 1.959964  # of a 95 % interval
 FATAL = (None, 401, 403, 404)  # statuses after which every other request would fail alike
+REFUSED_MEDIA = (400, 415, 422)  # statuses with which servers refuse a picture
 MAX_ERRORS = 20
 
 
@@ -132,8 +133,10 @@ async def evaluate(
 ) -> tuple[list[Tally], list[Failure]]:
     """Asks every problem of every cell, `concurrency` at a time; `advance` is called after each.
 
-    Raises EndpointError when the endpoint is gone or refuses everyone, and after MAX_ERRORS single refusals.
+    Raises EndpointError when the endpoint is gone or refuses everyone, and after MAX_ERRORS single refusals;
+    ConfigError when pictures are to be shown to a model that takes none.
     """
+    await _require_sight(endpoint, cells)
     tallies = [Tally() for _ in cells]
     failures: list[Failure] = []
     queue: Iterator[tuple[Problem | Given, Tally]] = ((p, t) for cell, t in zip(cells, tallies) for p in cell.problems)
@@ -162,6 +165,27 @@ async def evaluate(
 
     await gather([work() for _ in range(concurrency)])
     return tallies, failures
+
+
+async def _require_sight(endpoint: Endpoint, cells: Sequence[Cell]) -> None:
+    """Shows one picture, if any is to be shown: a server whose model does not see refuses each of them alike."""
+    every = (p for cell in cells for p in cell.problems)
+    if (shows := next(filter(_has_picture, every), None)) is None:
+        return
+    try:
+        await endpoint.complete(request(shows, 1))
+    except EndpointError as e:
+        if e.status in REFUSED_MEDIA:
+            raise ConfigError(
+                f"{endpoint.model} takes no pictures ({e}): choose families without pictures, or a model that sees"
+            ) from e
+        if e.status in FATAL:
+            raise
+
+
+def _has_picture(problem: Problem | Given) -> bool:
+    contents = (message.get("content") for message in problem.messages)
+    return any(part.get("type") == "image_url" for c in contents if isinstance(c, list) for part in c)
 
 
 def request(problem: Problem | Given, max_tokens: int) -> dict[str, Any]:

@@ -34,8 +34,21 @@ class Named:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The choice among some of the declared tools; `required`: one of them has to be called."""
+
+    names: frozenset[str]
+    required: bool = False
+
+
 Compile = Callable[[str], Matcher]
-ToolChoice = Literal["auto", "none", "required"] | Named
+ToolChoice = Literal["auto", "none", "required"] | Named | Allowed
+
+
+def forces(choice: ToolChoice) -> bool:
+    """Whether the answer has to be a call."""
+    return choice.required if isinstance(choice, Allowed) else choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +94,15 @@ def constrain(
         if choice.name not in declared:
             raise RequestError(f"tool_choice names {choice.name!r}, which is not among the tools", param="tool_choice")
         declared, parallel = {choice.name: declared[choice.name]}, False
+    elif isinstance(choice, Allowed):
+        if unknown := sorted(choice.names - declared.keys()):
+            raise RequestError(f"tool_choice allows {unknown[0]!r}, which is not among the tools", param="tool_choice")
+        declared = {name: tool for name, tool in declared.items() if name in choice.names}
     elif choice == "required" and not declared:
         raise RequestError("tool_choice is 'required', but there are no tools: declare some", param="tool_choice")
     elif choice == "none":
         declared = {}
-    forced = choice not in ("auto", "none")
+    forced = forces(choice)
     m = tokenizer.markers
     if declared and None in (m.section_begin, m.section_end, m.call_begin, m.argument_begin, m.call_end):
         raise RequestError("this model cannot call tools: its vocabulary has no markers for calls", param="tools")

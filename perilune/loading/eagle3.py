@@ -1,4 +1,8 @@
-"""Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional."""
+"""Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional.
+
+A matrix may be stored as e4m3 without a scale, half as large as bfloat16: a value is what its byte says. A draft's
+weights lie between 0.01 and 0.5, where e4m3 needs no scale; a scale is a tensor too many, and refused.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -189,7 +193,8 @@ def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Ea
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {shown(own)} has shape {shown(list(info.shape))}, not {list(shape)}"
             )
-        allowed = FLOATS if name in wanted else _IDS if name == "d2t" else (torch.bool, torch.uint8, *_IDS)
+        floats = (*FLOATS, torch.float8_e4m3fn) if len(shape) > 1 else FLOATS
+        allowed = floats if name in wanted else _IDS if name == "d2t" else (torch.bool, torch.uint8, *_IDS)
         if info.dtype not in allowed:
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {shown(own)} is {spell(info.dtype)}, not {' or '.join(map(spell, allowed))}"

@@ -31,7 +31,7 @@ def of_data_url(url: str, is_video: bool = False) -> bytes:
         try:
             data += binascii.a2b_base64(text[at : at + CHUNK_CHARS], strict_mode=True)
         except ValueError:  # of binascii, and of characters beyond ASCII
-            raise refused("its data is not base64", what) from None
+            raise refused("its data is not base64, of the letters A-Z a-z 0-9 + / and padded with =", what) from None
     said = (head[1] or "").lower()
     sort = said.partition("/")[0]
     if sort == ("image" if is_video else "video") and said != "image/gif":

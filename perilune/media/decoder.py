@@ -30,6 +30,7 @@ MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3
 DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
 VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
 TURN_SECONDS = 30.0  # to wait for the images of other requests
+END_SECONDS = 0.2  # that a worker has to end by itself before it is killed; closing a server waits for all of them
 REPLY_BYTES = 1 << 20  # of the worker's answer: 100 for each chunk of a video, of which there are at most 4,096
 PART_BYTES = 1 << 16  # of it, read at once
 REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
@@ -213,7 +214,7 @@ class Decoder:
             self._link.close()
         if self._worker is not None:
             try:
-                self._worker.wait(0.2)
+                self._worker.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._worker.kill()
                 self._worker.wait()

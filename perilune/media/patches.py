@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from perilune.core.errors import RequestError
+from perilune.media.kinds import unread_kind_of, video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
@@ -50,12 +51,7 @@ def patches_of(data: bytes, limits: Limits) -> tuple[Patches, tuple[int, int, in
     except RequestError:
         raise
     except UnidentifiedImageError:
-        start = data[:256].lstrip().lower()
-        svg = b"<svg" in start or start.startswith(b"<?xml")
-        what = (
-            "SVG is not read: send it rendered, as PNG" if svg else f"it is none of {KINDS}, or its header is damaged"
-        )
-        raise refused(what) from None
+        raise refused(_unread(data)) from None
     except MemoryError:
         raise refused("decoding it takes too much memory: send a smaller one") from None
     except Exception as e:  # Pillow raises a dozen types for damaged files, SyntaxError and struct.error among them
@@ -68,6 +64,18 @@ def digest(patches: Patches, grid: tuple[int, int, int]) -> bytes:
     found = hashlib.sha256(np.array(grid, dtype="<i8").tobytes())
     found.update(np.ascontiguousarray(patches).data)
     return found.digest()
+
+
+def _unread(data: bytes) -> str:
+    """Why a file is no picture of a known kind, and what to send instead."""
+    start = data[:256].lstrip().lower()
+    if b"<svg" in start or start.startswith(b"<?xml"):
+        return "SVG is not read: send it rendered, as PNG"
+    if kind := unread_kind_of(data):
+        return f"it is {kind}, none of {KINDS}: send it as PNG or JPEG"
+    if video_kind_of(data):
+        return f"it is a video, none of {KINDS}: send it as a part of type video_url"
+    return f"it is none of {KINDS}, or its header is damaged"
 
 
 def _upright(image: Image.Image) -> Image.Image:

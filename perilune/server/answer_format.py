@@ -10,7 +10,7 @@ from typing import Any, Literal
 from perilune.core.constraint import Constraint
 from perilune.core.errors import RequestError
 from perilune.core.sampling import SamplingParams
-from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
+from perilune.grammar.constrain import Allowed, AnswerFormat, Named, ToolChoice, constrain
 from perilune.server.call import current
 from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
@@ -18,8 +18,11 @@ from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Tokens a thought may take by `reasoning_effort`; None: as many as fit. "none" switches thinking off.
-EFFORTS: Mapping[str, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None}
+EFFORTS: Mapping[Effort, int | None] = {
+    "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None
+}  # fmt: skip
 PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought, nothing in the prompt
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -85,17 +88,44 @@ def tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         if not tools:
             raise RequestError("tool_choice 'required' needs tools, and none are declared", param="tool_choice")
         return "required"
-    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"), tools)
+    name = _named(value)
+    if name is None:
         raise _wrong(
             "tool_choice",
-            "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}, "
-            f"not {show(value)}",
+            "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+            f"{{'type': 'allowed_tools', 'allowed_tools': {{'mode': ..., 'tools': [...]}}}}, not {show(value)}",
         )
-    if all(tool.name != name for tool in tools):
-        raise _wrong("tool_choice", f"names {show(name)}, which tools does not declare")
+    _check_declared([name], tools)
     return Named(name)
+
+
+def _allowed(value: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """The choice among tools that `allowed_tools` lists. The prompt keeps all, so that its cached KV serves."""
+    mode, listed = (value.get("mode"), value.get("tools")) if isinstance(value, Mapping) else (None, None)
+    if mode not in ("auto", "required"):
+        raise _wrong("tool_choice", f"allowed_tools.mode must be 'auto' or 'required', not {show(mode)}")
+    given = [_named(tool) for tool in listed] if isinstance(listed, Sequence) else []
+    names = [name for name in given if name is not None]
+    if not names or len(names) < len(given):
+        raise _wrong("tool_choice", "allowed_tools.tools must list {'type': 'function', 'function': {'name': ...}}")
+    _check_declared(names, tools)
+    return Allowed(frozenset(names), mode == "required")
+
+
+def _named(value: Any) -> str | None:
+    """The name of the function that {"type": "function", "function": {"name": ...}} names."""
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _check_declared(names: Sequence[str], tools: Sequence[Tool]) -> None:
+    declared = {tool.name for tool in tools}
+    for name in names:
+        if name not in declared:
+            raise _wrong("tool_choice", f"names {show(name)}, which tools does not declare")
 
 
 def check_strict(tools: Sequence[Tool]) -> None:
@@ -126,7 +156,7 @@ def answer_format(
     return found[0] if found else None
 
 
-def thinking_budget(limits: Mapping[str, int | None], effort: str | None) -> int | None:
+def thinking_budget(limits: Mapping[str, int | None], effort: Effort | None) -> int | None:
     """How many tokens a thought may take; None: no bound. `limits` are the fields that say it as a number."""
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():

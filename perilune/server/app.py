@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from perilune.server.batches.protocol import ENDPOINTS
 from perilune.server.call import current
 from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
-from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe
+from perilune.server.middleware import ApiKey, BodyLimit, ClientLimit, Observe, refuse
 from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
@@ -97,7 +98,9 @@ def build_app(service: Service) -> Starlette:
             Exception: errors.handle,
         },
     )
+    app.router.redirect_slashes = False
     app.state.service = service
+    app.state.refuse = functools.partial(refuse, service)
     app.state.responses = ResponseStore()
     app.state.jobs = Jobs(service)
     batched = {r.path: r.endpoint for r in routes if r.path in ENDPOINTS}

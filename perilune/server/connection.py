@@ -211,9 +211,11 @@ class Connection(asyncio.BufferedProtocol):
         self._linger()
 
     def _write_error(self, error: RequestError) -> None:
-        response = errors.response(error)
+        scope = {"client": (self.peer, 0), "scheme": self.listener.scheme, "path": ""}
+        response = self.listener.refuse(error, scope)
         lines = [b"HTTP/1.1 %d %s" % (response.status_code, errors.phrase(response.status_code)), b"connection: close"]
         lines += [b"%s: %s" % header for header in response.raw_headers]
+        lines.append(b"date: %b" % self.listener.date())
         self.write(b"\r\n".join(lines) + _END + bytes(response.body))
 
     def _linger(self) -> None:

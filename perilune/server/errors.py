@@ -29,7 +29,9 @@ KINDS = {
     415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    501: "invalid_request_error",  # of HTTP that this server does not speak: no fault of the server
     503: "service_unavailable_error",
+    505: "invalid_request_error",
 }
 
 

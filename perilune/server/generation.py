@@ -22,6 +22,9 @@ from perilune.server.openai.protocol import Predictions
 class Engine(Counted, Protocol):
     """What the server needs of engine.client.EngineClient."""
 
+    @property
+    def retry_seconds(self) -> int | None: ...
+
     def generate(
         self,
         prompt: Sequence[int],
@@ -64,7 +67,8 @@ class Admission:
         if self.draining:
             raise EngineError("the server is shutting down: send the request to another one")
         if not self.engine.alive:
-            raise EngineError("the engine is starting again after a failure: try again shortly")
+            why = "the engine is starting again after a failure: try again shortly"
+            raise EngineError(why, retry_seconds=self.engine.retry_seconds)
 
     def take(self, count: int, param: str) -> Callable[[], None]:
         """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.

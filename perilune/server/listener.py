@@ -9,6 +9,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from email.utils import formatdate
 from typing import Any
 
+from starlette.responses import Response
+
+from perilune.core.errors import RequestError
+from perilune.server import errors
 from perilune.server.connection import READ_BYTES, Connection, Message, Timeouts
 from perilune.server.limits import Proxies
 
@@ -16,6 +20,7 @@ App = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
 
+Refuse = Callable[[RequestError, dict[str, Any]], Response]
 MAX_CONNECTIONS = 8192
 SPARE_FILES = 64  # descriptors kept for everything that is no connection
 CHECK_SECONDS = 1.0  # between looks at all connections
@@ -24,6 +29,7 @@ CHECK_SECONDS = 1.0  # between looks at all connections
 class Listener:
     """Serves an ASGI application on a bound socket. Belongs to one event loop.
 
+    refuse    makes the answer to what is no request, from the error and a scope with client, scheme and an empty path
     draining  connections end with their current request
     buffer    [READ_BYTES] of what the connection that reads now has read
     """
@@ -34,11 +40,13 @@ class Listener:
         *,
         timeouts: Timeouts | None = None,
         proxies: Proxies | None = None,
+        refuse: Refuse = lambda error, scope: errors.response(error),
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.app = app
         self.timeouts = timeouts or Timeouts()
         self.proxies = proxies or Proxies(())
+        self.refuse = refuse
         self.max_connections = min(max_connections, _files() - SPARE_FILES)
         self.connections: set[Connection] = set()
         self.buffer = memoryview(bytearray(READ_BYTES))

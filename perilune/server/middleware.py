@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.core.errors import RequestError
@@ -46,6 +47,8 @@ class Observe:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):  # as the path without it: a redirect would name the client's Host and http://
+            scope["path"] = scope["path"][:-1] or "/"
         headers = Headers(scope=scope)
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
         call.client = scope["client"][0] if scope.get("client") else None
@@ -74,29 +77,44 @@ class Observe:
                 # What is refused before it is routed has the path of a route, or not.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
-                self._report(call)
+                _report(self.service, call)
 
-    def _report(self, call: Call) -> None:
-        metrics = self.service.metrics
-        metrics.requests.labels(call.route, str(call.status)).inc()
-        if call.error is not None:
-            error = errors.describe(call.error)[1]["error"]
-            metrics.errors.labels(error["type"], error["code"] or "").inc()
-        seconds, key = call.ended - call.started, call.account.name or "-"
-        fields = {
-            "method": call.method,
-            "route": call.route,
-            "status": call.status,
-            "seconds": round(seconds, 6),
-            "prompt_tokens": call.total("prompt_tokens"),
-            "output_tokens": call.total("output_tokens"),
-        }
-        line = "%s %s %d %.3f s id=%s key=%s"
-        # A probe every second would fill the log; one that fails says when the server was not ready.
-        level = logging.DEBUG if call.route in PROBES and call.status == 200 else logging.INFO
-        access.log(level, line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
-        for observer in self.service.observers:
-            observer(call)
+
+def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
+    """The answer to what never became a request, with the headers, log line and metrics of every answer.
+
+    `scope` has what is known of the connection: client, scheme and an empty path.
+    """
+    call = Call(service.keys.open, client=scope["client"][0], method="-", route="other")
+    with entered(call):
+        response = errors.response(error)
+    call.status, call.ended = response.status_code, time.perf_counter()
+    response.raw_headers.extend(_added(scope, response.raw_headers, call))
+    _report(service, call)
+    return response
+
+
+def _report(service: Service, call: Call) -> None:
+    metrics = service.metrics
+    metrics.requests.labels(call.route, str(call.status)).inc()
+    if call.error is not None:
+        error = errors.describe(call.error)[1]["error"]
+        metrics.errors.labels(error["type"], error["code"] or "").inc()
+    seconds, key = call.ended - call.started, call.account.name or "-"
+    fields = {
+        "method": call.method,
+        "route": call.route,
+        "status": call.status,
+        "seconds": round(seconds, 6),
+        "prompt_tokens": call.total("prompt_tokens"),
+        "output_tokens": call.total("output_tokens"),
+    }
+    line = "%s %s %d %.3f s id=%s key=%s"
+    # A probe every second would fill the log; one that fails says when the server was not ready.
+    level = logging.DEBUG if call.route in PROBES and call.status == 200 else logging.INFO
+    access.log(level, line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
+    for observer in service.observers:
+        observer(call)
 
 
 def _added(scope: Scope, given: Iterable[tuple[bytes, bytes]], call: Call) -> Iterator[tuple[bytes, bytes]]:

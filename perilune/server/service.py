@@ -145,6 +145,13 @@ class Service:
                 code="unsupported_media_type",
                 status=415,
             )
+        coding = request.headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            raise RequestError(
+                f"the body is declared as coded ({quoted(coding)}): send it without Content-Encoding",
+                code="unsupported_media_type",
+                status=415,
+            )
         raw = bytearray()  # one copy: Request.body() keeps all pieces and their sum
         async for piece in request.stream():
             raw += piece

@@ -12,7 +12,7 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import EngineInfo, Picture, Video, pictures_of
 from perilune.core.sampling import SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
-from perilune.grammar.constrain import AnswerFormat
+from perilune.grammar.constrain import AnswerFormat, forces
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
 from perilune.server.body import Context
 from perilune.server.generation import Generation, Prompt, fit
@@ -142,7 +142,7 @@ def read(
     choice = tool_choice(body.tool_choice, declared)
     shown = () if choice == "none" else declared
     # A call that must be made leaves no text that the format could apply to.
-    answer, free = body.answer_format(), choice in ("auto", "none")
+    answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
     defaults = text.defaults(thinking=thinking)

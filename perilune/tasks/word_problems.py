@@ -11,11 +11,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from perilune.tasks.arithmetic import Tokens, drawn_numbers, solve, solve_trace
+from perilune.tasks.arithmetic import drawn_numbers
 from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.stories import Story, other, people, wide
 from perilune.tasks.wordings import numeral, phrase
 from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, invents_more, made_up
+from perilune.tasks.working import Tokens, solve, solve_trace
 
 STARTS: Final = (
     "{n} has {a} {o}.", "{n} had {a} {o}.", "{n} starts with {a} {o}.", "{n} owns {a} {o}.", "{n} collects {a} {o}.",

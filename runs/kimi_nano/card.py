@@ -24,6 +24,7 @@ from runs.kimi_nano.state import EYES_FILE, TRAINING_FILE
 Row = dict[str, Any]
 
 CARD_FILE = "README.md"
+WORDINGS = "wordings.jsonl"  # of bench/problems
 SPLITS = {HELD_OUT: "in-distribution", STRUCTURAL: "structural"}
 TOGETHER = ("commit", "date", "seed", "max_tokens", "torch", "gpu")  # what the rows of one evaluation have in common
 # Problems in wordings that no generator wrote. Measured from outside the project: neither the problems nor their number
@@ -77,7 +78,7 @@ five were of Python's documentation, and kept from training, {doc_exact:.1f} % o
 apart by a hash of what makes it itself (seed {seed}). "structural" ones are besides of a kind training never shows:
 
 {structure}
-{outside}
+{outside}{wordings}
 Structural problems that an earlier model got wrong were read to widen the generators' training side, so the structural
 scores are those of a development set; the words, keys, tools and stories they are made of stayed out of training.
 {pictures}
@@ -117,6 +118,44 @@ def weights_hash(model: Path) -> str:
         if shard.name != EYES_FILE:
             digest.update(shard.read_bytes())
     return digest.hexdigest()
+
+
+def newest_given(ledger: Path, model: str = "kimi-nano") -> list[Row]:
+    """The newest row of each family and mode for WORDINGS; they must be of one evaluation. Empty without any."""
+    found: dict[tuple[str, bool], Row] = {}
+    for row in map(json.loads, ledger.read_text().splitlines()):
+        if (row["model"], row["server"], row.get("problems")) == (model, "private", WORDINGS):
+            found[row["family"], row["thinking"]] = row
+    for key in ("commit", "date", "problems_sha256"):
+        if len({row.get(key) for row in found.values()}) > 1:
+            raise SystemExit(f"the newest rows of {model} for {WORDINGS} in {ledger} differ in {key}: ask all at once")
+    return list(found.values())
+
+
+def wordings(rows: Sequence[Row]) -> str:
+    """The part about wordings that no generator wrote; empty without rows."""
+    if not rows:
+        return ""
+    exact = {(r["family"], r["thinking"]): r["exact_match"] for r in rows}
+    names = list(dict.fromkeys(r["family"] for r in rows))
+    lines = ["| family | thinking on | thinking off | constant | n |", "|---|---|---|---|---|"]
+    for name in names:
+        one = next(r for r in rows if r["family"] == name)
+        cells = (f"{exact[name, mode]:.1f}" if (name, mode) in exact else "-" for mode in (True, False))
+        lines.append(f"| {name} | {' | '.join(cells)} | {one['constant']:.1f} | {one['n']} |")
+    means = []
+    for mode in (True, False):
+        found = [exact[name, mode] for name in names if (name, mode) in exact]
+        means.append(f"{sum(found) / len(found):.1f}" if found else "-")
+    lines.append(f"| mean | {' | '.join(means)} | | |")
+    count = sum(next(r["n"] for r in rows if r["family"] == name) for name in names)
+    table = "\n".join(lines)
+    return f"""
+**In another person's wordings**, {count} problems written without reading the generators (to repeat it:
+`perilune evaluate kimi-nano --problems bench/problems/{WORDINGS}`), percent:
+
+{table}
+"""
 
 
 def training(log: Path, model: Path) -> Row:
@@ -234,8 +273,8 @@ def stages(trained: Row) -> str:
     )
 
 
-def card(trained: Row, rows: Sequence[Row], pictures: str = "") -> str:
-    """`pictures`: the part about them (eyes_card.part)."""
+def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures: str = "") -> str:
+    """given: rows of `newest_given`; pictures: the part about them (eyes_card.part)."""
     mix = trained["mix"]
     families = [f"  - {name}, {100 * share / sum(mix.values()):.0f} %: {SKILLS[name]}" for name, share in mix.items()]
     return CARD.format(
@@ -259,6 +298,7 @@ def card(trained: Row, rows: Sequence[Row], pictures: str = "") -> str:
         seed=SEED,
         structure=structure(),
         outside=outside(trained["weights_sha256"]),
+        wordings=wordings(given),
         pictures=pictures,
         problem_share=100 * (1 - TEXT_SHARE),
         text_share=100 * TEXT_SHARE,
@@ -298,7 +338,8 @@ def main() -> None:
         parser.error(f"{kept} is about other eyes than those in {args.model}: give their --eyes-log")
     if not args.ledger.is_file():
         parser.error(f"{args.ledger} is not there: run perilune evaluate --ledger {args.ledger.parent}")
-    text = card(trained, newest(args.ledger), eyes_card.part(trained.get("eyes"), args.ledger))
+    rows, given = newest(args.ledger), newest_given(args.ledger)
+    text = card(trained, rows, given, eyes_card.part(trained.get("eyes"), args.ledger))
     if args.log or args.eyes_log:
         write(kept, json.dumps(trained, indent=2) + "\n")
     write(args.model / CARD_FILE, text)

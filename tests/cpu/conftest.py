@@ -1,4 +1,8 @@
-"""What engines under test do not do for themselves: measure what their steps cost, for seconds each."""
+"""What engines under test do not do for themselves: measure what their steps cost, before the first and at each.
+
+What they measured would decide which steps have drafts, how prompts are cut and which requests are preempted: a busy
+machine would run other steps than an idle one, and once in a while a test would find another number of them.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from perilune.engine.step_times.pacing import Pacer
 from perilune.speculation.step_cost import Costs, Curve
 
 ALONE = Costs(  # kimi-nano's on two cores, once
@@ -20,15 +25,24 @@ CHAIN = Curve((1, 8), (1.2e-3, 2.4e-3))
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_have_a_price() -> Iterator[None]:
-    """The same table for every engine, so that it drafts alike in every run; test_cost_table.py measures one."""
+    """The same table for every engine, and steps that take what it says, so that each engine drafts alike in every run;
+    test_cost_table.py measures one. Prompts beside requests that decode come whole: test_pacing.py cuts them.
+    """
     engine = sys.modules.get("perilune.engine.engine")
     if engine is None:
         yield
         return
+    build = sys.modules["perilune.engine.build"]
 
     def measured(runner: Any, config: Any) -> Costs:
         return ALONE if runner.drafter is None else Costs(ALONE.base, ALONE.attention, CHAIN, ALONE.overlapped)
 
+    def interval(plan: Any, before: float, now: float) -> float:
+        chain = max(plan.chain, 0) * CHAIN(len(plan.work)) if plan.work else 0.0
+        return ALONE.base(max(plan.tokens, 1)) + chain
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "measure_costs", measured)
+        patch.setattr(engine.Engine, "_interval", staticmethod(interval))
+        patch.setattr(build, "Pacer", lambda stretch, most: Pacer(0.0, most))
         yield

@@ -11,7 +11,8 @@ from tests.e2e.server import Server
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     # One thread: on a busy machine two wait for each other, and answers took several times as long.
-    running = Server("--set", "threads=1")
+    # Text alone: what such a server says of pictures is tested with it; test_pictures.py has one that sees.
+    running = Server("--set", "threads=1", "--set", "vision=off")
     yield running
     try:
         assert running.process.poll() is None, "the server died:\n" + "".join(running.lines)

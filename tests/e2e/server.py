@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,26 @@ class Server:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, absent: float | None = None) -> float:
+        """`absent`: of one that is not on the page; without it that is an error."""
         page = httpx.get(f"{self.url}/metrics").text
-        return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")))
+        found = [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")]
+        assert found or absent is not None, name
+        return float(found[0]) if found else float(absent or 0.0)
+
+    def cancelled_after(self, leave: Callable[[], None]) -> float:
+        """How many generations were cancelled once nothing is computed any more, after clients left."""
+        label = 'perilune_request_success_total{finished_reason="cancelled"}'
+        before = self.metric(label, 0.0)
+        leave()
+        while self.metric("perilune_generations_in_flight") or self.metric("perilune_num_requests_running"):
+            time.sleep(0.05)
+        return self.metric(label, 0.0) - before
+
+    def engine_cpu_seconds(self) -> float:
+        """What the engine has computed so far, in steps of 10 ms."""
+        fields = Path(f"/proc/{self.engine_pid()}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def engine_pid(self) -> int:
         pid = self.process.pid

@@ -27,10 +27,22 @@ class Secured:
     def __init__(self, directory: Path) -> None:
         self.keys, self.audit = directory / "keys.toml", directory / "audit"
         self.cert, self.key = certificates.make(directory, "perilune")
-        self.write(entry("a"), entry("b"), entry("c", cache_group='"team"'), entry("d", cache_group='"team"'))
+        self.restore()
         options = ["--api-key-file", self.keys, "--tls-cert", self.cert, "--tls-key", self.key]
         options += ["--audit-log", self.audit, "--log-format", "json", "--draft", "suffix", "--set", "threads=1"]
         self.server = Server(*map(str, options))
+
+    def restore(self) -> None:
+        """The keys that every test begins with, and the server with them."""
+        self.write(entry("a"), entry("b"), entry("c", cache_group='"team"'), entry("d", cache_group='"team"'))
+
+    def served(self, name: str) -> None:
+        """Waits until the server takes this key."""
+        deadline = time.monotonic() + 60
+        with self.client(name) as client:
+            while client.get(f"{self.server.url}/v1/models").status_code != 200:
+                assert time.monotonic() < deadline, name
+                time.sleep(0.02)
 
     def write(self, *entries: str) -> None:
         self.keys.write_text("".join((*entries, entry("root", operator="true"))))
@@ -49,7 +61,7 @@ class Secured:
         return httpx.Client(headers=bearer(name), verify=context, timeout=60)
 
     def logged(self, words: str) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not any(words in line for line in self.server.lines):
             assert time.monotonic() < deadline, (words, self.server.lines)
             time.sleep(0.02)
@@ -69,18 +81,19 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
-    """Neither by what was cached nor by time. Of drafts: tests/cpu/speculation/test_speculation.py."""
+    """Neither by what was cached nor by what the engine computes, which is the time without what else the machine does.
+    Of drafts: tests/cpu/speculation/test_speculation.py."""
 
     def asked(name: str, number: int) -> tuple[int, float]:
-        """Cached tokens, and seconds to the whole answer."""
+        """Cached tokens, and CPU seconds of the engine."""
         prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 30
-        started = time.perf_counter()
+        started = secured.server.engine_cpu_seconds()
         answer = secured.ask(name, prompt, max_tokens=12)
-        seconds = time.perf_counter() - started
+        seconds = secured.server.engine_cpu_seconds() - started
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], seconds
 
     asked("root", 0)  # what only the first request pays
-    # Each in turn, so that what else the machine does meets all alike; the shortest time is the least disturbed.
+    # Each in turn, so that a slower clock meets all alike; the shortest time is the least disturbed.
     rounds = [[asked(name, number) for name in "aab"] for number in (1, 2)]
     for first, again, other in rounds:
         assert again[0] > 300 and first[0] == other[0] == 0
@@ -103,6 +116,9 @@ def test_keys_are_read_again_and_usage_is_counted(secured: Secured) -> None:
     with secured.client("late") as client:
         (shown,) = client.get(f"{secured.server.url}/v1/usage").json()["data"]
     assert shown["key"] == "late" and shown["requests"] == 2 and shown["output_tokens"] == 48
+    secured.restore()
+    for name in "cd":  # no other test depends on whether this one ran before
+        secured.served(name)
 
 
 def test_the_certificate_is_replaced_while_answers_stream(secured: Secured, tmp_path: Path) -> None:
@@ -116,7 +132,7 @@ def test_the_certificate_is_replaced_while_answers_stream(secured: Secured, tmp_
         shutil.copy(cert, secured.cert)
         os.kill(secured.server.process.pid, signal.SIGHUP)
         secured.logged("the TLS certificate was read again")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while True:
             try:
                 assert secured.ask("a", "a").status_code == 200  # trusts the new certificate alone
@@ -128,6 +144,8 @@ def test_the_certificate_is_replaced_while_answers_stream(secured: Secured, tmp_
 
 
 def test_what_the_logs_say(secured: Secured) -> None:
+    for name in ("a", "b", "c", "d", "unknown"):
+        assert secured.ask(name, "a").status_code == (401 if name == "unknown" else 200)
     with secured.client("a") as client:
         client.headers["x-request-id"] = "req-77"
         reply = client.get(f"{secured.server.url}/v1/models")
@@ -142,5 +160,5 @@ def test_what_the_logs_say(secured: Secured) -> None:
     (line,) = (json.loads(text) for text in secured.server.lines if "req-77" in text and "models" in text)
     assert line["status"] == 200 and line["key"] == "a" and line["route"] == "/v1/models"
     entries = [json.loads(text) for file in secured.audit.glob("*.jsonl") for text in file.open()]
-    assert {e["key"] for e in entries} >= {"a", "b", "c", "d", "late", None}
+    assert {e["key"] for e in entries} >= {"a", "b", "c", "d", None}
     assert all(e["client"] == "127.0.0.1" for e in entries)

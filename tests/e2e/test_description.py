@@ -19,8 +19,10 @@ SERVE = [*SCRIPTED, "serve", "kimi-nano", "--port", "0"]
 # allow is refused; other methods are 405 and say which are allowed; no access without a key.
 # Left out: that all a schema allows is accepted. No schema has rules over several fields (top_logprobs needs logprobs).
 UNCHECKED = "positive_data_acceptance"
-SECONDS, SOAK_SECONDS = 8, 600
-LEAST_CASES = 20  # in SECONDS, on a machine with much else to do
+# A number of cases, not of seconds: a busy machine ended 8 s before each operation had its turn. All 6,351 cases of the
+# coverage phase take 20 s of CPU: tests/soak runs these.
+OPTIONS = ("--phases", "examples,fuzzing", "--max-examples", "5")
+LEAST_CASES = 100
 
 
 @pytest.fixture
@@ -34,10 +36,10 @@ def scripted(tmp_path: Path) -> Iterator[Server]:
         running.kill()
 
 
-def fuzz(url: str, where: Path, seconds: int, *options: str) -> int:
+def fuzz(url: str, where: Path, *options: str) -> int:
     """Cases that were sent; the test fails with the report if one was not answered as described."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--seed", "26", "--no-color"]
-    command += ["--exclude-checks", UNCHECKED, "--continue-on-failure", "--no-shrink", "--max-time", str(seconds)]
+    command += ["--exclude-checks", UNCHECKED, "--continue-on-failure", "--no-shrink"]
     done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=where)
     assert done.returncode == 0, done.stdout[-20_000:]
     tested, cases = re.search(r"Tested: (\d+)", done.stdout), re.search(r"(\d+) generated", done.stdout)
@@ -46,4 +48,4 @@ def fuzz(url: str, where: Path, seconds: int, *options: str) -> int:
 
 
 def test_requests_made_from_the_description(scripted: Server, tmp_path: Path) -> None:
-    assert fuzz(scripted.url, tmp_path, SECONDS, "--phases", "examples,coverage,fuzzing") >= LEAST_CASES
+    assert fuzz(scripted.url, tmp_path, *OPTIONS) >= LEAST_CASES

@@ -46,7 +46,7 @@ def encoded(data: bytes) -> str:
 
 def counted(server: Server, least: int = 0) -> int:
     """Pictures that reached the engine; waits a while for the line that says `least`."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while True:
         found = max((int(line.split()[1]) for line in server.lines if line.startswith("pictures: ")), default=0)
         if found >= least or time.monotonic() > end:

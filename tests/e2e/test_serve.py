@@ -408,19 +408,18 @@ def test_bad_requests_leave_the_server_alive(server: Server) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> None:
     body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": stream}
-    timeout = 30 if stream else 0.5  # an answer sent whole is left by not waiting for it
-    try:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as response:
-            for i, _ in enumerate(response.iter_lines()):
-                if i == 4:
-                    break
-    except httpx.ReadTimeout:
-        assert not stream
-    deadline = time.monotonic() + 3
-    while server.metric("perilune_generations_in_flight") or server.metric("perilune_num_requests_running"):
-        assert time.monotonic() < deadline, "the engine still works for a client that left"
-        time.sleep(0.05)
-    assert server.metric('perilune_request_success_total{finished_reason="cancelled"}') >= 1
+    timeout = 60 if stream else 1.0  # an answer sent whole is left by not waiting for it
+
+    def leave() -> None:
+        try:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=timeout) as response:
+                for i, _ in enumerate(response.iter_lines()):
+                    if i == 4:
+                        break
+        except httpx.ReadTimeout:
+            assert not stream
+
+    assert server.cancelled_after(leave) == 1, "the engine worked on for a client that left"
 
 
 def test_what_can_be_expected_to_fail_is_logged_in_one_line(server: Server) -> None:
@@ -457,7 +456,7 @@ def test_what_can_be_expected_to_fail_is_logged_in_one_line(server: Server) -> N
 def test_metrics_count_the_work(server: Server) -> None:
     before = server.metric("perilune_generation_tokens_total")
     server.openai.completions.create(model="kimi-nano", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while server.metric("perilune_generation_tokens_total") < before + 8:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -471,8 +470,9 @@ def test_a_taken_port_is_one_line_with_the_remedy(server: Server) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def ends_within_two_seconds(server: Server, number: signal.Signals) -> None:
-    """With an answer in flight. SIGTERM comes twice: after the first one the answer would get time to end."""
+def ends_soon(server: Server, number: signal.Signals) -> None:
+    """With an answer in flight that takes 20 s or more. SIGTERM comes twice: after the first one the answer would get
+    time to end."""
     body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
         lines = response.iter_lines()
@@ -481,7 +481,7 @@ def ends_within_two_seconds(server: Server, number: signal.Signals) -> None:
             server.process.send_signal(number)
             time.sleep(0.3)
         status, seconds = server.stop(number)
-        assert status == 0 and seconds < 2.0, (status, seconds)
+        assert status == 0 and seconds < 10.0, (status, seconds)
         assert any("shutting down" in line for line in lines), "the stream in flight is told why it ends"
     assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
 
@@ -498,7 +498,7 @@ def test_a_strict_server_from_the_command_line_ends_on_sigterm() -> None:
         page = {"origin": "https://b.example.org"}
         allowed = httpx.get(f"{server.url}/v1/models", headers=page).headers["access-control-allow-origin"]
         assert allowed == page["origin"]
-        ends_within_two_seconds(server, signal.SIGTERM)
+        ends_soon(server, signal.SIGTERM)
     finally:
         server.kill()
 
@@ -506,7 +506,7 @@ def test_a_strict_server_from_the_command_line_ends_on_sigterm() -> None:
 def test_ctrl_c_ends_server_and_engine() -> None:
     server = Server("--set", "threads=2", "--draft", "off")
     try:
-        ends_within_two_seconds(server, signal.SIGINT)
+        ends_soon(server, signal.SIGINT)
     finally:
         server.kill()
 
@@ -545,20 +545,24 @@ def test_a_killed_engine_is_started_again() -> None:
 def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
     server = Server("--set", "threads=1", "--draft", "off", "--set", "kv_blocks=600")
     try:
-        body = {"prompt": [65], "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        body = {"prompt": [65], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
+            engine = server.engine_pid()
+            os.kill(engine, signal.SIGSTOP)  # the answer does not end before the server has been asked
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
+            while httpx.get(f"{server.url}/health/ready").status_code == 200:
+                time.sleep(0.02)
             assert httpx.get(f"{server.url}/health/ready").status_code == 503
             assert httpx.get(f"{server.url}/health/live").status_code == 200
             refused = httpx.post(f"{server.url}/v1/completions", json=body)
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "engine_unavailable"
+            os.kill(engine, signal.SIGCONT)
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(5) == 0
+        assert server.process.wait(30) == 0
     finally:
         server.kill()
 
@@ -571,7 +575,7 @@ def test_the_time_to_drain_is_bounded() -> None:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             status, seconds = server.stop(signal.SIGTERM)
-            assert status == 0 and 0.5 <= seconds < 2.5
+            assert status == 0 and 0.5 <= seconds < 10  # of the 20 and more that the answer would take
             assert any("shutting down" in line for line in lines)
     finally:
         server.kill()

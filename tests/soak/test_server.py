@@ -20,6 +20,7 @@ import httpx
 import jsonschema
 import pytest
 
+from perilune.server.connection import READ_BYTES
 from tests.e2e.server import QUESTION, WEATHER, Server, needs_nano
 
 pytestmark = [needs_nano, pytest.mark.timeout(0)]
@@ -27,6 +28,7 @@ OPTIONS = ("--draft", "off", "--set", "threads=1")
 CHAT = "/v1/chat/completions"
 CLIENTS, ATTACKERS = 16, 6
 KINDS = 3  # of huge bodies
+TURNS = 2  # of each measurement under attack: the load of a machine drifts
 
 
 @pytest.fixture
@@ -109,23 +111,65 @@ def attack(url: str, kind: int) -> Counter[int]:
     return answers
 
 
-def test_ordinary_clients_keep_their_answers_under_slow_and_huge_requests(server: Server, share: float) -> None:
-    rounds, bodies = max(int(20 * share), 3), max(int(100 * share), 10)
+def swallow(sock: socket.socket) -> None:
+    """Reads bodies on a listening socket and answers 400: the least that any server does with them. Ends by a kill."""
+
+    def one(wire: socket.socket) -> None:
+        with wire, contextlib.suppress(OSError):
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += wire.recv(65536)
+            head, _, body = head.partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) - len(body)
+            buffer = bytearray(READ_BYTES)
+            while length > 0 and (count := wire.recv_into(buffer)):
+                length -= count
+            wire.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    while True:
+        threading.Thread(target=one, args=(sock.accept()[0],), daemon=True).start()
+
+
+@pytest.fixture
+def reader() -> Iterator[str]:
+    """Address of a process that does nothing but `swallow`."""
+    context = get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
+        process = context.Process(target=swallow, args=(sock,), daemon=True)
+        process.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            process.kill()
+            process.join(10)
+
+
+def test_ordinary_clients_keep_their_answers_under_slow_and_huge_requests(
+    server: Server, reader: str, share: float
+) -> None:
+    """Quiet, control and attack by turns. The control has the same senders and half-sent heads, but a process that only
+    reads takes the bodies."""
+    rounds, bodies = max(int(20 * share), 3), max(int(100 * share) // TURNS, 10)
     host, port = server.url.removeprefix("http://").split(":")
-    answers: Counter[int] = Counter()
+    calm = threading.Event()
+    answers: dict[str, Counter[int]] = {server.url: Counter(), reader: Counter()}
+    times: dict[str, list[float]] = {"quiet": [], "control": [], "attacked": []}
+    meanwhile: Counter[str] = Counter()
 
     def slow() -> None:
         with socket.create_connection((host, int(port)), timeout=60) as drip:
             for byte in b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 60:
                 drip.sendall(bytes([byte]))
                 time.sleep(0.5)
+                if calm.is_set():
+                    return
 
-    def measure(pool: ThreadPoolExecutor) -> float:
+    def measure(pool: ThreadPoolExecutor) -> list[float]:
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(httpx.Client(timeout=300)) for _ in range(CLIENTS)]
-            works = [pool.submit(first_byte, c, server.url) for _ in range(rounds) for c in clients]
-            times = sorted(w.result() for w in works)
-        return times[min(int(len(times) * 0.99), len(times) - 1)]
+            return [
+                w.result() for w in [pool.submit(first_byte, c, server.url) for _ in range(rounds) for c in clients]
+            ]
 
     with (
         ThreadPoolExecutor(CLIENTS) as pool,
@@ -134,27 +178,36 @@ def test_ordinary_clients_keep_their_answers_under_slow_and_huge_requests(server
         for started in [attackers.submit(time.sleep, 1.0) for _ in range(ATTACKERS)]:  # a process each
             started.result()
         measure(pool)  # warm
-        quiet, before = measure(pool), resident(server.process.pid)
+        before = resident(server.process.pid)
         Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the highest value starts anew
-        with busy(slow, 200):
-            attacks = [attackers.submit(attack, server.url, i) for i in range(10 * bodies)]
-            while not any(done.done() for done in attacks):
-                time.sleep(0.01)
-            attacked = measure(pool)
-            meanwhile = sum(done.done() for done in attacks)
-            for done in attacks[bodies:]:
-                done.cancel()
-            for done in attacks:
-                answers += Counter() if done.cancelled() else done.result()
+        for _ in range(TURNS):
+            times["quiet"] += measure(pool)
+            for kind, url in (("control", reader), ("attacked", server.url)):
+                calm.clear()
+                with busy(slow, 200):
+                    attacks = [attackers.submit(attack, url, i) for i in range(100 * bodies)]
+                    while not any(done.done() for done in attacks):
+                        time.sleep(0.01)
+                    times[kind] += measure(pool)
+                    meanwhile[kind] += (ended := sum(done.done() for done in attacks))
+                    assert ended < len(attacks), "the attack ended before the measurement"
+                    for done in attacks[bodies:]:
+                        done.cancel()
+                    for done in attacks:
+                        answers[url] += Counter() if done.cancelled() else done.result()
+                    calm.set()
     growth = (resident(server.process.pid, "VmHWM") - before) / 2**20
+    quiet, control, attacked = (sorted(t)[min(int(len(t) * 0.99), len(t) - 1)] for t in times.values())
     print(
-        f"p99 first byte {quiet:.3f} s quiet, {attacked:.3f} s attacked; RSS +{growth:.0f} MB; {dict(answers)}, "
-        f"{meanwhile} bodies meanwhile"
+        f"p99 first byte {quiet:.3f} s quiet, {control:.3f} s where a process that only reads takes the bodies, "
+        f"{attacked:.3f} s attacked; RSS +{growth:.0f} MB; {dict(answers[server.url])}, "
+        f"{dict(meanwhile)} bodies meanwhile"
     )
-    assert set(answers) <= {0, 400, 503} and answers[400]
-    assert meanwhile < 10 * bodies, "the attack ended before the measurement"
+    assert set(answers[server.url]) <= {0, 400, 503} and answers[server.url][400]
     assert growth <= 200
-    assert attacked <= 2 * quiet + 0.05
+    # Six senders of 31 MB bodies take the CPU of a small machine from all that run on it: on two cores the control
+    # alone has 3.4 to 4.1 times the quiet p99. The bound is on what the server adds to that.
+    assert attacked <= 2 * max(quiet, control) + 0.05
 
 
 def test_kills_of_the_engine_under_load(server: Server, share: float) -> None:

@@ -1,13 +1,15 @@
-"""Image files that a user names on the command line."""
+"""Image and video files that a user names on the command line."""
 
 import base64
+import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 
 from perilune.core.errors import ConfigError
 from perilune.media.decoder import MAX_FILE_BYTES
-from perilune.media.kinds import kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 
 image_option = click.option(
     "--image",
@@ -17,22 +19,60 @@ image_option = click.option(
     metavar="FILE",
     help="A picture that the (first) question is about: PNG, JPEG, WebP, GIF, BMP or TIFF; repeatable.",
 )
+video_option = click.option(
+    "--video",
+    "videos",
+    type=click.Path(dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="A video that the (first) question is about: MP4, QuickTime, WebM, Matroska, AVI or GIF; repeatable.",
+)
 
 
-def read_picture(path: Path) -> tuple[bytes, str]:
-    """(bytes, kind as in image/KIND) of an image file; ConfigError, in one line, if it is none or cannot be read."""
+def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
+    """(bytes, kind as in image/KIND or video/KIND) of an image file, or of a video file; ConfigError, in one line, if
+    it is none, cannot be read or has more than MAX_FILE_BYTES. A pipe is read to its end, or to that bound."""
+    what = "video" if is_video else "picture"
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"cannot read the picture {path}: {e.strerror}") from e
-    if (kind := kind_of(data)) is None:
-        raise ConfigError(f"{path} is no picture: PNG, JPEG, WebP, GIF, BMP and TIFF are read")
-    return data, kind
+        raise ConfigError(f"cannot read the {what} {path}: {e.strerror}") from e
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
+    if not data:
+        raise ConfigError(f"{path} is empty")
+    image, video = kind_of(data), video_kind_of(data)
+    found, others = (video, image) if is_video else (image, video)
+    if found is None:
+        read = "MP4, QuickTime, WebM, Matroska, AVI and GIF" if is_video else "PNG, JPEG, WebP, GIF, BMP and TIFF"
+        hint = f"{read} are read"
+        if others is not None:
+            hint = "it is a picture, for --image or /image" if is_video else "it is a video, for --video or /video"
+        elif (other := unread_kind_of(data)) is not None:
+            hint = f"it is {other}, and {hint}"
+        raise ConfigError(f"{path} is no {what}: {hint}")
+    return data, found
 
 
-def data_url(path: Path) -> str:
-    """The file as OpenAI's API takes it. ConfigError as read_picture."""
-    data, kind = read_picture(path)
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+def media_part(path: Path, *, is_video: bool = False) -> dict[str, Any]:
+    """The file as a part of a message of OpenAI's API. ConfigError as read_media."""
+    data, kind = read_media(path, is_video=is_video)
+    name = "video" if is_video else "image"
+    return {
+        f"{name}_url": {"url": f"data:{name}/{kind};base64,{base64.b64encode(data).decode()}"},
+        "type": f"{name}_url",
+    }
+
+
+def typed_path(text: str) -> Path:
+    """The path in a line that a user typed, or that a terminal wrote for a dropped file: with quotes, with spaces after
+    backslashes, or plain."""
+    plain = Path(text).expanduser()
+    if plain.exists():
+        return plain
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote without its partner
+        return plain
+    return Path(words[0]).expanduser() if len(words) == 1 else plain

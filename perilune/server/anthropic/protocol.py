@@ -140,8 +140,7 @@ class CountBody(RequestBody):
         if thinking.type == "disabled":
             return {"thinking": {"type": "disabled"}}
         effort = None if self.output_config is None else self.output_config.effort
-        # Above "high" there is nothing more to allow.
-        return {"thinking": {"type": "enabled"}, "reasoning_effort": "high" if effort in ("xhigh", "max") else effort}
+        return {"thinking": {"type": "enabled"}, "reasoning_effort": effort}
 
 
 class MessagesBody(CountBody):

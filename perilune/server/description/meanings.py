@@ -19,7 +19,7 @@ MEANINGS: Mapping[str, str] = {
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
     "parts may be pictures, in chat also videos, if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
-    "tool_choice": '"auto", "none", "required" or the one function that has to be called',
+    "tool_choice": '"auto", "none", "required", the one function that has to be called, or those that may be',
     "parallel_tool_calls": "false: at most one call in an answer",
     "functions": "refused: send tools",
     "function_call": "refused: send tool_choice",
@@ -205,6 +205,9 @@ _GUIDES = {
     "choice": _or_null(_list(_TEXT, 1, 1024)),
     "grammar": _or_null(_TEXT),
 }
+_FUNCTION = _object(["type", "function"], type={"const": "function"}, function=_object(["name"], name=_TEXT))
+_NAMED = _object(["type", "name"], type={"enum": ["function", "custom"]}, name=_TEXT)
+_MODE = {"enum": ["auto", "required"]}
 _PENALTY = _number(-2, 2)
 # JSON schemas where a body's own type says less: BODY.name, or a name of every body. Tests send what lies just inside
 # and just outside of each bound.
@@ -252,7 +255,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
     "tool_choice": _or_null(
         {"enum": ["auto", "none", "required"]},
-        _object(["type", "function"], type={"const": "function"}, function=_object(["name"], name=_TEXT)),
+        _FUNCTION,
+        _object(
+            ["type", "allowed_tools"],
+            type={"const": "allowed_tools"},
+            allowed_tools=_object(["mode", "tools"], mode=_MODE, tools=_list(_FUNCTION, 1)),
+        ),
     ),
     **{f"guided_{name}": schema for name, schema in _GUIDES.items()},
     "structured_outputs": _or_null({"type": "object", "properties": {**_GUIDES, "json_object": {"type": "boolean"}}}),
@@ -270,7 +278,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "ResponsesBody.input": {"anyOf": [_TEXT, _list({"type": "object"}, 1)]},
     "ResponsesBody.tool_choice": _or_null(
         {"enum": ["auto", "none", "required"]},
-        _object(["type", "name"], type={"enum": ["function", "custom"]}, name=_TEXT),
+        _NAMED,
+        _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode=_MODE, tools=_list(_NAMED, 1)),
     ),
     "Text.format": _or_null(
         _object(["type"], type={"enum": ["text", "json_object"]}),

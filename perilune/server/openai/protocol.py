@@ -19,7 +19,7 @@ from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
 from perilune.server import fields
-from perilune.server.answer_format import answer_format, thinking_budget
+from perilune.server.answer_format import Effort, answer_format, thinking_budget
 from perilune.server.body import Body, RequestBody
 from perilune.text.chat import PromptOptions
 from perilune.text.stream import Style
@@ -254,7 +254,7 @@ class ChatBody(SamplingBody, ContinuedBody):
     max_thinking_tokens: int | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     _head: list[dict[str, Any]] | None = PrivateAttr(default=None)
 

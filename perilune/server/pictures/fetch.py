@@ -16,6 +16,7 @@ import httpx
 
 from perilune.core.errors import RequestError
 from perilune.media.decoder import MAX_FILE_BYTES
+from perilune.server.pictures.parts import is_address
 
 FETCH_SECONDS = 20.0  # for one picture, redirects included
 CONNECT_SECONDS = 5.0
@@ -137,6 +138,8 @@ class Fetcher:
 
     def _checked(self, text: str) -> httpx.URL:
         """RequestError unless this server may ask that host."""
+        if not is_address(text):
+            raise refused("its address must begin with data:, https:// or http://")
         if len(text) > MAX_URL_CHARS:
             raise refused(f"its address has more than {MAX_URL_CHARS} characters")
         try:
@@ -144,7 +147,7 @@ class Fetcher:
         except (httpx.InvalidURL, ValueError):
             raise refused("its address is no URL") from None
         if url.scheme not in DEFAULT_PORTS or not url.host:
-            raise refused("its address must begin with data:, https:// or http://")
+            raise refused("its address must begin with https:// or http:// and a host")
         if url.userinfo:
             raise refused("its address must not have a user name or a password")
         if not self._allowed(url):

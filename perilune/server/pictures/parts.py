@@ -50,12 +50,16 @@ def found(messages: Sequence[Any]) -> list[Part]:
                 )
             if kind == "video_url":
                 parts.append(Part(i, j, _url(part, "video_url", None, where), where, True))
-            if kind == "image":
+            elif kind == "image":
                 raise unsupported(
                     where, "a picture is sent here as {'type': 'image_url', 'image_url': {'url': 'data:...'}}"
                 )
-            if kind in ("image_url", "input_image"):
+            elif kind in ("image_url", "input_image"):
                 parts.append(Part(i, j, _url(part, "image_url", part.get("detail"), where), where))
+            else:
+                raise RequestError(
+                    f"{where}.type must be 'text', 'image_url' or 'video_url', not {show(kind)}", param=f"{where}.type"
+                )
     return parts
 
 
@@ -81,6 +85,11 @@ def _url(part: Mapping[str, Any], field: str, detail: Any, where: str) -> str:
     if not isinstance(url, str):
         raise RequestError(f"{where}.{field} must be {{'url': 'data:...'}}", param=where, code="invalid_value")
     return url
+
+
+def is_address(url: str) -> bool:
+    """Whether it is one that a server could fetch from; not whether this one does."""
+    return url[:8].lower().startswith(("https://", "http://"))
 
 
 def check_detail(detail: Any, where: str) -> None:

@@ -15,7 +15,7 @@ from perilune.media.limits import Limits
 from perilune.media.pool import DecoderPool
 from perilune.server.call import current
 from perilune.server.pictures.budget import Budget, Share, nbytes
-from perilune.server.pictures.parts import Part, unsupported
+from perilune.server.pictures.parts import Part, is_address, unsupported
 
 if TYPE_CHECKING:
     from perilune.server.pictures.fetch import Fetcher
@@ -92,6 +92,12 @@ class PictureReader:
         try:
             if part.url[:5].lower() == "data:":
                 medium = await self._inline(part.url, part.is_video)
+            elif not is_address(part.url):
+                example = "video/mp4" if part.is_video else "image/png"
+                raise RequestError(
+                    f"the {what} must be sent as a data: URL, 'data:{example};base64,' and its file in base64",
+                    code=f"invalid_{what}_url",
+                )
             elif self._fetcher is None:
                 raise RequestError(
                     f"the {what} must be sent as a data: URL: this server fetches none (serve --media-allow-host HOST "
@@ -104,8 +110,10 @@ class PictureReader:
             share.take(nbytes(medium))
             return medium
         except RequestError as e:
+            # Fetching does not know what a file is for.
+            code = "invalid_video_url" if part.is_video and e.code == "invalid_image_url" else e.code
             raise RequestError(
-                f"{part.where}: {e}", param=part.where, code=e.code, status=e.status, retry_seconds=e.retry_seconds
+                f"{part.where}: {e}", param=part.where, code=code, status=e.status, retry_seconds=e.retry_seconds
             ) from e
 
     async def _inline(self, url: str, is_video: bool) -> Picture | Video:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from perilune.core.errors import RequestError
+from perilune.server.answer_format import Effort
 from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, content_of, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
@@ -31,7 +32,7 @@ class Reasoning(Body):
     """`summary` is accepted: the whole reasoning is returned, which needs no summary."""
 
     FIELDS: ClassVar = REASONING
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -147,7 +148,7 @@ class ResponsesBody(RequestBody):
             "deadline_seconds": self.deadline_seconds,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "reasoning_effort": self.effort(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "continue_final_message": continued or None,
         }
         body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
@@ -160,11 +161,6 @@ class ResponsesBody(RequestBody):
             if tool.get("type") == "custom" and (form := custom.form(tool, f"tools[{i}]")) is not None:
                 found[string(tool, "name", f"tools[{i}]", empty=False)] = form
         return found
-
-    def effort(self) -> str | None:
-        """Above "high" there is nothing more to allow."""
-        effort = None if self.reasoning is None else self.reasoning.effort
-        return "high" if effort in ("xhigh", "max") else effort
 
 
 def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]) -> None:
@@ -258,10 +254,15 @@ def _choice(choice: Any) -> Any:
         return choice
     if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": string(choice, "name", "tool_choice", empty=False)}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        listed = choice.get("tools")
+        tools = [_choice(tool) for tool in listed] if isinstance(listed, Sequence) else listed
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     raise wrong(
         "tool_choice",
-        f"must be 'none', 'auto', 'required' or {{'type': 'function', 'name': ...}}, not {show(kind)}",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
+        f"{{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}}, not {show(kind)}",
     )
 
 

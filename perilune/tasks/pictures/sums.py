@@ -6,10 +6,11 @@ Structure: fonts that training lacks where font files are given, pairs of colour
 from random import Random
 from typing import Final
 
-from perilune.tasks.arithmetic import add_trace, number, subtract_trace
+from perilune.tasks.arithmetic import number
 from perilune.tasks.pictures.canvas import SMALLEST_TEXT, Canvas, Frame, any_font, colours, largest, width_of
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.problem import pick
+from perilune.tasks.working import add_trace, subtract_trace
 
 ASKED: Final = (
     "What is the result?", "What is the answer?", "Calculate what the picture shows.", "Work it out.", "Solve this.",

@@ -1,10 +1,12 @@
 """`perilune chat`: commands, multi-line input, interruption, and what the conversation keeps."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from perilune.cli import chat, generate
 from perilune.cli.chat import Chat, Part, Turn, read_message
+from perilune.cli.shared import pictures
 from perilune.core.errors import ConfigError, EngineError, RequestError
 from perilune.text.stream import Content, Event, Reasoning, ToolArguments, ToolStart
 from tests import fake_endpoint
@@ -313,8 +316,58 @@ def test_pictures_go_with_the_next_question(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr()
     assert "a b.png goes with the next question" in shown.out and conversation.failed
     assert (
-        f"error: {tmp_path}/text.png is no picture: PNG, JPEG, WebP" in shown.err and "'/image' is no com" in shown.err
+        f"error: {tmp_path}/text.png is no picture: PNG, JPEG, WebP" in shown.err
+        and "'/image' is no command without a file: /image FILE" in shown.err
     )
+
+
+def test_a_video_and_paths_as_terminals_write_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image, video = tmp_path / "a b.png", tmp_path / "it's.mp4"
+    image.write_bytes(b"\x89PNG rest")
+    video.write_bytes(b"\0\0\0 ftypmp42")
+    backend = Scripted([Content("a")])
+    typed = (f"'{image}'", str(image).replace(" ", "\\ "), f'"{image}"')
+    lines = (*(f"/image {path}" for path in typed), f"/video {video}", f"/image {video}", f"/video {image}", "What?")
+    conversation, _ = talk(backend, *lines)
+    parts = backend.asked[0][0]["content"]
+    assert [p["type"] for p in parts] == [*["image_url"] * 3, "video_url", "text"]
+    assert parts[3]["video_url"]["url"] == "data:video/mp4;base64,AAAAIGZ0eXBtcDQy"
+    shown = capsys.readouterr()
+    assert "it's.mp4 is no picture: it is a video, for --video or /video" in shown.err
+    assert "a b.png is no video: it is a picture, for --image or /image" in shown.err and conversation.failed
+
+
+@pytest.mark.parametrize("verb", [chat.command, generate.command])
+def test_a_file_without_an_end_is_read_up_to_the_bound(verb: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 1 << 20)
+    arguments = ["-p", "x"] if verb is generate.command else []
+    result = CliRunner().invoke(verb, ["/no/model", "--image", "/dev/zero", *arguments])
+    assert isinstance(result.exception, ConfigError) and str(result.exception) == (
+        "/dev/zero has more than 1 MB: make it smaller"
+    )
+
+
+def test_a_picture_from_a_pipe_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shell's --image <(...)."""
+    backend = Scripted([Content("a")])
+
+    @contextlib.asynccontextmanager
+    async def opened(*given: Any) -> AsyncIterator[Scripted]:
+        yield backend
+
+    monkeypatch.setattr(chat, "remote", opened)
+    ours, theirs = os.pipe()
+    os.write(theirs, b"\x89PNG rest")
+    os.close(theirs)
+    try:
+        arguments = ["http://127.0.0.1:1", "--image", f"/dev/fd/{ours}"]
+        result = CliRunner().invoke(chat.command, arguments, input="What?\n", catch_exceptions=False)
+    finally:
+        os.close(ours)
+    assert result.exit_code == 0, result.output
+    assert backend.asked[0][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,iVBORyByZXN0"
 
 
 @pytest.mark.parametrize(("name", "says"), [("gone.png", "cannot read the picture"), ("text.png", "is no picture")])

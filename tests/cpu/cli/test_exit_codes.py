@@ -1,61 +1,64 @@
-"""Exit codes of the installed `perilune` script: 0 is success, whatever went wrong is not. CliRunner does not go
-through `main`, so every case here is a process of its own."""
+"""Exit codes of `perilune`: 0 is success, whatever went wrong is not. CliRunner does not go through `main`, so every
+case here is a process of its own, some of the installed script."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import perilune
+from tests.forked import perilune
 
 SCRIPT = Path(sys.executable).with_name("perilune")
-NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
-# Imported by Python itself before the script runs: makes operations fail that do not fail here.
-SABOTAGE = """
-import dataclasses
-from perilune.ops.harness import build, check
-real = check.check
-check.check = lambda *a: [dataclasses.replace(v, failed="sabotaged") for v in real(*a)]
-build.sources = lambda: ["x.cpp"]
-build.library = lambda name: "x.cpp does not compile here"
-"""
+NANO = Path(__file__).parents[3] / "perilune" / "bundled" / "kimi-nano"
 
 
-def run(*args: object, lines: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def run(*args: object, lines: str = "") -> subprocess.CompletedProcess[str]:
     assert SCRIPT.is_file(), f"{SCRIPT} is not there: pip install -e ."
-    return subprocess.run(
-        [str(SCRIPT), *map(str, args)],
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **env},
-    )
+    command = [str(SCRIPT), *map(str, args)]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
 
 
 def test_doctor_says_wrong_and_fails(tmp_path: Path) -> None:
-    sound = run("doctor", "kimi-nano")
+    sound = perilune(tmp_path, "doctor", "kimi-nano")
     assert sound.returncode == 0 and "sound: " in sound.stdout, sound
     broken = Path(shutil.copytree(NANO, tmp_path / "nano"))
     (broken / "tiktoken.model").unlink()
-    done = run("doctor", broken)
+    done = perilune(tmp_path, "doctor", broken)
     assert "wrong: " in done.stdout and done.returncode == 1, done
-    done = run("doctor", broken, "--json")
+    done = perilune(tmp_path, "doctor", broken, "--json")
     assert json.loads(done.stdout)["wrong"] and done.returncode == 1, done
+
+
+def sabotage() -> None:
+    """Makes operations fail that do not fail here."""
+    from perilune.ops.harness import build, check
+
+    real = check.check
+    check.check = lambda *a: iter([replace(v, failed="sabotaged") for v in real(*a)])
+    build.sources = lambda: ["x.cpp"]
+    build.library = lambda name: "x.cpp does not compile here"  # type: ignore[assignment]
 
 
 def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
     one = ("ops", "rmsnorm", "--check-only", "--case", "T=1,", "--device", "cpu")
-    assert run(*one).returncode == 0
-    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
-    checked = run(*one, PYTHONPATH=str(tmp_path))
+    assert perilune(tmp_path, *one).returncode == 0
+    checked = perilune(tmp_path, *one, before=sabotage)
     assert "FAILED" in checked.stdout and checked.returncode == 1, checked
-    built = run("ops", "--build", PYTHONPATH=str(tmp_path))
+    built = perilune(tmp_path, "ops", "--build", before=sabotage)
     assert "does not compile" in built.stdout and built.returncode == 1, built
+
+
+def test_wrong_names_are_one_line_with_the_right_one() -> None:
+    done = run("serve", "--threads", "1")
+    assert "Did you mean '--set threads=VALUE'?" in done.stderr and done.returncode == 2, done
+    done = run("key", "--threads", "1")
+    assert "No such option '--threads'.\n" in done.stderr and done.returncode == 2, done
+    done = run("serve", "", "--port", "0")  # as from a script's variable that is not set: not the bundled model
+    assert done.stderr.startswith("error: no model is named: MODEL is a") and done.returncode == 1, done
 
 
 def test_chat_from_a_pipe_fails_with_its_questions() -> None:
@@ -73,8 +76,8 @@ def test_chat_from_a_pipe_fails_with_its_questions() -> None:
         ("draft", "collect", "/no/such", "--out", "/no/such/corpus"),
     ],
 )
-def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...]) -> None:
-    done = run(*args)
+def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...], tmp_path: Path) -> None:
+    done = perilune(tmp_path, *args)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import math
 import shutil
 import weakref
@@ -18,9 +19,10 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import CheckpointError, ConfigError, EngineError, RequestError
 from perilune.core.messages import Cancel, Delta, EngineInfo, EngineStats, Failed, Shutdown, Submit
 from perilune.core.step import TokenLogprob
-from perilune.engine import wire
+from perilune.engine import build, wire
 from perilune.engine.client import EngineClient
 from perilune.engine.sampler import uniform
+from perilune.engine.step_times.pacing import Pacer
 from tests import oracle
 
 POISON = 7  # the token whose embedding is NaN in the `poisoned` checkpoint
@@ -58,6 +60,24 @@ class TestLLM:
         assert together == alone
         other = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, top_p=0.9, seed=99, max_tokens=10))
         assert other[0].token_ids != alone[0]
+
+    def test_a_prompt_in_parts_beside_others_gives_the_same_tokens(
+        self, tiny: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of any size, or none for a step: what a pacer grants where steps take long."""
+        sizes, granted = itertools.cycle((0, 1, 7, 2, 64)), set[int]()
+
+        class Script(Pacer):
+            def prompt_tokens(self, decoding: int, waited_seconds: float) -> int:
+                granted.add(size := next(sizes) if decoding else 5)
+                return size
+
+        monkeypatch.setattr(build, "Pacer", Script)
+        params = [SamplingParams(temperature=1.0, seed=s, max_tokens=10, ignore_eos=True) for s in range(8)]
+        expected = [c.token_ids for c in llm.generate(PROMPTS * 2, params)]
+        with LLM(tiny, **CONFIG, draft="suffix", draft_tokens=2, kv_blocks=33, block_size=8) as cut:
+            assert [c.token_ids for c in cut.generate(PROMPTS * 2, params)] == expected
+        assert granted == {0, 1, 2, 5, 7, 64}
 
     def test_requests_without_a_seed_differ(self, llm: LLM) -> None:
         params = SamplingParams(max_tokens=10)

@@ -66,7 +66,8 @@ def supervise(
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.2)
-    monkeypatch.setattr(client_module, "CRASH_SECONDS", 0.1)
+    # All processes here end by themselves; one that a busy machine is slow to end must not be killed before.
+    monkeypatch.setattr(client_module, "CRASH_SECONDS", 10.0)
 
 
 def test_answers_in_flight_fail_and_queued_requests_run_again(tmp_path: Path) -> None:
@@ -75,13 +76,14 @@ def test_answers_in_flight_fail_and_queued_requests_run_again(tmp_path: Path) ->
         assert delta.tokens == (7,)
         queued = asyncio.create_task(s.ask(LATER))
         await asyncio.sleep(0.1)
+        s.client._start_seconds = 1000.0  # as of a large model
         os.kill(s.pids[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"signal 9.*send the request again"):
+        with pytest.raises(EngineError, match=r"signal 9.*send the request again") as lost:
             await anext(stream)
-        assert not s.client.alive
+        assert not s.client.alive and lost.value.retry_seconds == 60
         between = asyncio.create_task(s.ask(ANSWERED))  # while there is no process
         assert await queued == [7, 7, 7] and await between == [7, 7, 7]
-        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2
+        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2 and s.client.retry_seconds is None
 
     supervise(tmp_path, test)
 
@@ -107,17 +109,18 @@ def test_a_request_that_ends_the_engine_is_run_twice_at_most(tmp_path: Path) -> 
     supervise(tmp_path, test)
 
 
-def test_a_restart_is_at_once_after_a_step_and_delayed_without_one(tmp_path: Path) -> None:
+def test_a_restart_is_at_once_after_a_step_and_delayed_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(s: Supervised) -> None:
-        client_module.BACKOFF_SECONDS = 1.0  # type: ignore[misc]  # put back by the fixture
         assert await s.ask(ANSWERED) == [7, 7, 7]
-        begin = time.monotonic()
         os.kill(s.pids[-1], signal.SIGKILL)
         await s.ready(1)
-        at_once = time.monotonic() - begin
+        assert "the next try is in" not in caplog.text
+        begin = time.monotonic()
         os.kill(s.pids[-1], signal.SIGKILL)  # has computed nothing
         await s.ready(2)
-        assert time.monotonic() - begin - at_once > 1.0 > at_once
+        assert "the next try is in 0.2 s" in caplog.text and time.monotonic() - begin > 0.2
 
     supervise(tmp_path, test)
 
@@ -172,7 +175,7 @@ def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(t
     with pytest.raises(EngineError, match="exit code 3"):
         asyncio.run(EngineClient.start(tmp_path, EngineConfig(), command=(sys.executable, "-c", program)))
     status = Path(f"/proc/{child.read_text()}/stat")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30  # of the 60 that it would live
     while status.exists() and status.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "an orphan"
         time.sleep(0.01)
@@ -252,8 +255,8 @@ def test_the_engine_ends_with_a_server_that_is_killed_even_while_it_cannot_look(
         engine = int(server.stdout.readline())
         os.kill(engine, signal.SIGSTOP)  # as one that waits for a device: it will not look at its socket
         server.kill()
-        server.wait(5)
-        deadline = time.monotonic() + 3
+        server.wait(30)
+        deadline = time.monotonic() + 30
         while Path(f"/proc/{engine}/stat").exists() and Path(f"/proc/{engine}/stat").read_text().split()[2] != "Z":
             assert time.monotonic() < deadline, "the engine outlived its server"
             time.sleep(0.02)

@@ -100,6 +100,21 @@ def test_refused_requests_count_as_wrong_until_they_are_too_many(
         score(fake, one)
 
 
+def test_a_model_that_takes_no_pictures_is_one_error(fake: FakeEndpoint) -> None:
+    words = "messages[0].content[0]: the model 'm' does not see pictures: send text only"
+    fake.answer = lambda body: refusal(400, words) if "image_url" in json.dumps(body) else whole("7")
+    text, pictures = cell(count=4), Cell.draw("picture_sums", "heldout", True, 2, 1, "real")
+    with pytest.raises(ConfigError, match=r"does not see pictures.*choose families without pictures, or a model that"):
+        score(fake, text, pictures)
+    assert len(fake.bodies) == 1, "nothing else is asked"
+    (tally,), _ = score(fake, Cell.draw("picture_sums", "heldout", True, 2, 1, "none"))
+    assert tally.done == 2 and tally.errors == 0, "questions alone may be asked"
+    turn = iter(range(9))  # busy when the first picture is shown: that one is asked again with the others
+    fake.answer = lambda body: refusal(500, "busy") if next(turn) == 0 else whole("7")
+    (tally,), _ = score(fake, pictures)
+    assert (tally.done, tally.errors) == (2, 0)
+
+
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_refusal_meant_for_everyone_ends_it(fake: FakeEndpoint, status: int) -> None:
     fake.answer = lambda body: refusal(status, "go away")

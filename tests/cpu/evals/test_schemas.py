@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import jsonschema
@@ -296,10 +296,10 @@ def test_telling_alternatives_apart_ends_soon() -> None:
         "$defs": {"A": {"allOf": again, "anyOf": again}},
         "oneOf": [*again, *({"const": i} for i in range(2_000))],
     }
-    begun = perf_counter()
+    begun = process_time()
     with pytest.raises(SchemaError, match="alternatives"):
         enforceable(schema)
-    assert perf_counter() - begun < 3
+    assert process_time() - begun < 3
     many = {"oneOf": [tagged({"const": i}) for i in range(60)]}
     assert len(enforceable(many)["anyOf"]) == 60
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import jsonschema
@@ -202,10 +202,10 @@ def test_graphs_of_references_are_judged_as_by_trying(nano: Tokenizer, definitio
     ],
 )
 def test_lower_bounds_beyond_every_answer_are_refused_at_once(nano: Tokenizer, schema: Any, words: str) -> None:
-    begun = perf_counter()
+    begun = process_time()
     with pytest.raises(RequestError, match=words):
         constrain(nano, answer=AnswerFormat("json_schema", schema))
-    assert perf_counter() - begun < 0.5
+    assert process_time() - begun < 0.5
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_lower_bounds_beyond_every_answer_are_refused_at_once(nano: Tokenizer, s
     ],
 )
 def test_other_bounds_are_taken(nano: Tokenizer, schema: Any, text: str) -> None:
-    begun = perf_counter()
+    begun = process_time()
     constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
     assert constraint is not None and constraint.answer is not None
     matcher = vocabulary(nano).compile(constraint.answer)
-    assert matcher.takes(nano.encode(text)) and perf_counter() - begun < 0.5
+    assert matcher.takes(nano.encode(text)) and process_time() - begun < 0.5
     jsonschema.validate(json.loads(text), schema)
 
 
@@ -276,7 +276,7 @@ def test_measuring_ends_soon() -> None:
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
         for i in range(3_000)
     }
-    begun = perf_counter()
+    begun = process_time()
     bounded({"$ref": "#/$defs/d0", "$defs": many | {"d3000": {"type": "null"}}})
     circles = {
         f"d{i}": {
@@ -285,7 +285,7 @@ def test_measuring_ends_soon() -> None:
         for i in range(300)
     }
     bounded({"$ref": "#/$defs/d0", "$defs": circles})
-    assert perf_counter() - begun < 6
+    assert process_time() - begun < 6
 
 
 @pytest.mark.parametrize("word", ["anyOf", "allOf", "oneOf", "items"])

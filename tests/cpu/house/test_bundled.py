@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,14 +73,33 @@ def test_the_card_says_what_the_ledger_and_the_training_log_say() -> None:
 def test_the_card_has_the_figures_of_other_wordings_and_their_source() -> None:
     trained = json.loads((NANO / TRAINING_FILE).read_text())
     rows, written = newest(LEDGER), (NANO / CARD_FILE).read_text()
-    assert written == cards.card(trained, rows, eyes_card.part(trained.get("eyes"), LEDGER)), (
+    given = cards.newest_given(LEDGER)
+    assert written == cards.card(trained, rows, given, eyes_card.part(trained.get("eyes"), LEDGER)), (
         "the card is stale: python -m runs.kimi_nano.card"
     )
-    said = " ".join(written.split())
+    assert {r["n"] for r in given} <= set(range(25, 40)) and f"| mean | {mean_of(given, True)} |" in written
+    measured = trained | {"weights_sha256": cards.OUTSIDE["weights_sha256"]}
+    said = " ".join(cards.card(measured, rows).split())
     assert "from outside the project on 2026-11-22" in said and "`perilune evaluate` does not repeat" in said
     assert "sums 84 %, stories 79 %, tools 93 %, JSON 41 %" in said
+    assert "In another person's wordings" not in said, "no rows, no table"
     other = " ".join(cards.card(trained | {"weights_sha256": "0" * 64}, rows).split())
     assert "from outside the project" not in other and "41 %" not in other, "they are about these weights"
+
+
+def mean_of(rows: list[dict[str, Any]], thinking: bool) -> str:
+    found = [r["exact_match"] for r in rows if r["thinking"] is thinking]
+    return f"{sum(found) / len(found):.1f}"
+
+
+def test_other_wordings_are_of_one_evaluation(tmp_path: Path) -> None:
+    file, rows = tmp_path / "evaluate.jsonl", cards.newest_given(LEDGER)
+    assert len(rows) == 16 and "| sums |" in cards.wordings(rows)
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*rows, rows[0] | {"problems_sha256": "0"}]))
+    with pytest.raises(SystemExit, match="differ in problems_sha256: ask all at once"):
+        cards.newest_given(file)
+    file.write_text(json.dumps(rows[0] | {"problems": "mine.jsonl"}) + "\n")
+    assert cards.newest_given(file) == [] and cards.wordings([]) == ""
 
 
 def test_only_the_log_of_a_finished_training_makes_a_card(tmp_path: Path) -> None:

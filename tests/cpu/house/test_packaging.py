@@ -11,7 +11,7 @@ import pytest
 
 import perilune
 from perilune.bench import ledger
-from tests.cpu.house.test_imports import FILES, ROOT, imports_of, name_of
+from tests.cpu.house.test_imports import FILES, ROOT, imports_in, name_of
 
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 
@@ -35,7 +35,7 @@ def test_what_the_package_imports_is_declared_and_training_alone_needs_its_extra
     extras = {name: distributions(some) for name, some in PROJECT["optional-dependencies"].items()}
     rooms: dict[str, set[str]] = {}
     for path in FILES:
-        for target in imports_of(path.read_text()):
+        for target in imports_in(path):
             top = target.split(".")[0]
             if top not in (*sys.stdlib_module_names, "perilune"):
                 rooms.setdefault(top, set()).add(name_of(path).split(".")[0])
@@ -51,11 +51,20 @@ def test_what_the_package_imports_is_declared_and_training_alone_needs_its_extra
 
 
 def test_a_missing_extra_is_one_line_with_the_remedy() -> None:
-    code = "import sys; sys.modules['safetensors'] = None; from perilune.cli.main import main; main()"
-    for verb in ("train", "collect"):
-        done = subprocess.run([sys.executable, "-c", code, "draft", verb], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1
-        assert done.stderr == "error: making drafters needs safetensors: pip install safetensors\n"
+    code = """
+import sys
+sys.modules["safetensors"] = None
+from perilune.cli.main import main
+for verb in ("train", "collect"):
+    sys.argv[1:] = ["draft", verb]
+    try:
+        main()
+    except SystemExit as e:
+        print(e.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1\n1\n"
+    assert done.stderr == 2 * "error: making drafters needs safetensors: pip install safetensors\n"
 
 
 def test_the_package_is_typed_and_says_what_it_is() -> None:

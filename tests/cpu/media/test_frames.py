@@ -14,6 +14,7 @@ from PIL import Image
 
 from perilune.core.errors import CheckpointError, RequestError
 from perilune.core.messages import Video, pictures_of
+from perilune.media import decoder as decoder_module
 from perilune.media import decoder as module
 from perilune.media import frames
 from perilune.media.data_url import of_data_url
@@ -246,12 +247,15 @@ def test_videos_leave_decoders_for_pictures(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_that_has_grown_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Decoder._reply
+    real, wait = Decoder._reply, module.subprocess.Popen.wait
+    # It ends by itself; one that a busy machine is slow to end is otherwise killed after 0.2 s.
+    monkeypatch.setattr(module.subprocess.Popen, "wait", lambda self, timeout=None: wait(self, timeout and 30))
 
     def grown(self: Decoder, *args: Any) -> Any:
         reply, handles = real(self, *args)
         return {**reply, "full": True}, handles
 
+    monkeypatch.setattr(decoder_module, "END_SECONDS", 60)  # a busy machine takes more than 0.2 s
     with Decoder(LIMITS) as decoder:
         assert decoder.decode(file(scene(9, 9))).tokens == 1
         first = decoder._worker

@@ -28,6 +28,7 @@ def video(
             track.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
         voice = container.add_stream("aac", rate=16_000) if sound or not frames else None
         for image in frames:
+            assert track is not None
             container.mux(track.encode(av.VideoFrame.from_image(image)))
         if voice is not None:
             for start in range(0, 16_000, 1024):

@@ -17,7 +17,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
 from perilune.dist.slicing import Slicing
 from perilune.engine.batch import build
-from perilune.loading.eagle3 import load_draft, to_fp8
+from perilune.loading.eagle3 import load_draft, read_tensors, to_fp8
 from perilune.loading.synthetic import random_weights
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
@@ -26,6 +26,7 @@ from perilune.model.names import draft_expected as expected
 from perilune.model.weights import Attention, Matrix, Weights
 from perilune.speculation.drafter import Followed
 from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter, load_drafter
+from runs.kimi_nano.drafter_narrow import narrow
 
 D, V, LAYERS = 32, 64, 6
 TARGET = {
@@ -463,6 +464,24 @@ def test_checkpoints_that_are_refused(tmp_path: Path, target: tuple[KimiConfig, 
     says("lacks lm_head.weight", small, **{"lm_head.weight": None}, d2t=torch.zeros(8, dtype=torch.int64))
     says("are the same one", **{"layers.0.hidden_norm.weight": torch.ones(D)})
     says("use the draft of this model", MLA | {"vocab_size": V + 8, "draft_vocab_size": V})
+
+
+def test_a_draft_stored_in_e4m3_is_what_its_bytes_say(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
+    tensors = tensors_of(Eagle3Config.from_dict(MLA), 2)
+    path = written(tmp_path / "large", MLA, {n: t.bfloat16() for n, t in tensors.items()})
+    small = written(tmp_path / "small", MLA, {n: t.bfloat16() for n, t in tensors.items()})
+    matrices = sum(t.numel() for t in tensors.values() if t.dim() > 1)
+    assert narrow(small / "model.safetensors") <= (path / "model.safetensors").stat().st_size - matrices + 512
+    wide, own = (load_draft(p, *target, dtype=torch.float32, device="cpu")[1] for p in (path, small))
+    assert torch.equal(own.fc.weight, wide.fc.weight.to(torch.float8_e4m3fn).float())
+    assert torch.equal(own.norm, wide.norm) and not torch.equal(own.fc.weight, wide.fc.weight)
+    assert {t.dtype for t in read_tensors(small).values()} == {torch.float8_e4m3fn, torch.bfloat16}
+    scaled = {"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn), "fc.weight_scale": torch.ones(D)}
+    with pytest.raises(CheckpointError, match=r"fc.weight_scale.* that no draft"):
+        load_draft(written(tmp_path / "s", MLA, tensors | scaled), *target, dtype=torch.float32, device="cpu")
+    norm = {"norm.weight": tensors["norm.weight"].to(torch.float8_e4m3fn)}
+    with pytest.raises(CheckpointError, match=r"norm.weight is float8_e4m3fn, not bfloat16"):
+        load_draft(written(tmp_path / "n", MLA, tensors | norm), *target, dtype=torch.float32, device="cpu")
 
 
 def test_a_draft_in_fp8_drafts_nearly_the_same(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:

@@ -100,6 +100,16 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "must be"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    *(
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": given}}, "tool_choice", why)
+        for given, why in (
+            (None, "mode must be"),
+            ({"mode": "none", "tools": []}, "mode must be 'auto' or 'required', not 'none'"),
+            ({"mode": "auto", "tools": []}, "tools must list"),
+            ({"mode": "auto", "tools": [{"name": "f"}]}, "tools must list"),
+            ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}, "does not declare"),
+        )
+    ),
     (
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         "tool_choice",

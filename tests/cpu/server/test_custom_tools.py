@@ -80,6 +80,11 @@ def test_the_model_sees_a_function() -> None:
         await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": choice})
         constraint = s.engine.constraints[-1]
         assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and not constraint.text
+        several = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+        reply = await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": several})
+        constraint = s.engine.constraints[-1]
+        assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and constraint.text
+        assert reply.json["tool_choice"] == several and "type code" in s.prompt()
 
     serve(test, answer="</think>Hello")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import re
 import shlex
@@ -266,6 +267,10 @@ def test_a_body_of_another_type_is_refused_before_it_is_read() -> None:
         assert reply.error["message"] == (
             "the body is declared as 'text/plain': send JSON with 'Content-Type: application/json'"
         )
+        s.client.headers |= {"content-type": "application/json", "content-encoding": "gzip"}
+        reply = await s.client.post("/v1/chat/completions", gzip.compress(b'{"messages": []}'))
+        assert reply.status == 415
+        assert reply.error["message"] == "the body is declared as coded ('gzip'): send it without Content-Encoding"
 
     serve(test)
 

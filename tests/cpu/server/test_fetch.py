@@ -244,6 +244,9 @@ def test_a_request_with_an_address() -> None:
             source = {"type": "url", "url": w.url("missing.png")}
             body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
             check_refused(await s.client.post("/v1/messages", body), "messages[0].content[0]", "answered 404")
+            film = {"type": "video_url", "video_url": {"url": w.url("missing.png")}}
+            error = (await s.client.post(CHAT, chat(film))).error
+            assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"
             assert s.service.pictures.budget.held == 0
 
     serve(test, **SEES, media_allow_host=("a.example",))

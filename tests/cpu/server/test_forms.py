@@ -71,6 +71,11 @@ def test_tool_choice_is_enforced() -> None:
         assert len(required.tools) == 2
         named = await ask(tool_choice={"type": "function", "function": {"name": "other"}})
         assert named is not None and [name for name, _ in named.tools] == ["other"] and not named.text
+        for mode in ("auto", "required"):
+            subset = {"mode": mode, "tools": [{"type": "function", "function": {"name": "other"}}]}
+            allowed = await ask(tool_choice={"type": "allowed_tools", "allowed_tools": subset})
+            assert allowed is not None and [name for name, _ in allowed.tools] == ["other"] and allowed.parallel
+            assert allowed.text is (mode == "auto") and "get_weather" in s.prompt()
         later = await ask(messages=history)
         assert later is not None and later.first_index == 1
         formed = await ask(response_format={"type": "json_object"})
@@ -114,6 +119,8 @@ def test_what_cannot_be_enforced_is_refused() -> None:
         ({"reasoning_effort": "low"}, EFFORTS["low"]),
         ({"reasoning_effort": "medium", "thinking": {"type": "enabled"}}, EFFORTS["medium"]),
         ({"reasoning_effort": "high"}, None),
+        ({"reasoning_effort": "xhigh"}, None),
+        ({"reasoning_effort": "max"}, None),
         ({"reasoning_effort": "none"}, "off"),
         ({"reasoning_effort": "none", "max_thinking_tokens": 0}, "off"),
     ],

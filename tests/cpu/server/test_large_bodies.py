@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -147,6 +149,34 @@ def test_the_budget_leaves_room_for_small_bodies() -> None:
     assert budget.held == 0
 
 
+BODIES_AT_ONCE = """
+from pathlib import Path
+from perilune.server.limits import keep_bodies_apart
+
+def megabytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
+
+keep_bodies_apart()
+del [bytearray(30 << 20)][:]  # after which glibc would put the next ones on its heap
+before = megabytes("VmRSS")
+for _ in range(3):
+    bodies = [bytearray(), bytearray(), bytearray()]
+    for _ in range(120):
+        for body in bodies:
+            body += bytes(256 << 10)
+    del bodies, body
+print(megabytes("VmHWM") - before, megabytes("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_bodies_that_grow_at_once_take_their_own_bytes_of_memory_and_give_them_back() -> None:
+    done = subprocess.run([sys.executable, "-c", BODIES_AT_ONCE], capture_output=True, text=True, check=True)
+    most, left = map(int, done.stdout.split())
+    assert most <= 3 * 30 + 15 and left <= 15, done.stdout
+
+
 def test_a_body_of_unknown_length_is_counted_as_it_comes() -> None:
     budget = BodyBudget(4 * MB, 4 * MB)
     share = BodyShare(budget, 4 * MB)
@@ -245,8 +275,9 @@ def test_health_says_whether_requests_are_taken() -> None:
     async def test(s: Served) -> None:
         for path in ("/health", "/health/ready", "/health/live"):
             assert (await s.client.get(path)).status == 200
-        s.engine.alive = False
-        assert (await s.client.get("/health/ready")).error["code"] == "engine_unavailable"
+        s.engine.alive, s.engine.retry_seconds = False, 7
+        for reply in (await s.client.get("/health/ready"), await s.client.post(CHAT, {"messages": HELLO})):
+            assert reply.error["code"] == "engine_unavailable" and reply.headers["retry-after"] == "7"
         assert (await s.client.get("/health/live")).status == 200
         s.engine.alive = True
         s.service.drain()

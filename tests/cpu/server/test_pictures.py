@@ -200,7 +200,7 @@ TRUNCATED = file(scene(300, 300))[:700]
 LIES = png(300, 300, b"\0" * 900)  # One row of 300 is there.
 
 
-BAD: list[tuple[Any, str, str]] = [
+BAD: list[tuple[Any, str, str | None]] = [
     (part(BOMB), "20,000 x 20,000 pixels, and at most 100,000,000", "invalid_image"),
     (part(TRUNCATED), "damaged or truncated", "invalid_image"),
     (part(LIES), "damaged or truncated", "invalid_image"),
@@ -214,6 +214,13 @@ BAD: list[tuple[Any, str, str]] = [
     ({"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "as a data: URL", "invalid_image_url"),
     ({"type": "image_url", "image_url": 5}, "must be {'url'", "invalid_value"),
+    # As other programs' APIs take it, and longer than an address may be.
+    (
+        {"type": "image_url", "image_url": {"url": base64.b64encode(file(scene(90, 90))).decode()}},
+        "the image must be sent as a data: URL, 'data:image/png;base64,' and", "invalid_image_url",
+    ),
+    (part(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"), "it is HEIC, none of PNG, JPEG", "invalid_image"),
+    ({"type": "input_audio", "input_audio": {}}, "must be 'text', 'image_url' or 'video_url', not 'inp", None),
     (part(detail="tiny"), "detail must be one of", "invalid_value"),
     ({"type": "video_url", "video_url": {"url": "data:,"}}, "its URL must be 'data:video/mp4", "invalid_video"),
     ({"type": "image", "source": {}}, "'type': 'image_url'", "unsupported_media"),
@@ -233,6 +240,10 @@ def test_what_a_file_is_its_bytes_say() -> None:
 def test_bad_pictures_are_one_clear_error() -> None:
     async def test(s: Served) -> None:
         for sent, words, code in BAD:
+            if code is None:  # a part that is no picture: its type is what is wrong
+                error = (await s.client.post(CHAT, chat(part(), sent))).error
+                assert words in error["message"] and error["param"] == "messages[0].content[1].type"
+                continue
             check_refused(await s.client.post(CHAT, chat(part(), sent)), "messages[0].content[1]", words, code)
         assert s.engine.seen == [] and s.service.pictures.budget.held == 0
 
@@ -276,11 +287,10 @@ def test_placeholders_elsewhere(tmp_path: Path) -> None:
 
 def test_a_hundred_pictures_are_one_clear_error() -> None:
     async def test(s: Served) -> None:
-        began = time.monotonic()
         reply = await s.client.post(CHAT, chat(*[part(BOMB)] * 100))
         words = "100 pictures in one request, and at most 64 are read: send fewer"
         assert (reply.status, reply.error["code"]) == (400, "too_many_pictures") and words in reply.error["message"]
-        assert time.monotonic() - began < 2 and s.service.pictures.pool.active == 0
+        assert not s.service.pictures.pool.active and not s.service.pictures.pool._idle, "none was decoded"
         # With many, the first bad one ends the work on the others.
         reply = await s.client.post(CHAT, chat(*[part()] * 20, part(b"x"), *[part()] * 40))
         check_refused(reply, "messages[0].content[20]", "none of PNG")
@@ -356,7 +366,9 @@ def test_a_client_that_leaves_stops_the_decoding() -> None:
                 await asyncio.sleep(0.001)
             began = time.monotonic()
             leave.set()
-            assert (await waiting).status == 499 and time.monotonic() - began < 2
+            assert (
+                await waiting
+            ).status == 499 and time.monotonic() - began < 10  # decoding would be given up after 15
             assert pool.active == 0 and s.service.pictures.budget.held == 0
             leave.clear()
             assert calls[-1].error is None
@@ -367,18 +379,20 @@ def test_a_client_that_leaves_stops_the_decoding() -> None:
 
 
 def test_decoding_does_not_stall_other_streams() -> None:
-    """12 MB of pixels and 16 MB of base64 beside a loop that looks at the clock every millisecond."""
+    """12 MB of pixels and 16 MB of base64 beside a loop that looks every millisecond how much CPU time has been spent,
+    by any thread: a thread that keeps the interpreter stalls the loop, too."""
     noise = file(Image.frombytes("RGB", (2000, 2000), os.urandom(12_000_000)))
 
     async def test(s: Served) -> None:
         await s.client.post(CHAT, chat(part()))
         body = json.dumps(chat(part(noise))).encode()
         asked = asyncio.create_task(s.client.request("POST", CHAT, [body]))
-        longest, last = 0.0, time.perf_counter()
+        longest, last, while_decoding = 0.0, time.process_time(), 0
         while not asked.done():
             await asyncio.sleep(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-        assert (await asked).status == 200 and longest < 0.2, longest
+            longest, last = max(longest, time.process_time() - last), time.process_time()
+            while_decoding += s.service.pictures.pool.active
+        assert (await asked).status == 200 and longest < 0.2 and while_decoding > 2, (longest, while_decoding)
 
     serve(test, **SEES)
 

@@ -338,7 +338,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             {"response_format": {"type": "json_schema",
                                  "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
         ),
-        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}),
         (
             {"tools": [{**TOOL, "strict": True, "description": "Weather"}]},
             {"tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True,

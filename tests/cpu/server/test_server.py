@@ -80,6 +80,21 @@ def test_the_page_is_open_and_runs_its_own_script_only() -> None:
     serve(test, api_key="k")
 
 
+def test_a_slash_at_the_end_of_a_path_is_no_other_path() -> None:
+    """A redirect would send the client to the http:// address that its Host header names, with its key and prompt."""
+
+    async def test(s: Served) -> None:
+        assert (await s.client.get("/health/")).status == 200 and (await s.client.get("/v1/models/")).status == 401
+        s.client.headers = {"authorization": "Bearer k3y"}
+        assert (await s.client.post(CHAT + "/", {"messages": HELLO})).status == 200
+        assert (await s.client.get("/v1/models/")).json["object"] == "list"
+        for path in ("//", CHAT + "//", "/nowhere/"):
+            reply = await s.client.post(path, {"messages": HELLO})
+            assert reply.status in (404, 405) and "location" not in reply.headers
+
+    serve(test, api_key="k3y")
+
+
 def test_models() -> None:
     async def test(s: Served) -> None:
         (listed,) = (await s.client.get("/v1/models")).json["data"]

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from perilune.core.errors import ConfigError
+from perilune.server import tracing
 from perilune.server.call import Call, Run
 from perilune.server.keys import Account, Grant
 from perilune.server.service import Service
-from perilune.server.tracing import CLOSE_SECONDS, Traces, phases
+from perilune.server.tracing import Traces, phases
 from tests.serving import CHAT, HELLO, Served, serve
 
 PARENT = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -49,6 +50,9 @@ def test_phases_follow_each_other() -> None:
     assert phases(Run()) == []
     assert phases(Run(started=10.0, last=12.0)) == [("queue", 10.0, 12.0)]
     assert phases(Run(started=10.0, queue_seconds=9.0, first=11.0, last=13.0))[1] == ("prefill", 11.0, 11.0)
+
+
+WAITED_SECONDS = 20.0  # longer than any pause of a busy machine, shorter than an export that does not end
 
 
 class Collector(http.server.ThreadingHTTPServer):
@@ -86,7 +90,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.bodies.append(self.rfile.read(int(self.headers["content-length"])))
         status = self.server.statuses.pop(0) if len(self.server.statuses) > 1 else self.server.statuses[0]
         if not status:
-            self.server.ended.wait(30)
+            self.server.ended.wait(60)
             return
         self.send_response(status)
         self.end_headers()
@@ -153,6 +157,7 @@ def test_a_collector_that_fails_changes_no_answer(
 ) -> None:
     """One that never answers, is overloaded, redirects, or refuses: answers and the end take no longer."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # ms between batches
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 60.0)  # what an answer or the end would take that waited for it
     collector.statuses = statuses
     closed: list[float] = []
 
@@ -173,11 +178,11 @@ def test_a_collector_that_fails_changes_no_answer(
             begun = time.monotonic()
             s.client.headers = {"authorization": "Bearer plk-secret", "x-request-id": f"r{turn}"}
             assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-            assert time.monotonic() - begun < 1.0
+            assert time.monotonic() - begun < WAITED_SECONDS
             await asyncio.sleep(0.01)
 
     serve(test, observers=[traces])
-    assert collector.bodies and closed[0] < CLOSE_SECONDS + 0.5
+    assert collector.bodies and closed[0] < WAITED_SECONDS
     if statuses[-1] == 200:
         assert {"r0", "r19"} <= {a.value.string_value for span in collector.spans() for a in span.attributes}
     assert "plk-secret" not in caplog.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perilune.core.errors import ConfigError
-from perilune.tasks import arithmetic, documents, families, word_problems, words
+from perilune.tasks import arithmetic, documents, families, word_problems, words, working
 from perilune.tasks.calls import REFUSAL
 from perilune.tasks.families import (
     FAMILIES,
@@ -129,13 +129,13 @@ def test_structural_sums_have_unseen_lengths_or_wordings() -> None:
     kinds: Counter[bool] = Counter()
     for p in drawn("add_sub", "structural", 200):
         assert {len(str(n)) for n in p.key[1:]} <= {3, 4}
-        unseen = arithmetic.unseen_lengths(*p.key[1:])
+        unseen = working.unseen_lengths(*p.key[1:])
         reworded = any(f.match(p.messages[0]["content"]) for f in new)
         assert unseen or reworded, p.messages
         kinds[unseen] += 1
     assert min(kinds.values()) > 60
     for p in drawn("add_sub", "train", 3000):
-        assert not arithmetic.unseen_lengths(*p.key[1:])
+        assert not working.unseen_lengths(*p.key[1:])
         assert not any(f.match(p.messages[0]["content"]) for f in new), p.messages
     assert {len(str(n)) for p in drawn("add_sub", "heldout", 200) for n in p.key[1:]} == {3, 4}
 
@@ -144,7 +144,7 @@ def test_no_training_trace_shows_an_unseen_length_pair() -> None:
     rng = random.Random(5)
     for _ in range(3000):
         for a, b in re.findall(r"(?m)^(\d+)[-+](\d+)$", training_mix(rng).reply.reasoning):
-            assert not arithmetic.unseen_lengths(int(a), int(b)), (a, b)
+            assert not working.unseen_lengths(int(a), int(b)), (a, b)
 
 
 def test_structural_words_do_not_occur_in_training() -> None:
@@ -169,23 +169,23 @@ def test_structural_words_do_not_occur_in_training() -> None:
 
 
 def test_traces_are_written_as_documented() -> None:
-    assert arithmetic.add_trace(3471, 589).split("\n") == [
+    assert working.add_trace(3471, 589).split("\n") == [
         "3471+589", "d3c4b7a1", "c5b8a9", "a1+9+0=10", "b7+8+1=16", "c4+5+1=10", "d3+0+1=04", "d4c0b6a0", "=4060",
     ]  # fmt: skip
-    assert arithmetic.subtract_trace(523, 178).split("\n") == [
+    assert working.subtract_trace(523, 178).split("\n") == [
         "523-178", "c5b2a3", "c1b7a8", "5>1", "a3-8-0=-5+10=5", "b2-7-1=-6+10=4", "c5-1-1=3", "c3b4a5", "=345",
     ]  # fmt: skip
-    assert arithmetic.subtract_trace(52, 178).split("\n")[3:5] == ["b<c", "178-52"]
-    assert arithmetic.subtract_trace(52, 178).endswith("=-126")
-    assert arithmetic.multiply_trace(789, 6).split("\n") == [
+    assert working.subtract_trace(52, 178).split("\n")[3:5] == ["b<c", "178-52"]
+    assert working.subtract_trace(52, 178).endswith("=-126")
+    assert working.multiply_trace(789, 6).split("\n") == [
         "789*6", "c7b8a9", "a9*6+0=54", "b8*6+5=53", "c7*6+5=47", "d4c7b3a4", "=4734",
     ]  # fmt: skip
-    assert arithmetic.solve(["(", 12, "+", 30, ")", "*", 3]) == (
+    assert working.solve(["(", 12, "+", 30, ")", "*", 3]) == (
         126,
         [("+", 12, 30, "(12+30)*3"), ("*", 42, 3, "42*3")],
     )
-    assert arithmetic.solve([5, "-", 7]) is None
-    assert arithmetic.solve([5, "+", 7, "*", 2, "-", 4])[0] == 15  # type: ignore[index]
+    assert working.solve([5, "-", 7]) is None
+    assert working.solve([5, "+", 7, "*", 2, "-", 4])[0] == 15  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ["add_sub", "arithmetic", "word_problems"])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings
+from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings, working
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
@@ -47,9 +47,9 @@ def test_numbers_in_words() -> None:
 
 
 def test_quotients_are_worked_from_the_left() -> None:
-    assert arithmetic.divide_trace(94, 2).split("\n") == ["94/2", "b9a4", "b9/2=4r1", "a14/2=7r0", "b4a7", "=47"]
-    assert arithmetic.solve([84, "/", 4]) is not None
-    assert arithmetic.solve([85, "/", 4]) is None and arithmetic.solve([84, "/", 12]) is None
+    assert working.divide_trace(94, 2).split("\n") == ["94/2", "b9a4", "b9/2=4r1", "a14/2=7r0", "b4a7", "=47"]
+    assert working.solve([84, "/", 4]) is not None
+    assert working.solve([85, "/", 4]) is None and working.solve([84, "/", 12]) is None
 
 
 @pytest.mark.parametrize("name", EVALUATED)

@@ -1,0 +1,163 @@
+"""Written working of sums: the traces that every family computes with, and expressions solved step by step.
+
+A trace is a sequence of lines, each of which follows from one or two earlier ones by a look-up, never by counting.
+Digits get their place as a letter (a the ones, b the tens, ...), so that a column is found by its letter whatever the
+operands' lengths; a place that an operand lacks counts as 0. Columns run from the right:
+
+    3471+589        the operation, copied          523-178          789*6
+    d3c4b7a1        the operands, place by place   c5b2a3           c7b8a9
+    c5b8a9                                         c1b7a8           a9*6+0=54
+    a1+9+0=10       digit+digit+carry, two digits  5>1              b8*6+5=53
+    b7+8+1=16                                      a3-8-0=-5+10=5   c7*6+5=47
+    c4+5+1=10                                      b2-7-1=-6+10=4   d4c7b3a4
+    d3+0+1=04                                      c5-1-1=3         =4734
+    d4c0b6a0        the result, place by place     c3b4a5
+    =4060                                          =345
+
+Subtraction first compares (by the highest places `d>c`, else digit by digit `5=5,2<7`); if the first number is the
+smaller one, the numbers are swapped and the result is negative. The letters stand alone between digits and newlines,
+where the tokenizer cannot merge them with anything.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+Tokens = list[int | str]  # an expression: numbers, "+", "-", "*", "(" and ")"
+Step = tuple[str, int, int, str]  # operator, operands, and the whole expression in which it is the next step
+
+PLACES: Final = "abcdefghij"
+_UNSEEN_LENGTHS: Final = (3, 4)
+
+
+def labelled(number: int | str) -> str:
+    """1234 -> d1c2b3a4; zeros at the front of a string are kept."""
+    digits = str(number)
+    top = len(digits) - 1
+    return "".join([PLACES[top - i] + digit for i, digit in enumerate(digits)])
+
+
+def add_trace(a: int, b: int) -> str:
+    x, y = str(a)[::-1], str(b)[::-1]
+    width, carry, lines = max(len(x), len(y)), 0, [f"{a}+{b}", labelled(a), labelled(b)]
+    for place, p, q in zip(PLACES, x.ljust(width, "0"), y.ljust(width, "0")):
+        total = int(p) + int(q) + carry
+        lines.append(f"{place}{p}+{q}+{carry}={total:02d}")
+        carry = total // 10
+    return "\n".join([*lines, labelled(a + b), f"={a + b}"])
+
+
+def comparison_line(a: int, b: int) -> str:
+    x, y = str(a), str(b)
+    if len(x) != len(y):
+        return f"{PLACES[len(x) - 1]}{'>' if len(x) > len(y) else '<'}{PLACES[len(y) - 1]}"
+    parts = []
+    for p, q in zip(x, y):
+        parts.append(f"{p}{'=' if p == q else '<' if p < q else '>'}{q}")
+        if p != q:
+            break
+    return ",".join(parts)
+
+
+def subtract_trace(a: int, b: int) -> str:
+    lines, sign = [f"{a}-{b}", labelled(a), labelled(b), comparison_line(a, b)], ""
+    if a < b:
+        a, b, sign = b, a, "-"
+        lines += [f"{a}-{b}", labelled(a), labelled(b)]
+    x, borrow = str(a)[::-1], 0
+    for place, p, q in zip(PLACES, x, str(b)[::-1].ljust(len(x), "0")):
+        rest = int(p) - int(q) - borrow
+        lines.append(f"{place}{p}-{q}-{borrow}={rest}{f'+10={rest + 10}' if rest < 0 else ''}")
+        borrow = int(rest < 0)
+    return "\n".join([*lines, labelled(str(a - b).zfill(len(x))), f"={sign}{a - b}"])
+
+
+def divide_trace(a: int, k: int) -> str:
+    """a is a multiple of k, one digit: from the left, the rest before each digit, e.g. `b14/6=2r2`."""
+    digits = str(a)
+    rest, lines, quotient = 0, [f"{a}/{k}", labelled(a)], ""
+    for place, p in zip(PLACES[len(digits) - 1 :: -1], digits):
+        whole = 10 * rest + int(p)
+        quotient, rest = quotient + str(whole // k), whole % k
+        lines.append(f"{place}{whole}/{k}={whole // k}r{rest}")
+    return "\n".join([*lines, labelled(quotient), f"={a // k}"])
+
+
+def multiply_trace(a: int, k: int) -> str:
+    """k: one digit, one digit and zeros, or two digits (then two partial products are added)."""
+    if k < 10:
+        lines, carry = [f"{a}*{k}", labelled(a)], 0
+        for place, p in zip(PLACES, str(a)[::-1]):
+            total = int(p) * k + carry
+            lines.append(f"{place}{p}*{k}+{carry}={total:02d}")
+            carry = total // 10
+        return "\n".join([*lines, labelled(a * k), f"={a * k}"])
+    head, zeros = str(k).rstrip("0"), len(str(k)) - len(str(k).rstrip("0"))
+    if head == "1":
+        return f"{a}*{k}\n={a * k}"
+    if len(head) == 1:
+        return f"{a}*{k}\n{multiply_trace(a, int(head))}\n{a * int(head)}*{10**zeros}\n={a * k}"
+    tens, ones = k // 10 * 10, k % 10
+    parts = f"{multiply_trace(a, tens)}\n{multiply_trace(a, ones)}"
+    return f"{a}*{k}\n{parts}\n{add_trace(a * tens, a * ones)}"
+
+
+TRACES: Final[dict[str, Callable[[int, int], str]]] = {
+    "+": add_trace,
+    "-": subtract_trace,
+    "*": lambda a, b: multiply_trace(a, b) if b < 100 else multiply_trace(b, a),
+    "/": divide_trace,
+}
+_RESULTS: Final[dict[str, Callable[[int, int], int]]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a // b,
+}
+
+
+def unseen_lengths(a: int, b: int) -> bool:
+    return tuple(sorted((len(str(a)), len(str(b))))) == _UNSEEN_LENGTHS
+
+
+def multipliable(a: int, b: int) -> bool:
+    """Whether one factor has at most two digits, and its parts add up to lengths that training may show."""
+    a, k = (a, b) if b < 100 else (b, a)
+    return k < 10 or (k < 100 and not unseen_lengths(a * (k // 10 * 10), a * (k % 10)))
+
+
+def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
+    """The value and the steps: parentheses, then `*` and `/`, then from the left.
+
+    None if a step would be negative, too long, or a division by more than one digit or with a rest, or would add or
+    subtract numbers of the lengths kept from training.
+    """
+    steps: list[Step] = []
+    rest = list(tokens)
+    while len(rest) > 1:
+        if "(" in rest:
+            at, size = rest.index("("), 5
+            left, operator, right = rest[at + 1 : at + 4]
+        else:
+            at, size = next((i for i, t in enumerate(rest) if t in ("*", "/")), 1) - 1, 3
+            left, operator, right = rest[at : at + 3]
+        assert isinstance(left, int) and isinstance(right, int) and isinstance(operator, str)
+        if operator == "*" and not multipliable(left, right):
+            return None
+        if operator == "/" and (not 1 < right < 10 or left % right):
+            return None
+        value = _RESULTS[operator](left, right)
+        if not 0 <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):
+            return None
+        steps.append((operator, left, right, "".join(map(str, rest))))
+        rest[at : at + size] = [value]
+    assert isinstance(rest[0], int)
+    return rest[0], steps
+
+
+def solve_trace(steps: list[Step]) -> str:
+    """Each step's work under the expression it is taken from (which is left out where it is the step itself)."""
+    blocks = []
+    for operator, left, right, whole in steps:
+        block = TRACES[operator](left, right)
+        blocks.append(block if whole == f"{left}{operator}{right}" else f"{whole}\n{block}")
+    return "\n".join(blocks)
