@@ -212,7 +212,7 @@ class DecodeGraphs:
         return True
 
     def run(self, plan: StepPlan) -> Arriving | None:
-        """The whole step, whose requests must not need the host. None if this size cannot be captured on this machine;
+        """The whole step; its requests must not need the host. None if this size cannot be captured on this machine;
         `takes` then refuses it from now on."""
         found = self._replay(plan, whole=True)
         return None if found is None else self._send(found[1], found[0], plan)
