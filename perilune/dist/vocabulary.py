@@ -23,7 +23,7 @@ class Vocabulary:
     """Of `size` tokens, split over the ranks of `group` or, with one rank, whole."""
 
     def __init__(self, group: Group, size: int) -> None:
-        self._group, self.size = group, size
+        self._group = group
         self.split = group.ranks > 1
         self.first = group.slicing.part(size).start  # id of this rank
 
