@@ -184,7 +184,7 @@ class _Process:
     def gather(self, x: Tensor) -> Tensor:
         self.begun += 1
         out = x.new_empty(self.ranks, *x.shape)
-        # Flat: gloo wants rows of ranks below each other, NCCL takes any shape.
+        # Flat: gloo requires the ranks' rows concatenated, NCCL takes any shape.
         self._wait(self._processes._allgather_base(out.view(-1), x.contiguous().view(-1)))
         return out
 
@@ -290,7 +290,7 @@ class Nccl(_Process):
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
-        held, ended = [self._processes], self._ended  # the thread has the last reference
+        held, ended = [self._processes], self._ended  # so that the thread, not this one, runs the destructor
         super().close()
 
         def end() -> None:

@@ -33,7 +33,7 @@ class ExchangeError(EngineError):
 
 
 class Store(Protocol):
-    """What is used of one of torch.distributed."""
+    """The methods used of a store of torch.distributed."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...

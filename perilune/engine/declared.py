@@ -1,8 +1,9 @@
-"""Declared acceptance: on random weights nothing is ever accepted, so how many drafts are right is said instead.
+"""Declared acceptance: with random weights almost no draft is accepted, so --declared-acceptance X sets how many are.
 
-A step verifies its drafts as always; then the tokens sampled for the first of them become the drafts themselves. How
-many depends on the position at which the step begins, so that steps end at floor(j X) for whole numbers j: they bring X
-tokens on average, the same on every rank, in every mode of steps and again after preemption.
+A step verifies its drafts as usual; then the tokens sampled for its first n drafts are replaced by those drafts, which
+accepts them. n depends only on the position p at which the step begins: the step ends at the smallest floor(j X) above
+p, j a whole number. Steps so bring X tokens on average, with equal n on every rank, in every mode of steps and after a
+preemption.
 """
 
 import math
@@ -17,9 +18,9 @@ from perilune.engine.sampler import on_device
 
 
 class Declared:
-    """Accepts so many drafts that steps with drafts bring `mean` tokens each, as far as they have drafts.
+    """Accepts as many drafts as let steps bring `mean` tokens on average; steps with fewer drafts bring fewer.
 
-    `positions`: that requests can have, at most.
+    `positions`: the longest request, in tokens.
     """
 
     def __init__(self, mean: float, positions: int, device: torch.device) -> None:
@@ -43,7 +44,8 @@ class Declared:
         return torch.where(right, tokens.roll(-1, 1), own).flatten(), stop
 
     def rows(self, tokens: Tensor, work: tuple[Work, ...], cut: Mapping[int, int]) -> tuple[Tensor, dict[int, int]]:
-        """The same for tokens [R] of `work` one below the other: (tokens, how many drafts of each may be accepted)."""
+        """The same for a step without a graph. tokens [R]: the sampled ones of all works, concatenated; `cut`: drafts
+        that the grammar allows, by work. Returns (tokens, drafts that may be accepted, by work)."""
         rows: list[int] = []
         ids: list[int] = []
         allowed, first = dict(cut), 0

@@ -1,11 +1,11 @@
-"""Orders on their way to the other ranks: a ring in shared memory that rank 0 writes once and every rank reads.
+"""Sends orders from rank 0 to the other ranks: a ring in shared memory that rank 0 writes once and every rank reads.
 
-A socket for each rank costs rank 0 a system call that wakes a process, 20 to 60 us on a virtual machine, for each of
-them. Here a rank that has a GPU polls the ring while steps come, so that sending is a copy. A rank that has found
-nothing for a while, or needs its cores to compute, says so in the ring and sleeps on a socket, to which
-rank 0 then sends a byte.
+With a socket for each rank, rank 0 would pay a system call that wakes a process for each: 20 to 60 us on a virtual
+machine. Here a rank with a GPU polls the ring, so that sending is one copy. A rank that has found nothing for
+SPIN_SECONDS, or that computes on its CPU cores, sets a word in the ring and blocks on a socket; rank 0 then also sends
+one byte to that socket.
 
-Pieces carry a checksum, because a processor that reorders stores may show a piece before its bytes.
+Each piece carries a checksum: on a processor that reorders stores, a reader may see the count before the bytes.
 """
 
 import contextlib
@@ -27,13 +27,14 @@ HEAD_BYTES = 4096
 LINE_WORDS = 8  # between two counters: a cache line, so that readers do not slow each other
 PIECE = struct.Struct("<III")  # bytes of this piece, its CRC-32, bytes of the frame after it
 SPIN_SECONDS = 0.05  # Longer: an idle rank keeps a core busy. Shorter than a step: every step pays for a wake-up.
-RECHECK_SECONDS = 0.05  # A wake-up is lost if both sides look before either's store is visible: then found this late.
+RECHECK_SECONDS = 0.05  # The longest sleep: no byte comes if each side reads before it sees the other's store.
 FULL_SECONDS = 0.0002  # between two looks at a full ring
 TORN_SECONDS = 1.0  # for a piece to become whole
 
 
 class _Ring:
-    """Words: 0 bytes written; in line 1 + i what reader i has read, and whether it sleeps."""
+    """The mapped memory: counters of 64 bits, then data. Word 0: bytes written. Line 1 + i of LINE_WORDS words: bytes
+    that reader i has read, then 1 while it sleeps."""
 
     def __init__(self, fd: int) -> None:
         # All pages now: a page fault takes longer than sending an order.
@@ -99,7 +100,7 @@ class OrderWriter(_Ring):
         self._words[0] = self._tail = end
         for i, wake in enumerate(self._wakes):
             if self._words[LINE_WORDS * (i + 1) + 1]:
-                with contextlib.suppress(BlockingIOError):  # then it has bytes to wake up for
+                with contextlib.suppress(BlockingIOError):  # its socket is full: a wake-up is pending
                     wake.send(b"\0", socket.MSG_DONTWAIT)
 
 

@@ -1,8 +1,9 @@
-"""Step plans on their way to the other ranks: msgpack frames that say only what those do not know yet.
+"""Encodes step plans for the other ranks, as msgpack frames with only what has changed since the last plan.
 
-A decode step is nearly the step before, one token further. So both ends keep by slot what works of a series have in
-common (core/step.py), and of a work that goes on in its series a frame has only where it is. Another one has a row, and
-of that the parameters only where the slot has got another request, and of the block table what is new at its end.
+A decode step differs from the one before in little but its positions. Both ends therefore keep, for each slot, the
+terms that all works of a series share (`series` of core/step.py). A frame has the start of every work. For a work that
+begins a series it also has a row of terms: sampling parameters only if the slot has another request than before, and of
+the block table only the blocks added at its end.
 """
 
 import struct
@@ -17,14 +18,15 @@ from perilune.core.step import MediaRows, Slice, StepPlan, Work
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
 
-# What works of a series have in common: slot, rid, params, seed, blocks, tokens, sample, prompt_targets,
+# The terms that works of a series share: slot, rid, params, seed, blocks, tokens, sample, prompt_targets,
 # history, drafts, next_token, chained, media; start - output_index; output_index + left.
 Terms = tuple[
     int, int, SamplingParams, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], tuple[int, ...], int, int,
     bool, tuple[MediaRows, ...], int, int,
 ]  # fmt: skip
-# Of a work that begins a series: its place in the plan, rid; (params, seed), or None: as before; how many blocks of
-# the slot's table are kept, -1: it is the same; the blocks after those; what a series has in common from tokens on.
+# The terms of a work that begins a series: its index in the plan; rid; (params, seed), None: those of the slot's last
+# work; how many blocks of the slot's table are kept, -1: all, and none is new; the blocks after them; then as in Terms
+# from tokens on.
 Row = tuple[
     int, int, tuple[SamplingParams, int] | None, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...],
     tuple[int, ...], int, int, bool, tuple[MediaRows, ...], int, int,
@@ -33,13 +35,13 @@ Cut = tuple[int, bytes, tuple[int, int, int], int, int]  # Slice's fields but pa
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """What rank 0 has the other ranks do, in order.
+    """An order of rank 0. The other ranks carry orders out one after the other.
 
-    kind     "plan": run the step; "time": run it, without a report; "zero": clear blocks 0 .. `number` of the cache;
-             "drafter": from now on the draft model goes along (`number` 1), or not (0); "replay": the graph that ran
-             last, in `number` rounds, for measurements; "pixels": the picture with which the next plan has rank
-             `number` begin; "move": blocks of KV, as `move` says, when at most `number` steps are in flight; "close":
-             end
+    kind     "plan": run the step; "time": run it without sending a digest; "zero": clear blocks 0 .. `number` of the
+             cache; "drafter": run the draft model with each step from now on (`number` 1), or no longer (0); "replay":
+             measure the CUDA graph that ran last, `number` times; "pixels": patches of the picture that rank `number`
+             begins to encode in the next plan; "move": copy the blocks of KV in `move` once at most `number` steps are
+             in flight; "close": end
     number, step, chain, min_confidence, host   of StepPlan, or as above
     slots    of the plan's work, in order; None: those of the plan before
     starts   of the plan's work
@@ -82,7 +84,7 @@ class Writer:
         return self.order(Order(kind, plan.step, chain, confidence, plan.host, slots, starts, rows, cuts, plan.dropped))
 
     def _changes(self, work: Sequence[Work], series: list[int]) -> tuple[list[int] | None, list[Row]]:
-        """(slots if they are not those of the last plan, rows of works that begin a series)."""
+        """(slots, None if they are those of the last plan; rows of the works that begin a series)."""
         known, slots = self._known, None
         changed = [i for i, (before, now) in enumerate(zip(self._series, series)) if before != now]
         if len(series) != len(self._series) or any(work[i].slot != self._slots[i] for i in changed):

@@ -39,13 +39,13 @@ BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another 
 
 
 class Leader:
-    """Rank 0, seen from here: a thread says every second that this rank is there, and listens for the same."""
+    """The connection to rank 0: a thread sends a heartbeat every second and listens for those of rank 0."""
 
     def __init__(self, pulse: socket.socket, start: Start) -> None:
-        """Kills the process `start.leader`, if any, when rank 0 says nothing any more."""
+        """`start.leader`: the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._pulse, self._lock = pulse, threading.Lock()
         self._start = start
-        self.group: Group = ALONE  # how far it is, beats say
+        self.group: Group = ALONE  # heartbeats report its progress
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -84,8 +84,8 @@ class Leader:
 
 
 def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower | None) -> None:
-    """Runs what rank 0 orders, until it says that this is all. Digests are sent by a thread of their own, as soon as a
-    step is over."""
+    """Carries out the orders of rank 0 up to "close". A second thread waits for the end of each step and sends its
+    digest."""
     reader, drafter = Reader(), runner.drafter
     running: deque[Future[None]] = deque()
 
@@ -161,7 +161,7 @@ def main() -> None:
             loaded=lambda: leader.send("loaded"),
         )
         leader.group = parts.runner.group
-        # On a CPU it would poll on a core that computes.
+        # Ranks on a CPU sleep instead: polling would take a core from the step.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)
         tiers = None

@@ -1,10 +1,13 @@
-"""The other ranks of an engine, seen from rank 0: one process each, which runs every step that rank 0 runs.
+"""Rank 0's side of the other ranks: starts one process for each, sends orders, watches heartbeats and results.
 
-Orders (plan_wire.py) go through shared memory (order_ring.py). Two socket pairs lead to each process, inherited, so
-nothing listens. Over the first a process gets its start, and is woken where it sleeps. Over the second both sides say
-every second that they are there, and the rank sends a digest of the tokens of every step. A rank that ends, that says
-nothing for SILENT_SECONDS, that chooses other tokens or that does not end a step (step_times/lateness.py) ends the
-group: all are killed, and every request in flight gets the reason.
+Every rank runs every step. Orders (plan_wire.py) go through shared memory (order_ring.py). Each process also inherits
+two socket pairs, so that no port is opened. The first carries its Start and wakes it where it sleeps on the ring. The
+second carries a heartbeat every second in both directions, and from the rank a digest of the tokens of every step.
+
+The group ends, with all its processes killed and the reason sent to every request in flight, when a rank
+- has ended, or has sent nothing for SILENT_SECONDS,
+- has chosen other tokens,
+- does not end a step in time, or waits in a step that no rank ends (step_times/lateness.py).
 """
 
 import contextlib
@@ -148,7 +151,7 @@ class _Rank:
         self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
         self.loaded = False
         self.silent_seconds = 0.0
-        self.beat = Report("beat")  # the last one
+        self.beat = Report("beat")  # its last heartbeat
         self.decode_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
 
     def __str__(self) -> str:
@@ -156,10 +159,10 @@ class _Rank:
 
 
 class Ranks:
-    """All but rank 0. Orders come from one thread at a time.
+    """All ranks but rank 0. One thread at a time may send orders.
 
-    on_failure  called once, from a thread of this class, with the reason, before `check` knows it. It does not ask to
-                start the engine again, as `check` does: a server does that by itself
+    on_failure  called once, from a thread of this class, with the reason, before `check` raises. The reason lacks the
+                advice of `check` to start the engine again, because a server starts it by itself
     """
 
     def __init__(
@@ -171,8 +174,8 @@ class Ranks:
         owns_process: bool,
         progress: Progress | None = None,
     ) -> None:
-        """`owns_process`: the other ranks may kill this process when it says nothing any more. `progress` gets (rank,
-        bytes read, bytes to read) of others, from a thread."""
+        """`owns_process`: the other ranks may kill this process when its heartbeats stop. `progress` is called with
+        (rank, bytes read, bytes to read) for other ranks, from a thread."""
         self._progress = progress
         self._sent = 0  # steps that all ranks are to run
         self._plans: deque[StepPlan] = deque(maxlen=2)  # the last ones, which may be in flight
@@ -272,7 +275,7 @@ class Ranks:
         shutil.rmtree(Path(self.place.meeting).parent, ignore_errors=True)
 
     def ready(self) -> None:
-        """From now on a rank that says nothing is lost."""
+        """From now on a rank without heartbeats for SILENT_SECONDS is lost."""
         self._watching_silence = True
 
     def read(self, digest: int) -> None:
@@ -338,7 +341,7 @@ class Ranks:
                 self._hear(rank)
             if (now := time.monotonic()) < next_beat:
                 continue
-            # Rounds are counted, not time: the whole machine may have been stopped in between.
+            # Counts rounds of this loop instead of seconds: a machine that was suspended must not lose its ranks.
             next_beat = now + BEAT_SECONDS
             for rank in self._ranks:
                 with contextlib.suppress(OSError):
@@ -389,7 +392,7 @@ class Ranks:
         self._compare()
 
     def _compare(self) -> None:
-        """The digests that both sides have sent."""
+        """Compares rank 0's digests with those that the other ranks have sent for the same steps."""
         wrong = None
         with self._lock:
             for rank in self._ranks:

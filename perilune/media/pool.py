@@ -49,7 +49,7 @@ class DecoderPool:
             while not work.done():
                 decoder.interrupt()
                 await asyncio.wait((work,), timeout=INTERRUPT_SECONDS)
-            work.exception()  # that the worker ended, which is not news
+            work.exception()  # marks the error as read: the worker was ended above
             raise
         finally:
             self.active -= 1

@@ -82,7 +82,7 @@ _current: ContextVar[Call] = ContextVar("call")
 
 
 def current() -> Call:
-    """The call of this task; outside of a request one that no log or metric sees."""
+    """The call of this task; outside of a request, one that no log or metric shows."""
     return _current.get(None) or Call(Account(Grant("")))
 
 

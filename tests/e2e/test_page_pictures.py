@@ -11,6 +11,7 @@ import pytest
 
 from runs.docs.browser import Browser
 from tests.cpu.media.pictures import file, scene
+from tests.cpu.media.videos import scenes, video
 from tests.e2e.server import Server
 from tests.e2e.test_page import Page, browser, pytestmark  # noqa: F401  (a fixture, and what the tests need)
 from tests.e2e.test_pictures import counted
@@ -106,6 +107,35 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
     page.press("ask")
     page.answer()
     assert page.said("user") == ["Now with words"] and asked(8) == 8
+
+
+def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+    clip, shot = tmp_path / "clip.webm", tmp_path / "shot.png"
+    clip.write_bytes(video(scenes(12), form="webm", codec="libvpx"))  # 3 s: 6 frames, 2 chunks
+    shot.write_bytes(SHOT)
+    page = Pictured(browser, seeing)
+    assert "sees pictures and videos" in page.value("document.querySelector('.empty').innerText")
+    page.choose(clip, shot)
+    page.wait("document.querySelector('#pictures video')?.videoWidth === 56")
+    assert page.value("document.querySelector('#pictures button').getAttribute('aria-label')") == (
+        "remove video 1: clip.webm"
+    )
+    before = counted(seeing)
+    page.ask("What happens?")
+    assert counted(seeing, before + 3) == before + 3
+    assert page.value("document.querySelector('.user .seen video').videoWidth") == 56
+    kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages[0]")
+    assert [one["url"][:11] for one in kept["pictures"]] == ["", "data:image/"]
+    page.reload()
+    page.value("document.querySelector('#history button').click()")
+    page.wait("document.querySelectorAll('.user .seen img').length === 1")
+    assert page.value("document.querySelectorAll('main video').length") == 0
+    page.press("new chat")
+    page.value("attachFiles([new File([new Uint8Array(VIDEO_BYTES + 1)], 'long.mp4', {type: 'video/mp4'})])")
+    page.wait("document.getElementById('pictures-fault').textContent === 'long.mp4 has more than 20 MB'")
+    page.value("model.capabilities.input = ['text', 'image']")
+    page.value("attachFiles([new File(['x'], 'a.mp4', {type: 'video/mp4'})])")
+    page.wait("document.getElementById('pictures-fault').textContent === 'kimi-nano does not see videos'")
 
 
 def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811

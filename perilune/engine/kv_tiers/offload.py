@@ -1,8 +1,8 @@
-"""What the scheduler asks of the KV tiers: room in the pages ahead of need, and requests that wait for a restore.
+"""The scheduler's side of the KV tiers: keeps some GPU blocks free ahead of need, and restores the KV of requests.
 
-A request that finds its blocks in a tier and not in the pages leaves the queue while they are copied to blocks of the
-pool, and others go on. When all of them have arrived and their checksums agree they enter the prefix tree, and the
-request returns to its place in the queue, where it finds them. If one is missing or damaged none is used.
+A request with blocks in a tier that are not on the GPU leaves the queue while they are copied back; other requests run
+meanwhile. When all blocks have arrived and their checksums agree, they enter the prefix tree, and the request returns
+to its place in the queue, where they are prefix hits. If one block is missing or damaged, none is used.
 """
 
 import logging
@@ -79,7 +79,7 @@ class Offload:
         return list(digests[: self.worth.beginning(found)])
 
     def has_room(self, blocks: int) -> bool:
-        """Whether so many blocks are free, or all that can be; else copies that make them free are under way."""
+        """Whether to go on: `blocks` are free, or no copy is under way that would free more."""
         if not self._off and blocks <= self._tree.available:
             self._make_room(blocks)
         return self._tree.num_free >= blocks or not self._tiers.leaving

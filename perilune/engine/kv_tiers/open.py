@@ -53,8 +53,8 @@ def open_tiers(
     ranks: Ranks | None,
 ) -> Opened:
     """Called by all ranks. Raises ConfigError, on all of them. The draft model's cache is stored with the target's: it
-    could only be computed again from the target's hidden states, and a hit without it would be drafted for from other
-    text's entries. With several ranks each stores what its own pages hold; sizes are of all ranks together."""
+    could be computed again only from the target's hidden states, and after a hit without it drafts would come from
+    entries of another text. With several ranks each stores what its own pages hold; sizes are of all ranks together."""
     group = model.group
     caches = [pages.data, *([] if drafter is None else [drafter.cache()])]
     size = largest(group, row_bytes(caches))
@@ -81,7 +81,7 @@ def open_tiers(
             raise ConfigError(f"{why}; lower kv_host_gb, or raise `ulimit -l`") from e
     assert transfer is not None
     if group.ranks > 1 and ranks is None:
-        least(group, 0)  # rank 0 listens from here on
+        least(group, 0)  # from here on rank 0 receives reports
         return Opened(transfer, None)
     mover: Transfer | RankedTransfer = transfer
     if ranks is not None:

@@ -1,9 +1,9 @@
 """KV tiers of several ranks: rank 0's index moves a block on every rank, each of which has a Transfer of its own.
 
-What rank 0 asks its Mover for goes to the other ranks as an order among the plans (engine/plan_wire.py), with the
-number of steps that rank 0 has not read yet: a rank first waits until it has no more steps in flight than that, because
-an earlier one may still write to the blocks or read them. A record is complete when every rank has said so, and failed
-if one of them failed, so a block is in a tier on all ranks or on none.
+Each call of rank 0 to its Mover goes to the other ranks as an order between plans (engine/plan_wire.py). The order has
+the number of steps that rank 0 has not read the results of: a rank first waits until no more steps than that are in
+flight, because an earlier step may still read or write the blocks. A copy has ended when it has ended on every rank,
+and has failed if it failed on one, so a block is in a tier on all ranks or on none.
 """
 
 import threading
@@ -18,7 +18,7 @@ from perilune.engine.ranks import Ranks
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 
-REPORT_SECONDS = 0.5  # between two looks of a rank at memory that is being pinned, if nothing else happens
+REPORT_SECONDS = 0.5  # A rank reports at least this often how much memory is pinned, while nothing else ends.
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True, tag="store"):
@@ -61,7 +61,7 @@ class RankedTransfer:
         self._own, self._ranks = own, ranks
         self._rows = dict.fromkeys(ranks.numbers, 0)
         self._reports: deque[tuple[int, bytes]] = deque()  # bounded by the blocks and rows there are
-        self._waiting: dict[tuple[type, int | bytes], tuple[int, Done]] = {}  # how many ranks have said so, what
+        self._waiting: dict[tuple[type, int | bytes], tuple[int, Done]] = {}  # (ranks that have reported it, record)
         ranks.on_moved = self._heard
 
     @property

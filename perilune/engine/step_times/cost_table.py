@@ -24,7 +24,7 @@ from perilune.engine.runner import Runner
 from perilune.ops.harness import build
 from perilune.speculation import step_cost
 
-KEPT_SECONDS = 7 * 86_400  # The machine may have been busy when a table was measured: it is measured anew after a week.
+KEPT_SECONDS = 7 * 86_400  # A table is measured again after a week: the machine may have been busy.
 KEPT_TABLES = 32  # of other models and configurations; the oldest go first
 
 log = logging.getLogger("perilune.engine")
@@ -65,7 +65,9 @@ def _digest(runner: Runner, config: EngineConfig) -> str:
     """Of what the time of a step depends on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    config = replace(config, kv_blocks=None, seed=None)  # depend on the moment, not on the machine
+    config = replace(
+        config, kv_blocks=None, seed=None
+    )  # chosen at each start; the time of a step does not depend on them
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
     kinds = [_kind(leaf) for leaf in _leaves(runner.model.weights)]

@@ -1,11 +1,11 @@
 """How many prompt tokens a step computes while other requests decode, so that these keep their pace.
 
-The bound is on the interval between a request's tokens: 99 of 100 take at most `stretch` times the median of the last
-WINDOW_STEPS intervals. The hundredth is where prompts go first: a whole step's worth of prompt tokens, while fewer than
-LONG_SHARE of the window were longer than the bound. Then prompts get what fits the bound by what steps took so far,
-unless each token would cost more than DEAR_RATIO times as much as in a whole step; then they wait for the next long
-step. A prompt that has waited for PATIENCE_SECONDS is computed in whole steps, bound or not: under such a load no sizes
-keep both, and small parts would only slow everything down.
+The bound: of the intervals between a request's tokens, 99 of 100 take at most `stretch` times the median of the last
+WINDOW_STEPS intervals. 1 of 100 may be longer, and prompts use those first: a step computes max_step_tokens of a prompt
+while fewer than LONG_SHARE of the intervals were longer than the bound. Otherwise prompts get as many tokens as the
+bound leaves time for, by the measured times of steps; if a token would then take more than DEAR_RATIO times as long as
+in a whole step, prompts wait for the next long step. A prompt that has waited for PATIENCE_SECONDS is computed in whole
+steps, whatever the bound: under such a load no size keeps both, and small parts lower the throughput of all.
 
 With Kimi K2.5's measured step times on one GPU (15 layers, a prompt of 10,000 tokens every 3 s) the simulation of
 tests/cpu/engine/test_pacing.py gives for 64 requests an interval p99 of 1.9 medians instead of 8.9, and a median time

@@ -1,4 +1,4 @@
-"""How the encoding of one picture is cut, so that steps can run in between: into cells, numbered from 0.
+"""Divides the encoding of one picture into cells, numbered from 0, so that decode steps can run between them.
 
     0                      the patches are embedded
     then, layer by layer   for each group of Cells.GROUP_PATCHES rows a cell that projects queries, keys and values;
@@ -11,7 +11,7 @@ Neighbouring cells of one kind and layer run together.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-RUN_SECONDS = 1e-4  # of a run besides its FLOPs: launches
+RUN_SECONDS = 1e-4  # A run takes this long besides its FLOPs: kernel launches.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Run:
 
 
 class Cells:
-    """Those of a picture of `patches` patches."""
+    """The cells of a picture of `patches` patches."""
 
     GROUP_PATCHES = 64  # More: longer gaps between steps of a slow device. Fewer: more cells to count.
 
@@ -46,7 +46,7 @@ class Cells:
         self.total = 1 + (2 * sizes.layers + 1) * self._groups
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """What cells start up to stop compute, in order."""
+        """The runs that compute the cells from start up to stop, in order."""
         while start < stop:
             if start == 0:
                 yield Run("begin", 0, 0, self._patches)
@@ -64,11 +64,11 @@ class Cells:
         return sum(map(self._flops, self.runs(start, stop)))
 
     def seconds(self, start: int, stop: int, flop_seconds: float) -> float:
-        """What they take on a device that takes `flop_seconds` for each of them."""
+        """Seconds of these cells on a device that takes `flop_seconds` for an operation."""
         return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
-        """The stop of as many cells as fit the budget: at least one."""
+        """The stop of the cells, at least one, that fit into the budget."""
         low, high = start + 1, min(start + 2, self.total)
         while high < self.total and self.seconds(start, high, flop_seconds) <= budget_seconds:
             low, high = high, min(2 * high - start, self.total)

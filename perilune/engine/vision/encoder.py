@@ -1,13 +1,13 @@
-"""Which picture is encoded when and by which rank, and which rows are kept. Pure policy: no tensors.
+"""Decides which rank encodes which picture and when, and which embeddings are kept. Pure policy: no tensors.
 
-A request that comes to a picture waits for the rows of that picture, with its slot and its blocks; others go on. Only
-running requests have pictures encoded, so what the prefix cache holds is not encoded at all. The pixels of a picture
-are asked for shortly before: at most one picture more than there are ranks.
+A prompt that has been computed up to a picture waits for the embeddings of the picture; the request keeps its slot and
+its blocks, and other requests run. Only pictures of running requests are encoded: what the prefix cache holds is never
+encoded again. The server is asked for the pixels shortly before, of at most one picture more than there are ranks.
 
-Each rank encodes a picture of its own. Between two steps all of them compute a slice, which takes no longer than a step
-of those that decode, by what earlier slices and steps took. The rows go into a cache by digest, on all ranks. Where it
-is full, rows that no running request will need are dropped, the least recently used first; then those that are needed
-last. So the first request always gets its next picture.
+Each rank encodes one picture at a time. Between two steps each rank computes a slice of its picture, which takes no
+longer than a decode step, by the measured times of earlier slices and steps. The embeddings go into a cache by digest,
+on all ranks. When the cache is full, embeddings that no running request needs are dropped, the least recently used
+first, and then the ones needed last. So the first request always gets its next picture.
 """
 
 import math
@@ -24,9 +24,9 @@ from perilune.core.step import Slice
 from perilune.engine.vision.cells import RUN_SECONDS, Cells, Sizes
 from perilune.media import placeholders
 
-STEP_SHARE = 0.8  # of a step, that a slice may take: what is measured varies
-FIRST_STEP_SECONDS = 0.003  # taken for a step until one was measured
-IDLE_SECONDS = 0.05  # of a slice where nothing else is computed: as long may a new request wait
+STEP_SHARE = 0.8  # A slice takes at most this share of a decode step: measured times vary.
+FIRST_STEP_SECONDS = 0.003  # assumed of a step until one was measured
+IDLE_SECONDS = 0.05  # A slice while no request decodes. Longer: a new request waits longer.
 FIRST_FLOP_SECONDS = 1e-11  # 0.1 TFLOP/s, until a slice was measured
 LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s: no device of today is faster
 RECENT_STEPS = 32
@@ -102,7 +102,7 @@ class Encoder:
         return tuple(Placed(s.item, s.start, s.stop, p.digest, p.grid) for s, p in zip(found, pictures))
 
     def open(self, request: Request) -> None:
-        """A request with pictures is unfinished from now on."""
+        """A request with pictures has arrived."""
         self._live[request.rid] = request
         self._users.update({p.digest for p in request.pictures})
 
@@ -125,7 +125,7 @@ class Encoder:
         return bool(self._live or self._jobs)
 
     def look(self, running: Sequence[Request]) -> None:
-        """Sets how far these can be computed now."""
+        """Sets, for each request, up to which position its prompt can be computed now."""
         for request in running if self._live else ():
             if request.pictures:
                 missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
@@ -138,7 +138,8 @@ class Encoder:
                     request.ready = time.monotonic()
 
     def align(self, request: Request, count: int) -> int:
-        """Fewer than `count` positions where those would cut a picture that begins after the first of them."""
+        """How many of `count` positions a step takes: fewer where those would end inside a picture that begins after
+        the first of them."""
         end = request.planned + count
         for p in request.pictures:
             if request.planned < p.start < end < p.stop:
@@ -172,8 +173,8 @@ class Encoder:
     # ---- a step
 
     def plan(self, running: Sequence[Request], prompts: bool) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
-        """What ranks encode before the step's work, and what they drop after it. `running` by rank, with that work
-        planned; `prompts`: it has some of a prompt."""
+        """(slices that ranks encode before the step's work, digests of embeddings to drop after it). `running`: in
+        order of priority, with the step's work planned; `prompts`: the step computes prompt tokens."""
         dropped = [job.placed.digest for job in self._jobs.values() if job.placed.digest not in self._users]
         for rank, job in list(self._jobs.items()):
             if job.placed.digest in dropped:
@@ -199,9 +200,9 @@ class Encoder:
                     encoding.add(digest)
         budget, late = IDLE_SECONDS, self._late
         self._late = False
-        if any(r.planned >= r.prompt_len for r in running):  # their next tokens are waited for
+        if any(r.planned >= r.prompt_len for r in running):  # some request decodes
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
-            if prompts and not late:  # the step is a long one by itself; but not one such after the other
+            if prompts and not late:  # a step with prompts is long already; every second one has a slice all the same
                 self._late = True
                 return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
@@ -213,7 +214,7 @@ class Encoder:
         if not self._measured:
             self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
         elif measured >= self._flop_seconds:
-            self._flop_seconds = measured  # at once: a slice too long delays every request
+            self._flop_seconds = measured  # no average: a slice that is too long delays every request
         elif seconds > 2 * runs * RUN_SECONDS:  # else launches, not operations, were measured
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True

@@ -1,4 +1,5 @@
-"""The pictures of one rank: the tower, half-done encodings and finished rows, as the plans of rank 0 order them."""
+"""The vision tower of one rank: computes the slices that plans of rank 0 contain, and holds unfinished encodings and
+finished embeddings."""
 
 import math
 import time
@@ -26,7 +27,7 @@ class Cost:
 
 
 class Tower:
-    """Called in the order of plans, on the thread and the stream of their steps."""
+    """All calls come in the order of plans, on the thread and the stream that run their steps."""
 
     def __init__(self, model: MoonVit, limits: Limits, group: Group = ALONE) -> None:
         self.model, self.limits, self.group = model, limits, group
@@ -34,7 +35,7 @@ class Tower:
         self._passes: dict[bytes, Pass] = {}
         self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # and the rows of the first of those tokens
         self._rows: dict[bytes, Tensor] = {}
-        self._patches: dict[bytes, memoryview] = {}  # came before the first slice
+        self._patches: dict[bytes, memoryview] = {}  # of pictures before their first slice
         self._dropped: tuple[bytes, ...] = ()
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
 
@@ -43,7 +44,8 @@ class Tower:
         self._patches[digest] = patches
 
     def run(self, slices: Sequence[Slice], dropped: Sequence[bytes]) -> None:
-        """The pictures' part of a plan. What that drops its work may still read, so the next call drops it."""
+        """Computes the slices of a plan. Embeddings that the plan drops are freed by the next call, because the work of
+        this plan may still read them."""
         for digest in self._dropped:
             for held in (self._rows, self._passes, self._merged):
                 held.pop(digest, None)

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, as an op that exchanges partial sums takes them."""
+"""Peers: the argument by which an op that exchanges partial sums gets the ranks of a tensor-parallel group."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence

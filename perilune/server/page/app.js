@@ -391,7 +391,7 @@ function empty() {
   if (context) can.push(`reads and writes ${context.toLocaleString("en")} tokens of text in one conversation`);
   if (capabilities.thinking === "always") can.push("thinks before it answers, always");
   if (capabilities.thinking === "optional") can.push("thinks before it answers, or answers at once");
-  if (capabilities.input?.includes("image")) can.push("sees pictures: attach, paste or drop them");
+  if (capabilities.input?.includes("image")) can.push(`sees pictures${capabilities.input.includes("video") ? " and videos" : ""}: attach, paste or drop them`);
   if (capabilities.tools) can.push("calls tools that you declare in the settings; you answer the calls");
   if (capabilities.structured_output) can.push("answers by a JSON schema that you paste into the settings");
   if (capabilities.chat === false) can.push("has no chat template this server knows: it only continues text, at /v1/completions");

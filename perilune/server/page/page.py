@@ -34,7 +34,7 @@ HTML = (
 HEADERS = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": f"default-src 'none'; script-src {_allowed(SCRIPT)}; style-src {_allowed(STYLE)}; "
-    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "img-src data:; media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "cache-control": "no-cache",
 }

@@ -1,4 +1,4 @@
-// Pictures of the question that is being written: attached, pasted or dropped, shown small, sent with it.
+// Pictures and videos of the question that is being written: attached, pasted or dropped, shown small, sent with it.
 
 const READ = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // what the server reads of what browsers do
 const KEPT_URL = /^data:image\/(png|jpeg|webp|gif|bmp);base64,[A-Za-z0-9+/=]*$/;
@@ -6,6 +6,7 @@ const MOST_PICTURES = 16;  // of one question
 const SENT_BYTES = 4000000;  // of a file that is sent as it is; larger ones are made smaller
 const SENT_SIDE = 4096, KEPT_SIDE = 512;  // pixels: what a model sees has at most 7,168 on a side and 3.2 million in all
 const KEPT_CHARS = 100000;  // of a picture that the browser keeps as it was sent; of larger ones a small copy
+const VIDEO_BYTES = 20000000;  // of a video, which is sent as it is and not kept: 27 MB of the 32 that a request may have
 
 let attached = [];  // {url: what is sent, kept: what the browser keeps, name}
 
@@ -35,7 +36,14 @@ function shrunk(bitmap, side) {
   return canvas.toDataURL("image/jpeg", 0.85);
 }
 
+async function video(file) {
+  if (!model.capabilities?.input?.includes("video")) throw new Error(`${model.id} does not see videos`);
+  if (file.size > VIDEO_BYTES) throw new Error(`${file.name} has more than ${VIDEO_BYTES / 1e6} MB`);
+  return {url: await bytesAsUrl(file), kept: "", name: file.name};
+}
+
 async function picture(file) {
+  if (file.type.startsWith("video/")) return video(file);
   let bitmap;
   try {
     bitmap = await createImageBitmap(file);
@@ -69,17 +77,22 @@ async function attachFiles(files) {
   $("text").focus();
 }
 
-const shownPicture = (one, i) => make("img", {src: one.url, alt: `picture ${i + 1}: ${one.name}`});
+const isVideo = one => one.url.startsWith("data:video/");
+const called = (one, i) => `${isVideo(one) ? "video" : "picture"} ${i + 1}: ${one.name}`;
+const shownPicture = (one, i) => isVideo(one)
+  ? make("video", {src: one.url, title: one.name, muted: true, controls: true, "aria-label": called(one, i)})
+  : make("img", {src: one.url, alt: called(one, i)});
 
 function attachments() {
   $("pictures").replaceChildren(...attached.map((one, i) => make("li", {}, shownPicture(one, i),
-    make("button", {type: "button", "aria-label": `remove picture ${i + 1}: ${one.name}`, onclick: () => {
+    make("button", {type: "button", "aria-label": `remove ${called(one, i)}`, onclick: () => {
       attached.splice(i, 1);
       attachments();
       say(`${one.name} is removed`);
       $("text").focus();
     }}, "×"))));
-  if (attached.length) say(`${attached.length} ${attached.length === 1 ? "picture goes" : "pictures go"} with the question`);
+  const what = attached.some(isVideo) ? "file" : "picture";
+  if (attached.length) say(`${attached.length} ${attached.length === 1 ? `${what} goes` : `${what}s go`} with the question`);
 }
 
 /** The pictures of the question, which are no longer attached. */
@@ -94,7 +107,8 @@ function taken() {
 /** What the server gets of a message. */
 function content(message) {
   if (!message.pictures?.length) return message.content;
-  const parts = message.pictures.map(one => ({type: "image_url", image_url: {url: one.url}}));
+  const parts = message.pictures.map(one => isVideo(one) ? {type: "video_url", video_url: {url: one.url}}
+    : {type: "image_url", image_url: {url: one.url}});
   return [...parts, ...(message.content ? [{type: "text", text: message.content}] : [])];
 }
 
