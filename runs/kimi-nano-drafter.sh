@@ -17,7 +17,7 @@ else
   FORCED="--rows 200000 --shard-rows 4096 --minutes 0.6"
   DECODED="--rows 200000 --shard-rows 1024 --minutes 0.5 --max-tokens 400 --max-num-seqs 64 --set kv_blocks=4096"
   TRAIN="--minutes 1.2 --chains 8192 --keep-gb 60"
-  EVALUATE="--count 64 --lengths 1,3,5,8 --max-tokens 512 --speed 8"
+  EVALUATE="--count 64 --lengths 1,3,5,8 --max-tokens 512 --speed 8 --set kv_blocks=4096"
 fi
 DRAFTER=$RUN/drafter
 rm -rf "$DRAFTER"

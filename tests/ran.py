@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from perilune.ops.harness.registry import REFERENCE, Op
 _LOGGED = re.compile(r"(\w+) on [^ ]+, .*size < \d+: (\w+)")
 
 
+@cache
 def implementations() -> dict[CodeType, set[tuple[str, str]]]:
     """(op, implementation) by code; several where ops share a function."""
     found: dict[CodeType, set[tuple[str, str]]] = {}
@@ -94,8 +96,9 @@ def what_ran_is_what_was_logged(
     able = [c.name for c in op.candidates if op.refusal(c.name, args) is None]
     if case.big:
         able.remove(REFERENCE)  # seconds each, and it has nothing to choose
+    others = list(registry.all_ops().values())
     for name in (None, *able):
-        for other in registry.all_ops().values():
+        for other in others:
             other._decisions.clear()
             other._logged.clear()
         own = list(clone({str(i): a for i, a in enumerate(args)}).values())

@@ -21,6 +21,7 @@ from perilune.speculation.drafting import Speculator
 from perilune.speculation.step_cost import Costs, StepKind
 from perilune.speculation.suffix import Store, SuffixMatcher
 
+PARAMS = SamplingParams()  # of all works: made once, because making and checking one takes as long as planning a work
 Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
 
 
@@ -178,9 +179,9 @@ def _behind(
         more = min(drafts, left - 1) if rid in flying else 0
         tokens = (PENDING,) * (1 + more) if rid in flying else (one.answer[at - 1],)
         start = len(one.prompt) + at - 1
-        params, later = SamplingParams(), rid in flying
+        later = rid in flying
         work.append(
-            Work(rid, rid, start, tokens, (), True, at, params, 0, left=one.most - at, drafts=more, chained=later)
+            Work(rid, rid, start, tokens, (), True, at, PARAMS, 0, left=one.most - at, drafts=more, chained=later)
         )
     return StepPlan(number, tuple(work)) if work else None
 
@@ -207,7 +208,7 @@ def _launch(
         else:
             tokens = (PENDING,) if rid in ahead else (one.answer[at - 1],)
             start = len(one.prompt) + at - 1
-        work.append(Work(rid, rid, start, tokens, (), True, at, SamplingParams(), 0, left=one.most - at))
+        work.append(Work(rid, rid, start, tokens, (), True, at, PARAMS, 0, left=one.most - at))
     if not work:
         return None
     plan = StepPlan(number, tuple(work))

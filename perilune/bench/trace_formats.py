@@ -42,6 +42,8 @@ def sessions_of(lines: Sequence[dict[str, Any]], *, scale: float = 1.0) -> list[
             for (at, delay, t), (last, _, _) in zip(turns, before)
         ]
         found.append(Session(name, turns[0][0], tuple(delayed)))
+    if not found:
+        raise ConfigError("the trace has no request with input")
     first = min(session.start for session in found)
     return sorted((Session(s.name, s.start - first, s.turns) for s in found), key=lambda s: s.start)
 
@@ -129,8 +131,10 @@ def _sessions(line: _Line, roots: dict[Any, str]) -> Iterator[tuple[str, list[Ti
     elif "turns" in line:
         yield _name(line), list(_turns(line))
     elif "chat_id" in line:
-        parent = line.line.get("parent_chat_id", -1)
-        name = roots[line.line["chat_id"]] = roots.get(parent, f"chat {line.line['chat_id']}")
+        chat, parent = line.line["chat_id"], line.line.get("parent_chat_id", -1)
+        if isinstance(chat, dict | list) or isinstance(parent, dict | list):
+            raise line.wrong("chat_id and parent_chat_id must be numbers or names")
+        name = roots[chat] = roots.get(parent, f"chat {chat}")
         pieces = line.hashed(int(line.count("input_length", None, MAX_TOKENS)), BAILIAN_TOKENS, "")
         yield name, [(line.count("timestamp", 0, 1e12), None, Turn(pieces, line.output(), whole=True))]
     elif "text" in line or "texts" in line:

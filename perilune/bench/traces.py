@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ def read(path: Path) -> list[dict[str, Any]]:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{file}, line {number} is no object: a trace has one request a line")
                 lines.append(value)
-    except OSError as e:
-        raise ConfigError(f"cannot read the trace {path}: {e.strerror or e}") from e
+    except (OSError, EOFError, zlib.error) as e:  # the last two: a .gz file that is cut or damaged
+        raise ConfigError(f"cannot read the trace {path}: {getattr(e, 'strerror', None) or e}") from e
     if not lines:
         raise ConfigError(f"the trace {path} has no request")
     return lines

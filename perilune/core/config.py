@@ -69,6 +69,11 @@ class EngineConfig:
         "prompts then come in smaller parts. 0: no bound, the shortest time to a first token",
         2.0,
     )
+    prompt_patience: float = _doc(
+        "seconds that a prompt of max_step_tokens waits at most so that decode_stretch is kept; shorter ones wait in "
+        "proportion. Larger: the bound holds under more load, first tokens come later",
+        2.0,
+    )
     memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
     block_size: int | None = _doc(
@@ -158,6 +163,8 @@ class EngineConfig:
             raise ConfigError("fp8_activations needs FP8 weights: give rest_dtype=fp8 as well")
         if not (self.decode_stretch == 0 or 1.0 < self.decode_stretch < math.inf):
             raise ConfigError(f"decode_stretch must be above 1, or 0 for no bound, not {self.decode_stretch}")
+        if not 0.0 <= self.prompt_patience < math.inf:
+            raise ConfigError(f"prompt_patience must be 0 or more seconds, not {self.prompt_patience}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):

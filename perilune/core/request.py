@@ -53,6 +53,7 @@ class Request:
     digests: list[bytes] = field(default_factory=list, repr=False)  # chained, of leading full blocks, as far as needed
     computed: int = 0
     planned: int = 0
+    begun_at: int = 0  # position from which on it is computed since it runs: what is before was cached
     pending: int = 0
     drafted: int = 0  # drafts in flight, of all steps: their KV needs blocks beyond `planned`
     doubted: bool = False  # the next step must not have drafts: logits after a draft of the last step were not finite
@@ -67,6 +68,7 @@ class Request:
     turn: int = 0  # of its conversation, as far as the cache knows: see kv/retention.py
     restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
     restores: int = 0  # times that began
+    refused: bool = False  # its KV is in a tier, and computing it is quicker
     restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk
     pictures: tuple[Placed, ...] = ()
     barrier: int = NO_BARRIER  # positions from here on wait for a picture's rows
@@ -191,7 +193,7 @@ class Request:
         self.blocks = blocks
         self._table = None
         self.registered = len(blocks)
-        self.computed = self.planned = len(blocks) * block_size
+        self.computed = self.planned = self.begun_at = len(blocks) * block_size
         self.counted = False
         self.check()
 

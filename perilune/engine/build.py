@@ -279,7 +279,7 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         max_model_len=config.max_model_len,
         prefix_cache=config.prefix_cache,
         tiers=None if opened is None else opened.tiers,
-        pacer=Pacer(config.decode_stretch, config.max_step_tokens),
+        pacer=Pacer(config.decode_stretch, config.max_step_tokens, config.prompt_patience),
     )
     scheduler.encoder = encoder
     grammars = Grammars(partial(_vocabulary, model_dir))

@@ -25,6 +25,7 @@ from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.engine.step_times.cost_table import capture_first, measure_costs, measure_prompts
 from perilune.kv.prefix import root_of
+from perilune.kv.tiers import EXPIRE_SECONDS
 from perilune.loading.load import load
 from perilune.ops.harness import build as build_ops
 from perilune.speculation.protocol import Drafting, Observer
@@ -82,6 +83,12 @@ class Engine:
         if self._ranks is not None and self._ranks.failure is not None:
             return False  # nothing will be computed any more
         return self._running is not None or self.scheduler.has_work or self._grammars.compiling
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How often to call `step` while the engine is not busy, so that KV in the tiers is deleted when its time
+        to live is over; None: there are no tiers."""
+        return None if self._transfer is None else EXPIRE_SECONDS
 
     def submit(self, request: Submit) -> None:
         """RequestError if the request can never run, EngineError if another rank is lost. If its grammar turns out not
@@ -220,7 +227,7 @@ class Engine:
 
     @staticmethod
     def _interval(plan: StepPlan, before: float, now: float) -> float:
-        """Seconds that count for what steps cost, of one whose result came at `now`, the one before it at `before`."""
+        """Seconds that count as a step's cost: its result came at `now`, that of the step before it at `before`."""
         return now - before
 
     def _observe_slices(self, plan: StepPlan, seconds: float | None) -> None:

@@ -90,7 +90,7 @@ def serve(engine: Engine, channel: Channel) -> None:
     sent_at = 0.0
     while True:
         out: list[Any] = []
-        wait_seconds = None if not engine.busy else STARVED_SECONDS if engine.starved else 0.0
+        wait_seconds = engine.idle_seconds if not engine.busy else STARVED_SECONDS if engine.starved else 0.0
         for message in channel.receive(wait_seconds):
             if isinstance(message, Submit | Pixels):
                 try:

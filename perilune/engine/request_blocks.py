@@ -90,6 +90,10 @@ class RequestBlocks:
         """The blocks the request finds in the pages; no reference is taken."""
         return self.tree.match(self._readable(request))
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request that are in the pages."""
+        return self.tree.count_known(self._readable(request)) * self._block_size
+
     def fits(self, request: Request, hits: list[int], reserve: int) -> bool:
         """Whether, besides the reserve, there are blocks for all known tokens of a waiting request.
 

@@ -15,6 +15,9 @@ Drafts take only what is left over: `add_drafts` gives them blocks and step toke
 does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
 out where the request goes on (ops/drafts/advance_inputs.py).
 
+Prompts share the tokens that a step has for them: a short one has some beside a long one that came before
+(engine/step_times/prompt_turns.py). How many these are beside requests that decode, which may be none, the pacer says.
+
 A request that next needs the rows of a picture that is not encoded yet (engine/vision/encoder.py) is running, but gets
 no work: it keeps its slot, its blocks and its place before younger requests.
 
@@ -42,6 +45,7 @@ from perilune.core.request import ONE_PENDING, Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
 from perilune.engine.request_blocks import RequestBlocks
 from perilune.engine.step_times.pacing import Pacer
+from perilune.engine.step_times.prompt_turns import PromptTurns, choose
 from perilune.engine.vision.encoder import Encoder
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
@@ -201,7 +205,8 @@ class Scheduler:
         budget = self._max_step_tokens
         if self.encoder is not None:
             self.encoder.look(self._running)
-        prompts: int | None = None  # of `budget`, for requests that compute more than one token; known once one does
+        turns: PromptTurns | None = None  # found for the first prompt: most steps have none
+        prompts = 0  # of `budget`, for requests that compute more than one token
         flights: list[_Flight] = []
         preempted = False
         turn = 0
@@ -210,8 +215,10 @@ class Scheduler:
             # A long prompt leaves one token of the step to each running request after it: they keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             if count > 1:
-                prompts = self._prompt_tokens_of_step() if prompts is None else prompts
-                count = self._aligned(request, min(count, prompts))
+                if turns is None:
+                    turns = self._prompt_turns()
+                    prompts = turns.tokens
+                count = self._aligned(request, min(count, turns.shares[request.rid]))
                 prompts -= count
             # The victim is the last of the list: never a request that this step has planned already.
             while count and not self.blocks.at_hand(missing := self.blocks.missing(request, request.planned + count)):
@@ -233,10 +240,13 @@ class Scheduler:
         # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
         # token in the row of the victim's old slot.
         if self._waiting and not preempted:
-            prompts = self._prompt_tokens_of_step() if prompts is None else prompts
+            if turns is None:
+                turns = self._prompt_turns()
+                prompts = turns.tokens
             reserve = sum(self.blocks.lookahead(r) for r in self._running)
-            while self._waiting and self._slots and (room := min(budget, prompts)):
+            while self._waiting and self._slots and (min(budget, prompts) > 0 or self.offload is not None):
                 request = self._waiting[0]
+                room = min(budget, prompts, turns.shares.get(request.rid, prompts))
                 hits = self.blocks.match(request)
                 if not self.blocks.fits(request, hits, reserve):
                     break
@@ -245,7 +255,7 @@ class Scheduler:
                         break
                     self._waiting.pop(0)
                     continue
-                if not self.blocks.has_room(request, hits, room):
+                if not room or not self.blocks.has_room(request, hits, room):
                     break
                 self._admit(request, hits)
                 if self.encoder is not None:
@@ -255,18 +265,19 @@ class Scheduler:
                     flights.append(self._launch(request, count))
                     budget, prompts = budget - count, prompts - count
                 reserve += self.blocks.lookahead(request)
+        if self.pacer is not None and (tokens := sum(f.work.count for f in flights)) > len(flights):
+            self.pacer.planned(tokens, sum(f.work.count == 1 for f in flights))
         return self._planned(flights, chain)
 
-    def _prompt_tokens_of_step(self) -> int:
-        if self.pacer is None:
-            return self._max_step_tokens
-        begun = [r for r in self._running if r.todo > 1]
-        first = begun[0] if begun else self._waiting[0] if self._waiting and self._slots else None
-        if first is None:
-            return self._max_step_tokens
-        awaiting = sum(r.planned >= r.barrier for r in self._running) if self.encoder is not None else 0
-        decoding = len(self._running) - len(begun) - awaiting
-        return self.pacer.prompt_tokens(decoding, time.monotonic() - first.ready)
+    def _prompt_turns(self) -> PromptTurns:
+        waiting = self._waiting if self._slots else ()
+        return choose(self.pacer, self._max_step_tokens, self._running, waiting, self.blocks.cached_tokens)
+
+    def _waits_for_tier(self) -> bool:
+        """Whether the first request of the queue could have KV brought back now."""
+        return self.offload is not None and bool(
+            self.blocks.find_stored(self._waiting[0], self.blocks.match(self._waiting[0]))
+        )
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan made last, not launched yet, with guesses of what its works sample, by rid.
@@ -300,11 +311,11 @@ class Scheduler:
         request goes on after the tokens that step brings it, with up to `drafts` of the chain that the draft model
         drafts meanwhile. A request that may have ended by then is left out.
 
-        None if the step in flight must be committed first: a waiting request could be admitted, a request has more than
-        one token to compute or wants prompt log-probabilities, or blocks are short.
+        None if the step in flight must be committed first: a prompt could be computed, or brought back from a tier, a
+        request wants prompt log-probabilities, or blocks are short. Prompts that the pacer lets wait are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
-        if self._waiting and self._slots:
+        if self._waiting and self._slots and (self._prompt_turns().tokens or self._waits_for_tier()):
             return None
         flying = {f.request.rid: f.work for f in self._flying[0][1] if f.life == f.request.life and not f.void}
         going: list[tuple[Request, int]] = []
@@ -315,7 +326,10 @@ class Scheduler:
                 continue
             if work is None and request.horizon - request.planned == 1:
                 going.append((request, 0))
-            elif work is None or not work.sample or request.params.prompt_logprobs is not None:
+            elif work is None or not work.sample:
+                if request.todo <= 1 or self._prompt_turns().tokens:
+                    return None
+            elif request.params.prompt_logprobs is not None:
                 return None
             elif (left := request.limit - request.horizon - request.drafted) > 0:
                 going.append((request, min(drafts, MAX_DRAFTS, left - 1, share)))

@@ -168,7 +168,7 @@ async def evaluate(
 
 
 async def _require_sight(endpoint: Endpoint, cells: Sequence[Cell]) -> None:
-    """Shows one picture, if any is to be shown: a server whose model does not see refuses each of them alike."""
+    """Shows one picture, if any is to be shown: a server of a model that does not see refuses each of them alike."""
     every = (p for cell in cells for p in cell.problems)
     if (shows := next(filter(_has_picture, every), None)) is None:
         return

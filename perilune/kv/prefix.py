@@ -11,6 +11,7 @@ order they fell idle is at once least-recently-used first and leaf first: evicti
 
 import itertools
 import struct
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -142,6 +143,10 @@ class PrefixTree:
                 break
             blocks.append(node.block)
         return blocks
+
+    def count_known(self, digests: Sequence[bytes]) -> int:
+        """How many blocks `match` would return, for a few lookups: no block is known without those before it."""
+        return bisect_left(digests, True, key=lambda digest: digest not in self._by_digest)
 
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are cached without a reference, so that `acquire` makes them unavailable."""

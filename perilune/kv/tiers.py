@@ -183,7 +183,7 @@ class Tiers:
         self._leaving: set[int] = set()  # blocks with pages that are being copied
         self._stores: list[tuple[Name, int, int]] = []  # not sent yet
         self._restores: dict[int, _Restore] = {}
-        self._pause_until = self._expired_at = now
+        self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # files that are too old are never read
         self._warned: set[str] = set()
         self.dropped = 0  # blocks lost to want of a row or of space
         self.damaged = 0  # blocks found damaged or missing

@@ -35,7 +35,7 @@ def narrow(file: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Store a draft's matrices as e4m3.")
-    parser.add_argument("drafter", type=Path, help="directory of the draft's checkpoint, whose weights are replaced")
+    parser.add_argument("drafter", type=Path, help="directory of the draft's checkpoint; its weights are replaced")
     file = parser.parse_args().drafter / "model.safetensors"
     if not file.is_file():
         parser.error(f"{file} is not there: train a draft first, sh runs/kimi-nano-drafter.sh")

@@ -65,7 +65,8 @@ def trained(log: Path, model: Path) -> Row:
     score = scores[-1]  # structural ones come last
     return {
         "weights_sha256": weights_hash(model),
-        **{key: start[key] for key in ("parameters", "device", "torch", "seed", "fonts", "minutes")},
+        **{key: start[key] for key in ("parameters", "device", "torch", "seed", "fonts")},
+        "minutes": round(stop["seconds"] / 60, 1),
         "steps": stop["step"],
         "pictures": stop["pictures"],
         "structural": score["exact"],

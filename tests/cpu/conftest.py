@@ -44,5 +44,5 @@ def steps_have_a_price() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "measure_costs", measured)
         patch.setattr(engine.Engine, "_interval", staticmethod(interval))
-        patch.setattr(build, "Pacer", lambda stretch, most: Pacer(0.0, most))
+        patch.setattr(build, "Pacer", lambda stretch, most, patience: Pacer(0.0, most, patience))
         yield

@@ -73,10 +73,12 @@ class Offload:
 
     def find(self, request: Request, digests: Sequence[bytes]) -> list[bytes]:
         """Which of these digests, from the first on, are worth restoring for a request."""
-        if not digests or request.restores >= MAX_RESTORES:
+        if not digests or request.restores >= MAX_RESTORES or request.refused:
             return []
         found = self._tiers.match(digests)
-        return list(digests[: self.worth.beginning(found)])
+        count = self.worth.beginning(found)
+        request.refused = bool(found) and not count  # asked once: a request that waits is looked at before each step
+        return list(digests[:count])
 
     def has_room(self, blocks: int) -> bool:
         """Whether to go on: `blocks` are free, or no copy is under way that would free more."""

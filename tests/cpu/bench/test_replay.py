@@ -297,3 +297,24 @@ def test_a_whole_prompt_replaces_what_was_said(fake: FakeEndpoint, tmp_path: Pat
     row, _ = invoke(str(tmp_path / "t.jsonl"), fake.url)
     assert row["requests"] == 2 and row["ideal_share"] > 0, "the second begins with the first"
     assert fake.bodies[1]["messages"] == [hi, ho, {**hi, "content": "More"}], "recorded, not the live answer"
+
+
+def test_a_gzipped_trace_that_is_cut_or_damaged(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"input_length": 40, "output_length": 4, "hash_ids": [1]}\n' * 50)
+    middle = len(whole) // 2
+    for wrong in (whole[:-20], whole[:middle] + bytes(8) + whole[middle + 8 :], b"no gzip"):
+        (tmp_path / "t.jsonl.gz").write_bytes(wrong)
+        with pytest.raises(ConfigError, match=r"cannot read the trace .*t\.jsonl\.gz|no JSON"):
+            read(tmp_path / "t.jsonl.gz")
+
+
+def test_lines_that_say_nothing_to_send() -> None:
+    for lines in (
+        [{"requests": [{"type": "subagent"}], "block_size": 16}],
+        [{"requests": [{"in": 0}], "block_size": 16}],
+    ):
+        with pytest.raises(ConfigError, match="the trace has no request with input"):
+            sessions_of(lines)
+    for wrong in ({"chat_id": [1]}, {"chat_id": 1, "parent_chat_id": {}}):
+        with pytest.raises(ConfigError, match="line 2 of the trace: chat_id and parent_chat_id must be numbers"):
+            sessions_of([{"chat_id": 1, "input_length": 16}, wrong])

@@ -459,7 +459,7 @@ def test_requests_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_command_and_its_report(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tmp_path / "result"
+    source, result = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "result"
     base = ["convert", str(source), str(result), "--to", "nvfp4", "--device", "cpu"]
     dry = CliRunner().invoke(cli, [*base, "--dry-run"], catch_exceptions=False)
     assert dry.exit_code == 0 and "routed experts" in dry.output and "free" in dry.output and not result.exists()

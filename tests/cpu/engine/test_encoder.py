@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,11 +150,11 @@ def test_a_prompt_does_not_wait_while_its_picture_is_encoded(monkeypatch: pytest
     asked: list[tuple[int, float]] = []
 
     class Noted(Pacer):
-        def prompt_tokens(self, decoding: int, waited_seconds: float) -> int:
-            asked.append((decoding, waited_seconds))
-            return super().prompt_tokens(decoding, waited_seconds)
+        def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
+            asked.extend((decoding, waited) for _, _, waited in prompts)
+            return super().prompt_tokens(decoding, prompts)
 
-    on = machine(K25, pacer=Noted(2.0, 256))
+    on = machine(K25, pacer=Noted(2.0, 256, 2.0))
     monkeypatch.setattr(time, "monotonic", lambda: on.clock)
     for rid in range(2):
         submit(on, rid, tokens=2000)

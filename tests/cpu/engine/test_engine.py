@@ -6,7 +6,7 @@ import itertools
 import math
 import shutil
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class TestLLM:
         sizes, granted = itertools.cycle((0, 1, 7, 2, 64)), set[int]()
 
         class Script(Pacer):
-            def prompt_tokens(self, decoding: int, waited_seconds: float) -> int:
+            def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
                 granted.add(size := next(sizes) if decoding else 5)
                 return size
 

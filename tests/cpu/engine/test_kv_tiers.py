@@ -6,8 +6,11 @@ import logging
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,9 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
+from perilune.core.messages import Delta, EngineStats, Shutdown
+from perilune.engine.process import Channel, serve
+from perilune.kv import tiers
 from perilune.kv.tiers import Restored
 from perilune.kv.transfer import Transfer
 from perilune.kv.worth import Worth
@@ -277,6 +283,48 @@ def test_tiers_that_do_not_pay_go_off_by_themselves(
         assert play(llm) == plain
         assert hits(llm)["host"] - restored <= 64, "it went on"
     assert sum("KV tiers are off" in r.message for r in caplog.records) == 1
+
+
+def test_an_idle_engine_deletes_what_has_expired(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny, **CONFIG, **SMALL, draft="off", kv_host_gb=0.1) as llm:
+        play(llm, turns=1)
+        engine = llm._engine
+        assert engine is not None and engine.idle_seconds == tiers.EXPIRE_SECONDS and engine.stats().tiers[0][2] > 0
+        now = time.monotonic()
+        monkeypatch.setattr(engine.scheduler.offload._tiers, "_clock", lambda: now + 25 * 3600)
+        engine.step()
+        assert not engine.busy and engine.stats().tiers[0][2] == 0
+    with LLM(tiny, **CONFIG, **SMALL, draft="off") as llm:
+        assert llm._engine is not None and llm._engine.idle_seconds is None
+
+
+def test_the_loop_steps_an_idle_engine_with_tiers() -> None:
+    """Without messages: time to live passes at night."""
+    here, there = socket.socketpair()
+    stepped = threading.Event()
+
+    class Idle:
+        busy = starved = False
+        idle_seconds = 0.001
+        steps = 0
+
+        def step(self) -> list[Delta]:
+            self.steps += 1
+            if self.steps == 3:
+                stepped.set()
+            return []
+
+        wants = staticmethod(list)
+        stats = staticmethod(EngineStats)
+
+    loop = threading.Thread(target=serve, args=(Idle(), Channel(there)), daemon=True)
+    loop.start()
+    assert stepped.wait(60)
+    Channel(here).send([Shutdown()])
+    loop.join(60)
+    assert not loop.is_alive()
+    here.close()
+    there.close()
 
 
 def test_tenants_share_nothing_through_a_tier(tiny: Path) -> None:

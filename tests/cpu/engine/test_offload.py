@@ -9,6 +9,7 @@ import pytest
 from perilune.core.request import Request
 from perilune.core.sampling import SamplingParams
 from perilune.engine.kv_tiers.offload import Offload
+from perilune.engine.step_times.pacing import Pacer
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests
 from perilune.kv.tiers import Copied, Name, Restored, Stored, Tiers, Written
@@ -256,3 +257,40 @@ def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
     for rid in rig.answers:
         if rid not in cancelled:
             rig.expect(rid)
+
+
+def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
+    class Pause(Pacer):
+        tokens = 64
+
+        def prompt_tokens(self, decoding: int, prompts) -> int:
+            return self.tokens if decoding else 64
+
+    pacer = Pause(2.0, 64, 2.0)
+    rig = TieredRig(num_blocks=16, rows=40, disk=False, pacer=pacer)
+    rig.may_wait = lambda: True
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    rig.submit(10, [3, 3, 3], max_tokens=40)
+    rig.tick()
+    pacer.tokens = 0
+    rig.submit(11, PROMPTS[0], max_tokens=4)
+    for _ in range(20):
+        rig.tick()
+    stats = rig.scheduler.stats()
+    assert rig.scheduler._waiting[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
+    pacer.tokens = 64
+    rig.finish()
+    rig.expect(11, cached=16)
+
+
+def test_a_request_whose_kv_is_quicker_computed_asks_once() -> None:
+    """Looked at before each step while it waits, it is one refusal: the 64th restores, to measure the tier again."""
+    rig = TieredRig(num_blocks=12, rows=40, disk=False)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    worth = rig.scheduler.offload.worth
+    worth.tiers["host"].seconds, worth.compute.seconds = 1.0, 1e-3
+    request = Request(1, 0, PROMPTS[0], 20, SamplingParams(), 0, 30)
+    assert [rig.scheduler.blocks.find_stored(request, []) for _ in range(100)] == [[]] * 100
+    assert worth.refusals["host"] == 1

@@ -191,12 +191,14 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
         "fonts": 50,
         "minutes": 4.5,
     }
-    stop = {"kind": "stop", "step": 7, "pictures": 3210, "finished": True}
+    stop = {"kind": "stop", "step": 7, "pictures": 3210, "seconds": 330.0, "finished": True}
     exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
     score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
-    log.write_text("".join(json.dumps(row) + "\n" for row in (start, stop, score)))
+    again = start | {"minutes": 0.4}  # resumed with less time, for the scores alone
+    log.write_text("".join(json.dumps(row) + "\n" for row in (start, stop, again, stop, score)))
     facts = eyes_card.trained(log, model)
-    assert facts["pictures"] == 3210 and facts["weights_sha256"] == eyes_card.weights_hash(model)
+    assert (facts["pictures"], facts["minutes"]) == (3210, 5.5)
+    assert facts["weights_sha256"] == eyes_card.weights_hash(model)
     rows = [
         {
             "model": "kimi-nano", "server": "private", "family": name, "split": split, "thinking": thinking, "n": 100,

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import perilune
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
 from perilune.tasks import words
-from perilune.tasks.families import check, problems, training_mix
+from perilune.tasks.families import FAMILIES, THINKING_SHARE, check, problems, training_mix
 from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import train as trainer
 from runs.kimi_nano.attention import Packed, padded
@@ -29,6 +30,7 @@ from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, load
 from runs.kimi_nano.tokenizer import count, learn
 from runs.kimi_nano.train import Options, rate_at, train
 
+NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 SMALL = Shape(
     vocab_size=640, hidden_size=64, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=32,
     n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
@@ -168,6 +170,14 @@ def test_blocks_learn_only_the_last_turn(run: Path) -> None:
             assert ids[end - len(learnt) : end] == learnt
             assert codec.tokenizer.special("<|im_assistant|>") not in learnt
     assert turns > 3
+
+
+def test_weights_count_the_tokens_that_problems_have() -> None:
+    codec, rng, count = Codec(NANO), random.Random(4), 120
+    for one in FAMILIES.values():
+        drawn = [one.sample(rng, "train", rng.random() < THINKING_SHARE) for _ in range(count)]
+        tokens = sum(len(codec.prompt(p)) + len(codec.target(p)) for p in drawn) / count
+        assert 0.75 < tokens / one.tokens < 1.25, f"{one.name}: a problem has {tokens:.0f} tokens, not {one.tokens}"
 
 
 def test_expected_answers_pass_their_checks(run: Path) -> None:

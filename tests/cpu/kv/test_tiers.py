@@ -199,6 +199,12 @@ class TestTiers:
         assert found(tiers, 1) == []
         tiers.check()
 
+    def test_files_that_expired_before_the_start_are_not_read(self) -> None:
+        tiers, _ = tiers_of(files=[(name(1), 61.0), (name(2), 59.0)], file_limit=9, ttl_seconds=MINUTE)
+        tiers.poll()
+        assert found(tiers, 1) == [] and found(tiers, 2) == [DISK]
+        tiers.check()
+
     def test_a_directory_that_is_gone_is_not_asked_again(self, caplog) -> None:
         tiers, mover = tiers_of(rows=2, files=[(name(9), 1.0)], file_limit=9)
         mover.gone = True
