@@ -18,6 +18,7 @@ from torch import Tensor
 
 from perilune.dist import peer_memory
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.ops.exchange.exchange_rows import exchange_rows, takes
 from perilune.ops.exchange.peers import Peers
 
 log = logging.getLogger("perilune.dist")
@@ -90,6 +91,14 @@ def total(group: Group, x: Tensor) -> Tensor:
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
+
+
+def exchanged(group: Group, rows: Tensor) -> Tensor:
+    """[ranks, W]: each rank's row for this one; rows [ranks, W], or [1, W], which all ranks get. Over peer memory where
+    there is some and `takes` holds, else through a collective."""
+    if group.peers is not None and group.peers.mailboxes is not None and takes(rows):
+        return exchange_rows(rows, group.peers)
+    return group.gather(rows[0]) if len(rows) == 1 else group.all_to_all(rows)
 
 
 def least(group: Group, number: int) -> int:

@@ -59,7 +59,8 @@ from perilune.ops.moe.mla_decode_router import mla_decode_router
 from perilune.ops.moe.moe_int4 import moe_int4
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
-from perilune.ops.pointwise.embed_norm import embed_norm, resolved
+from perilune.ops.pointwise.embed_norm import embed_norm
+from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
@@ -123,7 +124,7 @@ class KimiK2:
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
-        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens, self.peers)
+        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens)
         self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
@@ -182,12 +183,13 @@ class KimiK2:
             h, x, cos, sin = embed_norm(
                 step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
             )
-            rotary = Rotary(cos, sin)
         else:
-            own = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
-            h = torch.zeros_like(own)
-            x = self._add(h, own, norm)
-            rotary = Rotary(self.cos[step.positions], self.sin[step.positions])
+            first = self.vocabulary.first
+            h, part, cos, sin = embed_part(
+                step.tokens, rows, last_tokens, step.positions, table, first, self.cos, self.sin
+            )
+            x = self._add(h, part, norm)
+        rotary = Rotary(cos, sin)
         if step.replaced is None:
             return h, x, rotary
         where, values = step.replaced
