@@ -8,7 +8,6 @@ so each rank needs a GPU of its own: two processes of one GPU take turns, and ea
 import ctypes
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -97,15 +96,25 @@ def connect(
     return found if isinstance(found, str) else PeerMemory(rank, found, device, wait_seconds)
 
 
+class _Bytes:
+    """Device memory as torch.as_tensor takes it; the tensor does not own it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self._address, self._count = address, count
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._count,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+
 class Landing:
     """Memory of this rank's GPU for what copy engines of the others bring, and theirs as this process sees it."""
 
     def __init__(self, rank: int, addresses: list[int], nbytes: int, device: torch.device) -> None:
         self.addresses = addresses
         self._rank, self._device = rank, device
-        # What torch.as_tensor reads; the tensor does not own the memory.
-        seen = {"shape": (nbytes,), "typestr": "|u1", "data": (addresses[rank], False), "version": 3}
-        self.own = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=seen), device=device)
+        self.own = torch.as_tensor(_Bytes(addresses[rank], nbytes), device=device)
+        assert self.own.data_ptr() == addresses[rank], "torch has copied it"
 
     def close(self, swap: Swap) -> None:
         """As of PeerMemory."""

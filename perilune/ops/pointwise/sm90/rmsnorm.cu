@@ -57,18 +57,18 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
       for (int i = 0; i < EACH; i++) {
         const int p = place + i * 32 * SHARE;
         if (p >= pieces) continue;
-        if (ADDED == RANKS) {
+        if constexpr (ADDED == RANKS) {
           // Past L1: another GPU has written it, maybe after this kernel was launched.
           const uint4 v = __ldcg(reinterpret_cast<const uint4*>(of_rank + static_cast<int64_t>(row) * a.D + 8 * p));
           const float2 v0 = widen(v.x), v1 = widen(v.y), v2 = widen(v.z), v3 = widen(v.w);
           sum[i][0].x += v0.x, sum[i][0].y += v0.y, sum[i][0].z += v1.x, sum[i][0].w += v1.y;
           sum[i][1].x += v2.x, sum[i][1].y += v2.y, sum[i][1].z += v3.x, sum[i][1].w += v3.y;
-          continue;
-        }
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float4 v = from[2 * p + half];
-          sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
+          for (int half = 0; half < 2; half++) {
+            const float4 v = from[2 * p + half];
+            sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
+          }
         }
       }
     }
