@@ -125,6 +125,7 @@ class Landing:
 
 def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int) -> Landing | str:
     """As `connect`, of so many bytes."""
+    torch.cuda.empty_cache()  # what making weights left unused
     found = _connected(rank, ranks, device, swap, _allocate(nbytes, device))
     return found if isinstance(found, str) else Landing(rank, found, nbytes, device)
 
