@@ -94,7 +94,8 @@ class Landed:
     Streams. A copy of piece i waits for the step's stream as it is when the piece is sent, and runs on a stream of its
     own. There, nothing waits for another rank: what waits is exchange_rows, of one word, on the step's stream. It
     follows this rank's copy of piece i, so when it ends, all ranks' copies of piece i have ended, and their bytes are
-    in this GPU's memory before it starts the kernel that adds them. A lost rank ends it like every exchange.
+    in this GPU's memory before it starts the kernel that adds them. A lost rank ends it like every exchange; what is
+    added from then on is what lay there before, and `Group.check` fails before anything of the step is used.
 
     Slots. Piece i lies in slot i % SLOTS. When it is sent, the exchange of piece i - IN_FLIGHT lies before it in this
     rank's step stream. The peer sends its word of that exchange after it has added piece i - IN_FLIGHT - 1, which is

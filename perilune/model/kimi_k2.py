@@ -241,13 +241,14 @@ class KimiK2:
     def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
         """The same as x, any rows at a time."""
         if isinstance(w, Mlp):
-            return lambda some: mlp(w, x[some])
-        chosen, e = self._chosen(w, x), w.experts
-        if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
-            rows = moe_int4_in_pieces(x, chosen, *e.matrices, w.shared)
-            if rows is not None:
-                return rows
-        y = _mixture(w, x, chosen)
+            y = mlp(w, x)  # of one layer in 61: in pieces its weights would be widened once for each
+        else:
+            chosen, e = self._chosen(w, x), w.experts
+            if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
+                rows = moe_int4_in_pieces(x, chosen, *e.matrices, w.shared)
+                if rows is not None:
+                    return rows
+            y = _mixture(w, x, chosen)
         return lambda some: (y[some] if y.dim() == 2 else y[some].sum(1)).to(x.dtype)
 
     def _chosen(self, w: Moe, x: Tensor) -> Chosen:
