@@ -83,7 +83,7 @@ def prefill(
                 for line in step_kernels(engine, random_prompt(engine, n, PROMPTS + 1)):
                     report(line)
         common = common or common_keys(engine, name, layers)
-    rows, apart = [], _apart(layers)
+    rows, apart, piece = [], _apart(layers), config.get("exchange_piece_tokens")
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
         flops = layer_flops(slice_of(shape(name, layers), common["tp"]), n)
@@ -99,10 +99,12 @@ def prefill(
             "ceiling_tflops": CEILING_TFLOP_S,
             "method": f"(step of {layers} layers - step of {layers - apart}) / {apart}, medians of {PROMPTS - 1} "
             "prompts; tflops of one rank; random weights",
+            **({"exchange_piece_tokens": piece} if piece else {}),
             **ledger.circumstances(),
         }
         report(
-            f"tp {row['tp']} ep {row['ep']} ({row['exchange']}), prefill {n}: {ms:.2f} ms per layer, {row['tflops']} "
+            f"tp {row['tp']} ep {row['ep']} ({row['exchange']}{f' in pieces of {piece}' if piece else ''}), "
+            f"prefill {n}: {ms:.2f} ms per layer, {row['tflops']} "
             f"TFLOP/s on each rank ({100 * row['fraction']:.0f} % of {CEILING_TFLOP_S:.0f})"
         )
         rows.append(row)
