@@ -75,6 +75,7 @@ def prefill(
     }
     found: list[dict[int, float]] = []
     common: dict[str, Any] = {}
+    piece = 0  # tokens
     for engine in _engines(name, layers, settings, report):
         times = {n: [prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
@@ -83,7 +84,8 @@ def prefill(
                 for line in step_kernels(engine, random_prompt(engine, n, PROMPTS + 1)):
                     report(line)
         common = common or common_keys(engine, name, layers)
-    rows, apart, piece = [], _apart(layers), config.get("exchange_piece_tokens")
+        piece = 0 if engine.runner.model.pieces is None else engine.runner.model.pieces.rows
+    rows, apart = [], _apart(layers)
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
         flops = layer_flops(slice_of(shape(name, layers), common["tp"]), n)
