@@ -61,9 +61,11 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Writes the weights to be served into the model."""
-        for name, p in self.parameters.items():
-            master = self.state[f"master.{name}"]
-            p.copy_(int4_grid(master) if is_expert(name) else master)
+        masters = [
+            int4_grid(m) if is_expert(n) else m
+            for n, m in zip(self.parameters, self._tensors("master", self.parameters))
+        ]
+        torch._foreach_copy_(list(self.parameters.values()), masters)
 
     @torch.no_grad()
     def step(self, rate: float, number: int, clip: float = 1.0) -> Tensor:
