@@ -8,8 +8,8 @@ Without --words the text model is frozen, so whatever it does with text stays as
 to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
 that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower.
 
-Progress is elapsed time over --minutes, compiling included. The checkpoints of --out are written whole, then renamed; --resume goes on
-from them, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
+Progress is elapsed time over --minutes, compiling included. The checkpoints of --out are written whole, then renamed;
+--resume goes on from them, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.evaluate import cells_of, parse_answer
 from runs.kimi_nano.evaluate import score as score_words
 from runs.kimi_nano.feeder import Feeder
-from runs.kimi_nano.graphs import Gradients
+from runs.kimi_nano.graphs import Graphs
 from runs.kimi_nano.model import EAGER, Blocks, KimiNano, Seen, compiled
 from runs.kimi_nano.optim import Optimizer
 from runs.kimi_nano.pictures import MARKS, WEIGHTS, Pictures, placed
@@ -55,9 +55,9 @@ FILLER = 0.1  # weight of the rows behind a caption
 SHARPNESS = 4.0  # of a row's likeness with the embeddings
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
-SAMPLES_TOGETHER = 64  # counts of samples are rounded up to multiples: few shapes of tensors occur
+SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
 WORDS_WORKERS = 3
-WORDS_FULL_RATE = 2e-3  # learning rate at which the routers' biases move by BALANCE a step, as in train.py
+FULL_RATE = 2e-3  # learning rate at which the routers' biases move by BALANCE a step, as in train.py
 
 
 @dataclass
@@ -69,6 +69,24 @@ class EyesProgress:
 
 
 @dataclass
+class Rates:
+    """What changes from step to step, as float32 tensors [] on the device; `through`: also through the text model."""
+
+    through: bool
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def on(cls, device: str) -> "Rates":
+        kinds = ("guide", "rate", "number", "words_rate", "words_number")
+        return cls(False, {kind: torch.zeros((), device=device) for kind in kinds})
+
+    def set(self, through: bool, **values: float) -> None:
+        self.through = through
+        for kind, value in values.items():
+            self.tensors[kind].fill_(value)
+
+
+@dataclass
 class Run:
     """What a training needs besides data."""
 
@@ -76,11 +94,11 @@ class Run:
     eyes: Eyes
     optimizer: Optimizer
     words: Optimizer | None  # of the text model, if it learns
-    gradients: Gradients
+    graphs: Graphs
     blocks: Blocks
     way: str
     device: str
-    embeddings: Tensor  # [vocabulary, D] float32, of the text model at the beginning
+    embeddings: Tensor  # [vocabulary, D] of the text model at the beginning
 
     def losses(self, block: dict[str, Tensor], through: bool) -> dict[str, Tensor]:
         """Mean losses of a block on the device; `through`: also through the text model."""
@@ -103,41 +121,38 @@ class Run:
         attend = WAYS[self.way](packed, self.text.s.softmax_scale)
         return self.text.loss(tokens, packed.positions(), targets, attend, self.blocks, seen) / (targets >= 0).sum()
 
-    def step_pictures(self, block: dict[str, Tensor], through: bool, guide: Tensor) -> dict[str, Tensor]:
-        """Adds the gradients of a block of pictures; the losses."""
-        host = {key: block[key] for key in ("grid", "longest")}
-        inputs = {key: value for key, value in block.items() if key not in host} | {"guide": guide}
+    def step(self, block: dict[str, Tensor], words: dict[str, Tensor] | None, rates: Rates) -> dict[str, Tensor]:
+        """Moves the tower by a block of pictures, and the text model by it and by `words`, a block of text; the losses,
+        which the next step overwrites. Without rates.through the text model takes no part."""
+        through, grid = rates.through, block["grid"]
+        longest = {name: int(one["longest"]) for name, one in (("pictures", block), ("words", words)) if one}
+        inputs = {key: value for key, value in block.items() if key not in ("grid", "longest")} | rates.tensors
+        if words is not None:
+            inputs |= {f"words_{key}": words[key] for key in ("stream", "starts")}
 
-        def total(there: dict[str, Tensor]) -> dict[str, Tensor]:
-            losses = self.losses(there | host, through)
-            read = there["guide"] * (losses["slots"] + MARK_WEIGHT * losses["marks"])
-            return losses | {"total": read + losses.get("answers", 0.0)}
+        def step(there: dict[str, Tensor]) -> dict[str, Tensor]:
+            losses = self.losses(there | {"grid": grid, "longest": block["longest"]}, through)
+            total = there["guide"] * (losses["slots"] + MARK_WEIGHT * losses["marks"])
+            if through:
+                total = total + losses["answers"]
+            if words is not None:
+                losses["words"] = self.answers(there["words_stream"], there["words_starts"], longest["words"], None)
+                total = total + losses["words"]
+            total.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step(there["rate"], there["number"])
+            self.optimizer.publish()
+            if through and self.words is not None:
+                self.words.step(there["words_rate"], there["words_number"])
+                self.words.publish()
+                for router in self.text.routers():
+                    router.balance(there["words_rate"] * (BALANCE / FULL_RATE))
+            return {name: loss.detach() for name, loss in losses.items()}
 
-        key = (tuple(block["grid"].tolist()), int(block["longest"]), through)
-        losses = self.gradients(key, total, inputs)
-        return {name: loss for name, loss in losses.items() if name != "total"}
-
-    def step_words(self, block: dict[str, Tensor]) -> Tensor:
-        """Adds the gradients of a block of text; the loss."""
-
-        def total(there: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"total": self.answers(there["stream"], there["starts"], int(block["longest"]), None)}
-
-        inputs = {key: block[key] for key in ("stream", "starts")}
-        return self.gradients(("words", int(block["longest"])), total, inputs)["total"]
-
-    def update(self, rate: float, step: int, words_rate: float, words_step: int) -> None:
-        """Moves the tower, and the text model if `words_rate` is not 0, by the gradients, which are cleared."""
-        self.optimizer.step(rate, step)
-        if self.words and words_rate:
-            self.words.step(words_rate, words_step)
-            for router in self.text.routers():
-                router.balance(BALANCE * words_rate / WORDS_FULL_RATE)
-        self.publish()
+        return self.graphs((tuple(grid.tolist()), through, *longest.values()), step, inputs)
 
     def publish(self) -> None:
         self.optimizer.publish()
-        if self.words:
+        if self.words is not None:
             self.words.publish()
 
     def _caption(self, made: Tensor, slots: Tensor) -> Tensor:
@@ -145,9 +160,10 @@ class Run:
         ends = slots == slots[:, -1:]
         filler = ends & ends.roll(1, 1)  # the first line end belongs to the caption
         weight = torch.where(filler, FILLER, 1.0).flatten()
-        wanted = self.embeddings[slots.flatten()]
+        wanted = self.embeddings[slots.flatten()].float()
         apart = (made - wanted).square().sum(-1) / wanted.square().sum(-1).mean()
-        unlike = F.cross_entropy(SHARPNESS * made @ self.embeddings.T, slots.flatten(), reduction="none")
+        alike = (SHARPNESS * made).to(self.embeddings.dtype) @ self.embeddings.T
+        unlike = F.cross_entropy(alike.float(), slots.flatten(), reduction="none")
         return ((apart + unlike) * weight).sum() / weight.sum()
 
 
@@ -173,9 +189,8 @@ def open_run(args: argparse.Namespace) -> Run:
         eyes.bfloat16()
     way, _ = choose_attention("auto", device, text.s)
     blocks = compiled() if args.compile else EAGER
-    learning = [*eyes.parameters(), *(text.parameters() if words else ())]
-    gradients = Gradients(learning, graphs=args.compile and way == "flash")
-    return Run(text, eyes, optimizer, words, gradients, blocks, way, device, text.embed_tokens.weight.detach().float())
+    embeddings = text.embed_tokens.weight.detach().clone()
+    return Run(text, eyes, optimizer, words, Graphs(args.compile and way == "flash"), blocks, way, device, embeddings)
 
 
 def prepared(block: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -262,30 +277,30 @@ def steps(
     clock = time.monotonic() - progress.seconds
     spoken, saved, waited, pictures = time.monotonic(), time.monotonic(), 0.0, progress.pictures
     sums, taken = dict[str, Tensor](), dict[str, int]()
-    guide = torch.ones((), device=args.device)
+    rates = Rates.on(args.device)
     while True:
         progress.seconds = time.monotonic() - clock
         done = progress.seconds / (60 * args.minutes)
-        if done >= 1.0 or (args.pause_after and time.monotonic() - began > args.pause_after):
-            return done >= 1.0
+        if done >= 1.0:
+            return True
+        if args.pause_after and time.monotonic() - began > args.pause_after and feeder.fresh:  # after a step or more
+            return False
         asked = time.monotonic()
         block = next(feeder)
         waited += time.monotonic() - asked
         through = args.reading <= done
-        guide.fill_(guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0))
-        losses = run.step_pictures(block, through, guide)
-        if through and words is not None:
-            losses["words"] = run.step_words(prepared(next(words), args.device))
-        share = rate_at(done, progress.step)
+        text = prepared(next(words), args.device) if through and words is not None else None
         progress.step += 1
         progress.through += through
         progress.pictures += len(block["pixels"])
-        run.update(
-            args.rate * share,
-            progress.step,
-            args.words_rate * rate_at(done, progress.through - 1) if through else 0.0,
-            progress.through,
-        )
+        share = rate_at(done, progress.step - 1)
+        rates.set(
+            through,
+            guide=guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0),
+            rate=args.rate * share, number=progress.step,
+            words_rate=args.words_rate * rate_at(done, progress.through - 1), words_number=max(1, progress.through),
+        )  # fmt: skip
+        losses = run.step(block, text, rates)
         for name, loss in losses.items():
             sums[name] = sums[name] + loss if name in sums else loss.clone()
             taken[name] = taken.get(name, 0) + 1
@@ -367,17 +382,17 @@ def main() -> None:
     add("--words", type=Path, metavar="RUN", help="directory of the text model's training: the text model learns too")
     add("--words-rate", type=float, default=5e-4, help="peak learning rate of the text model, with --words")
     add("--words-decay", type=float, default=0.1, help="weight decay of the text model, with --words")
-    add("--word-tokens", type=int, default=32768, help="tokens of text in a step, with --words")
+    add("--word-tokens", type=int, default=16384, help="tokens of text in a step, with --words")
     add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
-    add("--tokens", type=int, default=65536, help="tokens of a step")
+    add("--tokens", type=int, default=16384, help="tokens of pictures in a step")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--decay", type=float, default=0.05, help="weight decay")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the text model's blocks")
     add("--workers", type=int, default=13, help="data processes")
-    add("--every", type=int, default=20, help="steps between lines of the log")
+    add("--every", type=int, default=100, help="steps between lines of the log")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     add("--score-count", type=int, default=256, help="problems per kind and split of the scores (0: none)")
     args = parser.parse_args()

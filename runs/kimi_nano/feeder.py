@@ -9,9 +9,9 @@ from torch import Tensor
 
 Block = dict[str, Tensor]
 
-KEPT = 64  # blocks of about 70 MB
-LEAST = 16  # blocks before any is used again
-AHEAD = 4
+KEPT = 512  # blocks, of about 17 MB each
+LEAST = 64  # blocks before any is used again
+AHEAD = 8
 
 
 class Feeder:

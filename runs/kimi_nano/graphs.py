@@ -1,78 +1,58 @@
-"""Gradients by CUDA graphs: a training step of many small kernels takes the GPU's time, not that of their launches."""
+"""Training steps as CUDA graphs: steps of many small kernels then take the GPU's time, not that of their launches."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-Losses = dict[str, Tensor]
-Function = Callable[[dict[str, Tensor]], Losses]  # of inputs by name; the loss "total" is differentiated
-MOST_GRAPHS = 32  # further shapes run without a graph
-WARM_UP_RUNS = 2  # before a capture: kernels are compiled and libraries open their handles
+Inputs = dict[str, Tensor]
+Step = Callable[[Inputs], dict[str, Tensor]]
+
+MOST_GRAPHS = 64  # steps of further shapes run without a graph
+FIRST_RUNS = 2  # steps of a shape before it is captured
 
 
 class Graph:
-    """One captured pass of `function` over `inputs` and the gradients of its loss "total"."""
+    """One captured step. Its results are overwritten by the next replay of any graph of the pool."""
 
-    def __init__(
-        self, function: Function, inputs: dict[str, Tensor], parameters: list[nn.Parameter], pool: tuple[int, int]
-    ) -> None:
+    def __init__(self, step: Step, inputs: Inputs, pool: Any) -> None:
         self.inputs = {key: value.clone() for key, value in inputs.items()}
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # as PyTorch asks for: gradients are then not tied to the stream of other steps
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            for _ in range(WARM_UP_RUNS):
-                function(self.inputs)["total"].backward()
-                clear(parameters)
+            step(self.inputs)
         torch.cuda.current_stream().wait_stream(beside)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.losses = function(self.inputs)
-            self.losses["total"].backward()
-        self.losses = {name: loss.detach() for name, loss in self.losses.items()}
-        self.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        clear(parameters)
+        # Other threads may call CUDA meanwhile: one pins the blocks that data processes made.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.results = step(self.inputs)
 
-    def __call__(self, inputs: dict[str, Tensor]) -> Losses:
+    def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
         for key, value in inputs.items():
             self.inputs[key].copy_(value)
         self.graph.replay()
-        return self.losses
+        return self.results
 
 
-class Gradients:
-    """Adds the gradients of a function's loss "total" to `parameters`. With `graphs`, shapes that come again are
-    replayed: gradients and losses are then overwritten by the next call of the same shape."""
+class Graphs:
+    """Runs a step, from the third time on with the same key and shapes as a graph. `key` names all that the step
+    depends on besides its inputs."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], graphs: bool) -> None:
-        self.parameters = list(parameters)
-        self.graphs = graphs
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
         self._known: dict[Hashable, Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else (0, 0)
+        self._seen = Counter[Hashable]()
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
-    def __call__(self, key: Hashable, function: Function, inputs: dict[str, Tensor]) -> Losses:
+    def __call__(self, key: Hashable, step: Step, inputs: Inputs) -> dict[str, Tensor]:
+        if not self.enabled:
+            return step(inputs)
         key = (key, *((name, value.shape) for name, value in sorted(inputs.items())))
-        if not self.graphs or (key not in self._known and len(self._known) == MOST_GRAPHS):
-            losses = function(inputs)
-            losses["total"].backward()
-            return {name: loss.detach() for name, loss in losses.items()}
-        before = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        clear(self.parameters)
         if key not in self._known:
-            self._known[key] = Graph(function, inputs, self.parameters, self._pool)
-        graph = self._known[key]
-        losses = graph(inputs)
-        for p, gradient in graph.gradients:
-            p.grad = gradient
-        both = [(p.grad, gradient) for p, gradient in before if p.grad is not None]
-        if both:
-            torch._foreach_add_([own for own, _ in both], [other for _, other in both])
-        for p, gradient in before:
-            if p.grad is None:
-                p.grad = gradient
-        return losses
-
-
-def clear(parameters: Iterable[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad = None
+            self._seen[key] += 1
+            if self._seen[key] <= FIRST_RUNS or len(self._known) == MOST_GRAPHS:
+                return step(inputs)
+            self._known[key] = Graph(step, inputs, self._pool)
+        return self._known[key](inputs)
