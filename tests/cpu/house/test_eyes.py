@@ -261,8 +261,18 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
         "seed": 1,
         "fonts": 50,
         "minutes": 4.5,
+        "words_rate": 5e-4,
     }
-    stop = {"kind": "stop", "step": 7, "pictures": 3210, "seconds": 330.0, "finished": True}
+    stop = {
+        "kind": "stop",
+        "step": 7,
+        "pictures": 3210,
+        "through": 5,
+        "fresh": 2,
+        "again": 5,
+        "seconds": 330.0,
+        "finished": True,
+    }
     exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
     score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
     again = start | {"minutes": 0.4}  # resumed with less time, for the scores alone
@@ -283,9 +293,11 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     said = eyes_card.part(facts, ledger)
     assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
     assert "of 50 font files one in five" in said and "picture_sums 87.9 %, picture_shapes 75.0 % of 256" in said
-    assert "3,210 pictures" in said and all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(
-        said.splitlines(), key=len
+    assert (
+        "steps of 3,210 pictures in all, each used 3.5" in said
+        and "In the last 5 steps the text model learnt too" in said
     )
+    assert all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(said.splitlines(), key=len)
     assert eyes_card.part(None, ledger) == ""
     ledger.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
     with pytest.raises(SystemExit, match="pictures none: run perilune evaluate"):
