@@ -8,6 +8,7 @@ from perilune.media.refusal import refused
 
 CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpreter's lock
 MAX_HEAD_CHARS = 200  # of a data: URL before its comma
+_PARTS = {"image": "an image part", "video": "a video part"}
 _HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
 
 
@@ -35,5 +36,5 @@ def of_data_url(url: str, is_video: bool = False) -> bytes:
     said = (head[1] or "").lower()
     sort = said.partition("/")[0]
     if sort == ("image" if is_video else "video") and said != "image/gif":
-        raise refused(f"its URL says {said}: send it as a part of type {sort}_url", what)
+        raise refused(f"its URL says {said}: send it as {_PARTS[sort]}", what)
     return bytes(data)

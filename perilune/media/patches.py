@@ -74,7 +74,7 @@ def _unread(data: bytes) -> str:
     if kind := unread_kind_of(data):
         return f"it is {kind}, none of {KINDS}: send it as PNG or JPEG"
     if video_kind_of(data):
-        return f"it is a video, none of {KINDS}: send it as a part of type video_url"
+        return f"it is a video, none of {KINDS}: send it as a video part"
     return f"it is none of {KINDS}, or its header is damaged"
 
 

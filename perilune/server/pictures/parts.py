@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Picture, Video
@@ -25,9 +25,9 @@ class Part:
     is_video: bool = False
 
 
-def picture_part(url: str, where: str) -> dict[str, Any]:
+def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> dict[str, Any]:
     """A part of a chat message, of another API's request."""
-    return {"type": "image_url", "image_url": {"url": url}, "where": where}
+    return {"type": kind, kind: {"url": url}, "where": where}
 
 
 def found(messages: Sequence[Any]) -> list[Part]:
@@ -44,11 +44,11 @@ def found(messages: Sequence[Any]) -> list[Part]:
                 continue
             place = part.get("where")
             where = place[:MAX_PLACE_CHARS] if isinstance(place, str) else f"messages[{i}].content[{j}]"
-            if kind in ("video", "input_video"):
+            if kind == "video":
                 raise unsupported(
                     where, "a video is sent here as {'type': 'video_url', 'video_url': {'url': 'data:video/mp4;...'}}"
                 )
-            if kind == "video_url":
+            if kind in ("video_url", "input_video"):
                 parts.append(Part(i, j, _url(part, "video_url", None, where), where, True))
             elif kind == "image":
                 raise unsupported(

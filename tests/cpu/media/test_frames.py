@@ -179,7 +179,7 @@ class TestRefused:
 
     def test_a_url_that_lies(self) -> None:
         for url, says in (
-            ("data:image/png;base64,AAAA", "send it as a part of type image_url"),
+            ("data:image/png;base64,AAAA", "send it as an image part"),
             ("data:,", "its URL must be 'data:video/mp4;base64,...'"),
             ("data:video/mp4;base64,?", "its data is not base64"),
         ):

@@ -126,7 +126,7 @@ BAD = {
     "heic": (b"\0\0\0\x18ftypmif1\0\0\0\0heic", "it is HEIC"),
     "jpeg 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", "it is JPEG 2000"),
     "icon": (file(scene(9, 9), "ICO"), "it is ICO"),
-    "mp4": (b"\0\0\0\x18ftypmp42\0\0\0\0", "it is a video, none of PNG, .*: send it as a part of type video_url"),
+    "mp4": (b"\0\0\0\x18ftypmp42\0\0\0\0", "it is a video, none of PNG, .*: send it as a video part"),
     "only a signature": (b"\x89PNG\r\n\x1a\n", "none of PNG|damaged"),
     "half a JPEG": (JPEG[: len(JPEG) // 2], "damaged or truncated"),
     "half a PNG": (file(scene(300, 200))[:900], "damaged or truncated"),
