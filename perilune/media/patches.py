@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from perilune.core.errors import RequestError
-from perilune.media.kinds import unread_kind_of, video_kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
@@ -73,6 +73,10 @@ def _unread(data: bytes) -> str:
         return "SVG is not read: send it rendered, as PNG"
     if kind := unread_kind_of(data):
         return f"it is {kind}, none of {KINDS}: send it as PNG or JPEG"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "it is a web page (HTML): send the image itself"
+    if kind := kind_of(data):
+        return f"its header is damaged; it begins as {kind.upper()}"
     if video_kind_of(data):
         return f"it is a video, none of {KINDS}: send it as a video part"
     return f"it is none of {KINDS}, or its header is damaged"

@@ -125,7 +125,7 @@ JPEG = file(scene(300, 200), "JPEG")
 BAD = {
     "text": (b"hello" * 100, "none of PNG, JPEG"),
     "svg": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "SVG is not read"),
-    "html": (b"<!doctype html><p>404", "none of PNG"),
+    "html": (b"\n<!DOCTYPE html><p>404", "it is a web page"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG"),
     "pdf": (b"%PDF-1.7\n", "none of PNG"),
     "avif": (b"\0\0\0\x18ftypavif\0\0\0\0avif", "it is AVIF, none of PNG, .*: send it as PNG or JPEG"),
@@ -133,7 +133,8 @@ BAD = {
     "jpeg 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", "it is JPEG 2000"),
     "icon": (file(scene(9, 9), "ICO"), "it is ICO"),
     "mp4": (b"\0\0\0\x18ftypmp42\0\0\0\0", "it is a video, none of PNG, .*: send it as a video part"),
-    "only a signature": (b"\x89PNG\r\n\x1a\n", "none of PNG|damaged"),
+    "only a signature": (b"\x89PNG\r\n\x1a\n", "its header is damaged; it begins as PNG"),
+    "a GIF without pixels, which is no video": (b"GIF89a\0\0\0\0\0\0\0;", "its header is damaged; it begins as GIF"),
     "half a JPEG": (JPEG[: len(JPEG) // 2], "damaged or truncated"),
     "half a PNG": (file(scene(300, 200))[:900], "damaged or truncated"),
     "half a WebP": (file(scene(300, 200), "WEBP")[:500], "damaged or truncated"),
@@ -142,7 +143,7 @@ BAD = {
     "a header that lies about the size": (png(3000, 3000, b"\0" * 4000), "damaged or truncated"),
     "a bomb of 900 megapixels": (png(30000, 30000, b"", colour=0, depth=1), "30,000 x 30,000 pixels"),
     "more pixels than there can be": (png(2**31 - 1, 2**31 - 1, b""), "pixels"),
-    "no pixels": (png(0, 5, b""), "damaged|none of PNG|0 x 5"),
+    "no pixels": (png(0, 5, b""), "its header is damaged; it begins as PNG"),
     "a bomb in the text": (
         png(28, 28, b"", chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 80_000_000))), "damaged or truncated",
     ),
