@@ -240,6 +240,13 @@ def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str
 
 
 def _picture(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    changes = block.get("transformations")
+    if isinstance(changes, Mapping) and changes.get("oversized_image") == "error":
+        raise wrong(
+            f"{where}.transformations.oversized_image",
+            "'error' is not served: send a picture of the size that the model should see, and 'downsize'",
+            code="unsupported_parameter",
+        )
     return chat_part("image_url", _url(block, where), where)
 
 

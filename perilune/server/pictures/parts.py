@@ -1,5 +1,6 @@
 """Parts of chat messages that are pictures or videos: found as clients send them, replaced when they are decoded."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from perilune.text.history import shown
 from perilune.text.tools import show
 
 DETAILS = ("auto", "low", "high", "original")
-MAX_PLACE_CHARS = 200  # of the name of a part in another API's request
+_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # the name of a part in another API's request; clients could send any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ def found(messages: Sequence[Any]) -> list[Part]:
             if kind in ("text", None):
                 continue
             place = part.get("where")
-            where = place[:MAX_PLACE_CHARS] if isinstance(place, str) else f"messages[{i}].content[{j}]"
+            named = isinstance(place, str) and _PLACE.fullmatch(place)
+            where = place if named else f"messages[{i}].content[{j}]"
             if kind == "video":
                 raise unsupported(
                     where, "a video is sent here as {'type': 'video_url', 'video_url': {'url': 'data:video/mp4;...'}}"

@@ -188,6 +188,10 @@ def test_messages_and_counting() -> None:
             lying = {**where, "messages": [{"role": "user", "content": [text("A"), block(LIES)]}]}
             error = (await s.client.post(path, lying)).json["error"]
             assert error["type"] == "invalid_request_error"
+            for asked, status in (("error", 400), ("downsize", 200)):
+                sent = {**block(), "transformations": {"oversized_image": asked}}
+                reply = await s.client.post(path, {**where, "messages": [{"role": "user", "content": [sent]}]})
+                assert reply.status == status and ("'error' is not served" in reply.text) == (status == 400)
             assert error["message"].startswith("messages[0].content[1]: ") and "truncated" in error["message"]
         check_refused(await s.client.post("/tokenize", chat(part(b"x"))), "messages[0].content[0]", "none of PNG")
         assert s.service.pictures.budget.held == 0
@@ -245,6 +249,8 @@ def test_bad_pictures_are_one_clear_error() -> None:
                 assert words in error["message"] and error["param"] == "messages[0].content[1].type"
                 continue
             check_refused(await s.client.post(CHAT, chat(part(), sent)), "messages[0].content[1]", words, code)
+        forged = {**part(b"x"), "where": "input[0]\n12:00:00 INFO"}
+        check_refused(await s.client.post(CHAT, chat(forged)), "messages[0].content[0]", "none of PNG")
         assert s.engine.seen == [] and s.service.pictures.budget.held == 0
 
     serve(test, **SEES)
