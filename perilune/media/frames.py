@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from perilune.core.errors import RequestError
-from perilune.media.kinds import video_kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.patches import Patches, cut
 from perilune.media.refusal import refused
@@ -44,6 +44,8 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
             code="unsupported_media",
         ) from None
     if (kind := video_kind_of(data)) is None:
+        if kind_of(data) or unread_kind_of(data):
+            raise _refused(f"it is an image, none of {KINDS}: send it as an image part")
         raise _refused(f"it is none of {KINDS}, or its header is damaged")
     try:
         with _opened(av, data, kind) as container:

@@ -151,6 +151,8 @@ class TestRefused:
             b"ffconcat version 1.0",
         ):
             assert "none of MP4" in refused(data)
+        for data in (file(scene(9, 9)), b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"):
+            assert "it is an image" in refused(data) and "send it as an image part" in refused(data)
         assert "damaged or truncated" in refused(b"\0\0\0\x20ftypisom" + os.urandom(200))
         assert refused(video([])) == "it has no pictures, only sound"
 
