@@ -31,6 +31,16 @@ def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> 
     return {"type": kind, kind: {"url": url}, "where": where}
 
 
+def earlier(messages: Sequence[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
+    """Messages of an earlier request, whose parts errors name as parts of `where`."""
+    made = list(messages)
+    for i, message in enumerate(made):
+        if isinstance(content := message.get("content"), list):
+            parts = [{**part, "where": f"{where}.{part['where']}"} if "where" in part else part for part in content]
+            made[i] = {**message, "content": parts}
+    return made
+
+
 def found(messages: Sequence[Any]) -> list[Part]:
     """The pictures and videos of chat messages, in order. RequestError names the part that cannot be one.
 

@@ -9,7 +9,7 @@ from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, content_of, string, text_of, wrong
 from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
 from perilune.server.openai.protocol import ChatBody
-from perilune.server.pictures.parts import chat_part, check_detail
+from perilune.server.pictures.parts import chat_part, check_detail, earlier
 from perilune.server.responses import custom
 from perilune.text.tools import Form, show
 
@@ -124,7 +124,7 @@ class ResponsesBody(RequestBody):
         OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
         is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
         """
-        conversation = Conversation(before)
+        conversation = Conversation(earlier(before, "previous_response_id"))
         continued, raw = False, self.forms()
         if isinstance(self.input, str):
             conversation.say("user", self.input)

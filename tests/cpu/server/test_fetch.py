@@ -238,7 +238,7 @@ def test_a_certificate_is_checked_for_the_name(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_request_with_an_address() -> None:
+def test_a_request_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         async with web() as w:
             s.service.pictures._fetcher = Fetcher(
@@ -250,6 +250,12 @@ def test_a_request_with_an_address() -> None:
             source = {"type": "url", "url": w.url("missing.png")}
             body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
             check_refused(await s.client.post("/v1/messages", body), "messages[0].content[0]", "answered 404")
+            # A response that is continued fetches again; an error there says that the fault is in the earlier request.
+            gone = {"type": "input_image", "image_url": w.url("a.png")}
+            kept = (await s.client.post("/v1/responses", {"input": [{"role": "user", "content": [gone]}]})).json["id"]
+            monkeypatch.setitem(ANSWERS, "/a.png", ANSWERS["/missing.png"])
+            again = await s.client.post("/v1/responses", {"input": "B", "previous_response_id": kept})
+            check_refused(again, "previous_response_id.input[0].content[0]", "answered 404", "invalid_image_url")
             film = {"type": "video_url", "video_url": {"url": w.url("missing.png")}}
             error = (await s.client.post(CHAT, chat(film))).error
             assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"
