@@ -84,7 +84,7 @@ def _measured(container: Any, track: Any) -> tuple[int, float]:
     """(frames, frames per second), by reading the packets without decoding them.
 
     The rate is the declared one, by which the vendor chooses frames, unless the frames' times contradict it: recordings
-    of browsers declare none, and the library then guesses up to 1,000.
+    of browsers declare none, and the library then estimates up to 1,000.
     """
     count, end, first, last = 0, 0.0, math.inf, -math.inf
     vp8 = track.codec_context.name == "vp8"

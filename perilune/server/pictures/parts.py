@@ -32,7 +32,7 @@ def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> 
 
 
 def earlier(messages: Sequence[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
-    """Messages of an earlier request, whose parts errors name as parts of `where`."""
+    """Messages of an earlier request; errors name their parts as parts of `where`."""
     made = list(messages)
     for i, message in enumerate(made):
         if isinstance(content := message.get("content"), list):
