@@ -1,6 +1,7 @@
 """Files in data: URLs, as clients write them."""
 
 import base64
+import tracemalloc
 
 import pytest
 
@@ -35,9 +36,21 @@ def test_base64_of_browsers_and_programs(count: int) -> None:
         base64.urlsafe_b64encode(data).decode(),
         base64.encodebytes(data).decode(),
         text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D"),
-        text[:9] + "\r\n\t " + text[9:] + "\n",
+        text[:9] + "\r\n\t \f%0d%0A%20" + text[9:] + "\n",
     ):
         assert of_data_url("data:image/png;base64," + form) == data
+
+
+@pytest.mark.parametrize("piece", ["AB ", "%2B", "-\n"])
+def test_memory_is_a_few_copies_of_the_text(piece: str) -> None:
+    """A list of the pieces between spaces or escapes would take 20 to 70 times the text."""
+    url = "data:image/png;base64," + piece * 500_000
+    tracemalloc.start()
+    try:
+        of_data_url(url)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(url)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
