@@ -103,9 +103,8 @@ def _bytes(given: Any, is_video: bool) -> bytes:
             raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
         return read_regular(path)
     except (OSError, ValueError) as e:  # the latter: a NUL in the name
-        why = (
-            str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
-        )  # behind a colon: of models' files
+        # Behind a colon is what to do about a model's file.
+        why = str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
         raise RequestError(f"cannot read the {what} {str(path)!r}: {why}", code="invalid_value") from e
 
 
