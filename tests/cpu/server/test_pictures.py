@@ -384,6 +384,21 @@ def test_a_client_that_leaves_stops_the_decoding() -> None:
     serve(test, **SEES)
 
 
+def test_the_deadline_of_a_request_counts_decoding() -> None:
+    async def test(s: Served) -> None:
+        assert (await s.client.post(CHAT, chat(part(), deadline_seconds=600))).status == 200
+        assert 0 < (s.engine.orders[-1].deadline_seconds or 0) < 600
+        (decoder,) = s.service.pictures.pool._idle
+        assert decoder._worker is not None
+        os.kill(decoder._worker.pid, signal.SIGSTOP)  # as a picture that takes long
+        reply = await s.client.post(CHAT, chat(part(TALL, "jpeg"), deadline_seconds=0.1))
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded"), reply.text
+        assert s.service.pictures.budget.held == 0 and len(s.engine.seen) == 1
+        assert (await s.client.post(CHAT, chat(part(TALL, "jpeg")))).status == 200
+
+    serve(test, **SEES)
+
+
 def test_decoding_does_not_stall_other_streams() -> None:
     """12 MB of pixels and 16 MB of base64 beside a loop that looks every millisecond how much CPU time has been spent,
     by any thread: a thread that keeps the interpreter stalls the loop, too."""
