@@ -12,7 +12,7 @@ from perilune.grammar.references import LISTS, MAPS, ONE, items, mapping, target
 from perilune.grammar.sizes import is_number, kind_of
 
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
-MAX_VALUE_BYTES = 2_048
+MAX_VALUE_CHARS = 2_048
 _MOST_NODES = 20_000  # looked at for one document, and again for its values; a few microseconds each
 _DEEPEST = 16  # alternatives and parts inside one another
 _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
@@ -55,8 +55,8 @@ class _Values:
         self._left = _MOST_NODES
         for part in parts:
             text = self._value(part)
-            if text is not None and text[0] in "{[" and len(data := text.encode()) <= MAX_VALUE_BYTES:
-                yield data
+            if text is not None and text[0] in "{[":
+                yield text.encode()
 
     def _value(self, node: Any, depth: int = 0) -> str | None:
         """None: none is known, or not yet."""
@@ -82,7 +82,9 @@ class _Values:
         if isinstance(values, list):
             fitting = [v for v in values if "type" not in node or _is(v, kinds)]
             return _shortest(json.dumps(v, ensure_ascii=False, separators=(",", ":")) for v in fitting)
-        return _shortest(self._of_kind(node, kind) for kind in kinds)
+        text = _shortest(self._of_kind(node, kind) for kind in kinds)
+        # Definitions that need the next one twice double a value's length at each: 40 of them would take terabytes.
+        return None if text is None or len(text) > MAX_VALUE_CHARS else text
 
     def _of_kind(self, node: Mapping[str, Any], kind: Any) -> str | None:
         match kind:
@@ -94,7 +96,7 @@ class _Values:
                 form, pattern = node.get("format"), node.get("pattern")
                 text = _FORMATS.get(form, "") if isinstance(form, str) else ""
                 text = example(pattern).decode() if isinstance(pattern, str) else text
-                text += "a" * max(0, min(_count(node.get("minLength")), MAX_VALUE_BYTES) - len(text))
+                text += "a" * max(0, min(_count(node.get("minLength")), MAX_VALUE_CHARS) - len(text))
                 return json.dumps(text, ensure_ascii=False)
             case "integer" | "number":
                 ends = (node.get("minimum"), node.get("maximum"))
@@ -106,7 +108,7 @@ class _Values:
         properties, others = mapping(node.get("properties")), node.get("additionalProperties", True)
         names = [name for name in items(node.get("required")) if isinstance(name, str)]
         members = [self._member(name, properties.get(name, others)) for name in names]
-        if (more := min(_count(node.get("minProperties")), MAX_VALUE_BYTES) - len(names)) > 0:
+        if (more := min(_count(node.get("minProperties")), MAX_VALUE_CHARS) - len(names)) > 0:
             rest = (self._member(name, part) for name, part in properties.items() if name not in names)
             members += (sorted((member for member in rest if member is not None), key=len) + [None] * more)[:more]
         known = [member for member in members if member is not None]
@@ -117,7 +119,7 @@ class _Values:
         return None if text is None else f"{json.dumps(name, ensure_ascii=False)}:{text}"
 
     def _array(self, node: Mapping[str, Any]) -> str | None:
-        count = min(_count(node.get("minItems")), MAX_VALUE_BYTES)
+        count = min(_count(node.get("minItems")), MAX_VALUE_CHARS)
         texts = [self._value(part) for part in items(node.get("prefixItems"))[:count]]
         if count > len(texts):
             texts += [self._value(node.get("items", True))] * (count - len(texts))

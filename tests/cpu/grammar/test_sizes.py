@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from time import process_time
 from typing import Any
 
@@ -21,6 +22,7 @@ from perilune.grammar.expressions import example, length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import vocabulary
 from perilune.grammar.references import SchemaError, resolved
+from perilune.grammar.shortest_values import shortest_values
 from perilune.grammar.sizes import bounded
 from perilune.text.tokenizer import Tokenizer
 from tests.cpu.grammar.test_grammar import Monkey, read, tools
@@ -217,6 +219,15 @@ def test_the_search_for_an_end_is_bounded(nano: Tokenizer, monkeypatch: pytest.M
     schema = {"$ref": "#/$defs/d0", "$defs": parts | {"d499": {"type": "null"}}}
     with pytest.raises(RequestError, match="no text was found"):
         constrain(nano, answer=AnswerFormat("json_schema", schema))
+
+
+def test_values_that_double_take_no_memory() -> None:
+    parts = {f"d{i}": _object("lr", l=_any(f"d{i + 1}"), r=_any(f"d{i + 1}")) for i in range(20)}
+    tracemalloc.start()
+    values = shortest_values([{"$ref": "#/$defs/d0", "$defs": parts | {"d20": {"type": "null"}}}])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert values[0] == b'{"l":null,"r":null}' and peak < 2_000_000
 
 
 @settings(max_examples=150, deadline=None)
