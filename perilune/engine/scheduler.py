@@ -21,10 +21,6 @@ Prompts share the tokens that a step has for them: a short one has some beside a
 A request that next needs the rows of a picture that is not encoded yet (engine/vision/encoder.py) is running, but gets
 no work: it keeps its slot, its blocks and its place before younger requests.
 
-With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
-the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
-order, and no request is admitted before an older one of its priority that waits.
-
 Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
 given back at once, even while a step in flight still uses them: the next owner is planned in a later step, which
 overwrites them only after the step in flight has run.
@@ -37,22 +33,19 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
-from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import ONE_PENDING, Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
-from perilune.engine.request_blocks import RequestBlocks
+from perilune.engine.requests.blocks import RequestBlocks
+from perilune.engine.requests.queue import RequestQueue, by_rank
 from perilune.engine.step_times.pacing import Pacer
 from perilune.engine.step_times.prompt_turns import PromptTurns, choose
 from perilune.engine.vision.encoder import Encoder
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
 
-_MAX_TOKEN_ID = 2**31 - 1
 SPARE_REQUESTS = 64  # ended requests with a deadline that are kept track of before they are swept out
-_rank = attrgetter("rank")
 
 
 @dataclass(slots=True)
@@ -98,11 +91,10 @@ class Scheduler:
         self.pacer = pacer
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
-        self._max_model_len = max_model_len
         self.encoder: Encoder | None = None  # of pictures; without one prompts have none
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
-        self._waiting: list[Request] = []  # by rank
+        self._queue = RequestQueue(self.blocks, max_model_len)  # of those that wait to run
         self._deadlines: list[tuple[float, int]] = []  # a heap of (deadline, rid); those of ended requests stay in it
         self._flying: deque[tuple[int, list[_Flight]]] = deque()  # steps planned and not committed: at most two
         self._slots = list(range(max_num_seqs))  # a heap: low rows first
@@ -126,29 +118,7 @@ class Scheduler:
         """
         assert message.rid not in self._live, f"request {message.rid} is live already"
         prompt, params = message.prompt, message.params
-        room = self.blocks.capacity_tokens
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-        if not (min(prompt) >= 0 and max(prompt) <= _MAX_TOKEN_ID):
-            raise RequestError(f"prompt token ids must be between 0 and {_MAX_TOKEN_ID}", param="prompt")
-        if len(prompt) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; this model's context of {self._max_model_len} leaves room for"
-                f" at most {self._max_model_len - 1}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if len(prompt) > room:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens but the KV cache holds {room}:"
-                " shorten it, or start the engine with more kv_blocks or a higher memory_fraction",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        # The last token of a request needs no KV, so a request may have one token more than the cache holds.
-        limit = min(self._max_model_len, room + 1)
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
+        limit = self._queue.token_limit(prompt, params)
         pictures = () if self.encoder is None else self.encoder.place(prompt, message.pictures)
         root = root_of(message.cache_keys)
         order = message.order
@@ -161,7 +131,7 @@ class Scheduler:
             self.encoder.open(request)
         self._arrivals += 1
         self._live[request.rid] = request
-        insort(self._waiting, request, key=_rank)
+        self._queue.add(request)
         if deadline < math.inf:
             heapq.heappush(self._deadlines, (deadline, request.rid))
             if len(self._deadlines) > 2 * len(self._live) + SPARE_REQUESTS:  # most of them have ended
@@ -194,7 +164,7 @@ class Scheduler:
         """Takes in what was copied to and from the tiers; called before a step is planned."""
         for request in self.blocks.take_restored(self._steps, self._running):
             if not request.finished:
-                insort(self._waiting, request, key=_rank)
+                self._queue.add(request)
 
     def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
@@ -239,28 +209,20 @@ class Scheduler:
         # No request is admitted in a step that preempted one: the blocks given back are needed, no request may overtake
         # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
         # token in the row of the victim's old slot.
-        if self._waiting and not preempted:
+        if self._queue.requests and not preempted:
             if turns is None:
                 turns = self._prompt_turns()
                 prompts = turns.tokens
             reserve = sum(self.blocks.lookahead(r) for r in self._running)
-            while self._waiting and self._slots and (min(budget, prompts) > 0 or self.offload is not None):
-                request = self._waiting[0]
-                room = min(budget, prompts, turns.shares.get(request.rid, prompts))
-                hits = self.blocks.match(request)
-                if not self.blocks.fits(request, hits, reserve):
+            while self._slots and (min(budget, prompts) > 0 or self.offload is not None):
+                taken = self._queue.take(turns.shares, min(budget, prompts), reserve, self._planned_steps)
+                if taken is None:
                     break
-                if stored := self.blocks.find_stored(request, hits):
-                    if not self.blocks.restore(request, hits, stored, self._planned_steps):
-                        break
-                    self._waiting.pop(0)
-                    continue
-                if not room or not self.blocks.has_room(request, hits, room):
-                    break
-                self._admit(request, hits)
+                request, hits, room = taken
+                self._start(request, hits)
                 if self.encoder is not None:
                     self.encoder.look((request,))
-                insort(self._running, self._waiting.pop(0), key=_rank)
+                insort(self._running, request, key=by_rank)
                 if count := self._aligned(request, min(request.todo, room)):
                     flights.append(self._launch(request, count))
                     budget, prompts = budget - count, prompts - count
@@ -270,14 +232,8 @@ class Scheduler:
         return self._planned(flights, chain)
 
     def _prompt_turns(self) -> PromptTurns:
-        waiting = self._waiting if self._slots else ()
+        waiting = self._queue.requests if self._slots else ()
         return choose(self.pacer, self._max_step_tokens, self._running, waiting, self.blocks.cached_tokens)
-
-    def _waits_for_tier(self) -> bool:
-        """Whether the first request of the queue could have KV brought back now."""
-        return self.offload is not None and bool(
-            self.blocks.find_stored(self._waiting[0], self.blocks.match(self._waiting[0]))
-        )
 
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """The plan made last, not launched yet, with guesses of what its works sample, by rid.
@@ -316,9 +272,9 @@ class Scheduler:
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
         turns: PromptTurns | None = None  # found once, for the first prompt
-        if self._waiting and self._slots:
+        if self._queue.requests and self._slots:
             turns = self._prompt_turns()
-            if turns.tokens or self._waits_for_tier():
+            if turns.tokens or self._queue.waits_for_tier():
                 return None
         flying = {f.request.rid: f.work for f in self._flying[0][1] if f.life == f.request.life and not f.void}
         going: list[tuple[Request, int]] = []
@@ -384,22 +340,16 @@ class Scheduler:
         self.blocks.check(self._running)
         if self.encoder is not None:
             self.encoder.check()
-        for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
-            assert ranks == sorted(set(ranks)), "requests are not in their order"
-        latest = {r.rank[0]: r.arrival for r in self._running if r.rank[1] == math.inf}  # of each priority
-        for request in self._waiting if self.offload is None else ():  # one that waits for a tier may be overtaken
-            if request.rank[1] == math.inf and request.rank[0] in latest:
-                assert request.arrival > latest[request.rank[0]], "a request overtook an older one"
+        self._queue.check(self._running)
+        ranks = [r.rank for r in self._running]
+        assert ranks == sorted(set(ranks)), "running requests are not in their order"
         restoring = {r.rid: r for r in self._live.values() if r.restoring}
-        assert {r.rid: r for r in (*self._running, *self._waiting)} | restoring == self._live
+        assert {r.rid: r for r in (*self._running, *self._queue.requests)} | restoring == self._live
         assert not any(r.finished for r in self._live.values())
         slots = [r.slot for r in self._running if r.slot is not None]
         assert sorted(slots + self._slots) == list(range(self._max_num_seqs)), "lost slots"
         for request in self._running:
             request.check()
-        for request in self._waiting:
-            request.check()
-            assert request.slot is None and request.planned == 0, request
 
     # ---- planning
 
@@ -421,8 +371,8 @@ class Scheduler:
         """`count` positions of a running request, or fewer where those would cut a picture."""
         return self.encoder.align(request, count) if request.pictures and self.encoder is not None else count
 
-    def _admit(self, request: Request, hits: list[int]) -> None:
-        """Starts a waiting request that fits."""
+    def _start(self, request: Request, hits: list[int]) -> None:
+        """Gives a request that was taken out of the queue a slot, and the cached blocks `hits`."""
         self.blocks.start(request, heapq.heappop(self._slots), hits)
         if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
             request.cached_tokens = request.computed
@@ -458,7 +408,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._give_back(request)
-        insort(self._waiting, request, key=_rank)
+        self._queue.add(request)
         self._preemptions += 1
 
     def _give_back(self, request: Request) -> None:
@@ -475,7 +425,7 @@ class Scheduler:
         if request.restoring:
             return  # what is being copied for it is cached when it arrives
         if request.slot is None:
-            self._waiting.remove(request)
+            self._queue.remove(request)
         else:
             self._running.remove(request)
             self._give_back(request)

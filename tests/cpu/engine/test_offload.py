@@ -278,7 +278,7 @@ def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
     for _ in range(20):
         rig.tick()
     stats = rig.scheduler.stats()
-    assert rig.scheduler._waiting[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
+    assert rig.scheduler._queue.requests[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
     pacer.tokens = 64
     rig.finish()
     rig.expect(11, cached=16)
