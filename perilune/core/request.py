@@ -5,7 +5,7 @@ Positions of a request when a step is planned while the previous one still runs:
     0 ........ computed ........ planned ..... known . horizon ......... limit
     |-- committed --|-- in flight --|-- to do --|pending|-- not sampled yet --|
 
-known    prompt and committed output tokens, whose ids the host has
+known    prompt and committed output tokens: the host has their ids
 pending  tokens that steps in flight will sample: at most one when a step is planned, two while that step and the one
          before it are both in flight. A step with drafts counts as one, though it may bring more: a step chained to it
          may then compute up to `drafted` positions further than planned. `planned` does not count drafts
@@ -167,7 +167,7 @@ class Request:
         assert self.computed <= len(self.tokens) and self.drafted >= 0, self
 
     def withdraw(self, drafts: int) -> None:
-        """Takes back a launch of one position with `drafts` drafts, whose result is not used."""
+        """Takes back a launch of one position with `drafts` drafts: its result is not used."""
         self.planned -= 1
         self.pending -= 1
         self.drafted -= drafts

@@ -52,7 +52,7 @@ MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60  # The longest Retry-After: the SDKs of OpenAI and Anthropic ignore longer ones.
 MAX_LINE_BYTES = 64 << 10  # Longer lines of the engine's standard error are logged as several.
 _LEVELLED = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # as engine/process.py logs
-LOST = "lost"  # finish reason, inside this module only, of a request whose engine process has ended
+LOST = "lost"  # finish reason, inside this module only, of a request that its engine process did not finish
 
 log = logging.getLogger("perilune.engine")
 

@@ -124,8 +124,8 @@ def from_calls(
 
 
 def _ragged(sampled: Sampled, accepted: Accepted | None, chains: Drafts | None) -> Callable[[], Iterator[Kept]]:
-    """Queues the copies of a step op by op, whose works may have different numbers of drafts. Returns what gives
-    (tokens, failed, chain) of each work once the copies are complete."""
+    """Queues the copies of a step that ran op by op: its works may have different numbers of drafts. Returns the
+    function that gives (tokens, failed, chain) of each work once the copies are complete."""
     rows, work, sent = len(sampled.checked), sampled.work, sampled.checked
     if accepted is not None:
         sent = torch.cat([sent, accepted.lengths, accepted.spoilt.long()])

@@ -19,7 +19,7 @@ The prompt tokens of a step are split among several prompts, so that a short pro
 it (engine/step_times/prompt_turns.py). Their number beside requests that decode, which may be 0, comes from the pacer
 (engine/step_times/pacing.py).
 
-A request whose next position needs a picture that is not encoded yet (engine/vision/encoder.py) keeps its slot, its
+A request that next needs a picture that is not encoded yet (engine/vision/encoder.py) keeps its slot, its
 blocks and its place before younger requests, but gets no work.
 
 Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
@@ -113,7 +113,7 @@ class Scheduler:
         return bool(self._live)
 
     def submit(self, message: Submit, seed: int, now: float = 0.0) -> None:
-        """Queues a request, whose random numbers come from `seed`. RequestError if the request can never run.
+        """Queues a request; `seed` gives its random numbers. RequestError if the request can never run.
 
         `now`: seconds, by the same clock as in `expire`.
         """
