@@ -41,10 +41,12 @@ Message = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """head_seconds           from the first byte of a request (on a new connection: from its start) to the end of
-    headers body_seconds           longest time without a byte of the body body_bytes_per_second  lowest average rate of
-    the body, once body_seconds have passed idle_seconds           longest time between requests. Longer than clients
-    keep idle connections (httpx and the SDKs
+    """Timeouts of a connection.
+
+    head_seconds           from the first byte of a request (a new connection: from its start) to the end of its headers
+    body_seconds           longest time without a byte of the body
+    body_bytes_per_second  lowest average rate of the body, once body_seconds have passed
+    idle_seconds           longest time between requests. Longer than clients keep idle connections (httpx and the SDKs
                            5 s, browsers a minute), so that clients close them: a request that is sent while the server
                            closes the connection would be lost
     write_seconds          longest time in which the client reads nothing of what was sent

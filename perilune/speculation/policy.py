@@ -74,9 +74,8 @@ def net_gain(
 ) -> list[float]:
     """Tokens that the first k drafts of a chain gain over their cost, k = 1, 2, ...
 
-    verifying   cost in tokens of verifying k drafts. The number with the greatest gain is verified, or with
-    `verify_all`
-                all of them, as in a chained step, which is planned before the drafts are known
+    verifying   cost in tokens of verifying k drafts. The number with the greatest gain is verified; with `verify_all`
+                all of them are, as in a chained step, which is planned before the drafts are known
     drafting    cost in tokens of drafting one token; `drafted` were drafted. Longer chains than that cost no more,
                 because low confidence ended the chain there
     """
