@@ -75,7 +75,7 @@ class Work:
         return len(self.tokens)
 
     @property
-    def guesses(self) -> tuple[int, ...]:
+    def draft_tokens(self) -> tuple[int, ...]:
         return self.tokens[len(self.tokens) - self.drafts :]
 
     @property
@@ -149,7 +149,7 @@ class Row:
 
     @property
     def before(self) -> tuple[int, ...]:
-        return self.work.guesses[: self.index]
+        return self.work.draft_tokens[: self.index]
 
 
 def samples(work: Sequence[Work]) -> tuple[Sample, ...]:

@@ -67,15 +67,15 @@ class Session:
         """The masks for a work's samples: `first`, for the token before the drafts, and one after each draft, up to the
         first draft that the constraint forbids."""
         masks, self.states = [first], [self.answer]
-        for row, guess in zip(samples((work,)), work.guesses):
+        for row, token in zip(samples((work,)), work.draft_tokens):
             state = self.states[-1].copy()
-            if not allowed(masks[-1], guess) or row.left < 2:
+            if not allowed(masks[-1], token) or row.left < 2:
                 break
             mask = np.zeros_like(self.mask)
             try:
-                if state.tight and state.settle(guess, row.left) != guess:
+                if state.tight and state.settle(token, row.left) != token:
                     break
-                state.advance(guess)
+                state.advance(token)
                 state.fill(mask, row.left - 1)
             except GrammarError:
                 break  # the draft is not verified; if its token is sampled anyway, the next step reports the error

@@ -85,9 +85,9 @@ def resolve_draft(
     draft = config.draft
     if draft == "auto":
         draft = "hybrid" if found else "suffix"
-        why = f"draft model in {path}" if found else "no draft model: guesses come from earlier text"
+        why = f"draft model in {path}" if found else "no draft model: drafts come from earlier text"
         if not found and path.is_dir():
-            why = f"{path} has no config.json, so it is not used: guesses come from earlier text"
+            why = f"{path} has no config.json, so it is not used: drafts come from earlier text"
         choices.note("draft", draft, why)
     if draft in ("eagle3", "hybrid"):
         if not found:

@@ -328,8 +328,8 @@ class Runner:
             # `tokens`, not `checked`: FAILED in that buffer would be read as PENDING.
             self.last_tokens[slots] = sampled.tokens
             return None
-        guesses = [w.guesses[: sampled.cut.get(i, w.drafts)] for i, w in enumerate(sampled.work)]
-        accepted = accept(sampled.checked, [w.drafts for w in sampled.work], guesses, sampler.on_device)
+        allowed = [w.draft_tokens[: sampled.cut.get(i, w.drafts)] for i, w in enumerate(sampled.work)]
+        accepted = accept(sampled.checked, [w.drafts for w in sampled.work], allowed, sampler.on_device)
         self._record_kept(sampled, accepted.lengths)
         return accepted
 

@@ -247,11 +247,11 @@ class Scheduler:
         budget = self._max_step_tokens - plan.tokens
         for flight in flights:
             request, work = flight.request, flight.work
-            guesses = drafts.get(work.rid, ())
-            if not guesses or not work.sample or work.count > 1 or work.tokens[0] == PENDING or request.doubted:
+            given = drafts.get(work.rid, ())
+            if not given or not work.sample or work.count > 1 or work.tokens[0] == PENDING or request.doubted:
                 continue
             # The last token of a request is never computed, so a draft of it could not be verified.
-            count = min(len(guesses), MAX_DRAFTS, budget, work.left - 1)
+            count = min(len(given), MAX_DRAFTS, budget, work.left - 1)
             while count > 0 and not self.blocks.at_hand(self.blocks.missing(request, work.end + count)):
                 count -= 1
             if count <= 0:
@@ -260,7 +260,7 @@ class Scheduler:
             request.drafted += count
             budget -= count
             # In place: the step was not launched yet, and dataclasses.replace takes 4 us for each request.
-            work.tokens, work.blocks, work.drafts = (*work.tokens, *guesses[:count]), request.table, count
+            work.tokens, work.blocks, work.drafts = (*work.tokens, *given[:count]), request.table, count
         return plan
 
     def plan_chained(self, drafts: int) -> StepPlan | None:

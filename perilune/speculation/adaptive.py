@@ -150,7 +150,7 @@ class Adaptive:
             self._rates.observations += state.match_pending(work.rid)
             if (matcher := state.ready) is None:
                 continue
-            before = [token for token, _ in state.chain[: work.drafts]] if work.chained else list(work.guesses)
+            before = [token for token, _ in state.chain[: work.drafts]] if work.chained else list(work.draft_tokens)
             if len(before) < work.drafts:
                 continue
             matched = matcher.drafts(MAX_DRAFTS + 1, before)

@@ -123,11 +123,11 @@ class RejectedLog:
             follow = self._followed.get(delta.rid)
             if follow is None:
                 continue
-            guesses: tuple[int, ...] = ()
+            drafts: tuple[int, ...] = ()
             if (work := drafted.get(delta.rid)) is not None:
-                guesses, follow.greedy = work.guesses[: delta.drafted], work.params.greedy
-            if delta.accepted < len(guesses) and delta.accepted < len(delta.tokens):
-                follow.rejected.append(Rejection(len(follow.ids), guesses, delta.accepted))
+                drafts, follow.greedy = work.draft_tokens[: delta.drafted], work.params.greedy
+            if delta.accepted < len(drafts) and delta.accepted < len(delta.tokens):
+                follow.rejected.append(Rejection(len(follow.ids), drafts, delta.accepted))
             follow.ids += delta.tokens
             if delta.finish_reason is not None:
                 self.drop(delta.rid)

@@ -434,7 +434,7 @@ def usage(
     predictions: Predictions,
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right.
+    """`acceptance_length`, which OpenAI's has not, is tokens per step with drafts: 1 and those that were right.
     `media` are image_tokens and video_tokens, if there are any."""
     p = predictions
     return {

@@ -153,7 +153,7 @@ class FakeRunner:
         truth = self.truth[work.rid]
         assert end == len(truth), "sampled before the end of what is known"
         drawn = []
-        for draw, guess in enumerate((*work.guesses, None), work.output_index):
+        for draw, guess in enumerate((*work.draft_tokens, None), work.output_index):
             if self.errors.get(work.rid) == draw:
                 if work.drafts:
                     truth += drawn
