@@ -348,7 +348,7 @@ class Tiers:
             for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
                 if held.users or not held.complete:
                     continue
-                # A block that is also in a file can be dropped without losing it.
+                # What has its file costs nothing to drop.
                 clean = not self._file_limit or held.name.digest in self._disk
                 score = (now - held.used) / self._retention.chance(kind)
                 if (clean, score) > (written, best_score):

@@ -283,8 +283,8 @@ class Exchange:
         self.connection = connection
         self.receiving = True
         self._parser = parser
-        self._left: int | None = None  # bytes still to come of a body with Content-Length; h11 parses only chunked ones
-        self._ahead = b""  # bytes of the next request
+        self._left: int | None = None  # bytes of a body with a length that are to come; h11 takes apart chunks alone
+        self._ahead = b""  # of the next request
         self._method = request.method
         self._current = request.http_version == b"1.1"
         self._expecting = parser.they_are_waiting_for_100_continue
@@ -337,7 +337,7 @@ class Exchange:
     # ---- the body
 
     def begin(self) -> None:
-        """Takes the bytes of the body that came with the head."""
+        """Takes what came with the head."""
         if self._left is None:
             self._advance()
         else:
@@ -356,7 +356,7 @@ class Exchange:
         self._news.set()
 
     def _advance(self) -> None:
-        """Takes the decoded bytes of a chunked body from h11."""
+        """Takes what h11 has of a body in chunks."""
         try:
             while self.receiving:
                 event = self._parser.next_event()

@@ -1,8 +1,8 @@
-// e4m3 weights as bf16 operands of tensor cores, by moving bits: exact, subnormals included, without conversions.
+// e4m3 weights for bf16 tensor cores, by moving bits: exact, subnormals included, and no conversion instruction.
 //
-// A byte's exponent and mantissa, moved to the low end of a bf16's exponent and mantissa, are 2^-120 times its value.
-// Activations are staged times 2^100, so that sums are normal floats; a sum is then multiplied by 2^20 and the scale of
-// its row.
+// A byte's exponent and mantissa, placed at the low end of a bf16's, are 2^-120 times its value. The activations that
+// meet them are staged times 2^100, so that sums stay among normal floats, and a sum is multiplied by 2^20 and the
+// scale of its row.
 #pragma once
 #include "cuda/hopper.cuh"
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from perilune.ops.harness.case import FLOAT32
 from perilune.ops.harness.workspace import Workspace
 
-MAX_NUMBER = (1 << 22) - 1  # largest launch number that fits a mailbox word beside an expert id; then from 1 again
+MAX_NUMBER = (1 << 22) - 1  # of a launch: what a mailbox word holds beside an id; then numbers begin again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """For a kernel that computes x = norm(residual) itself: `residual` [D / 2] words of a mailbox that
-    mla_decode_output_t1.cu may still be writing (cuda/residual_mailbox.cuh), the norm's weights [D] and epsilon."""
+    """What x is the norm of, for a kernel that makes x itself: `residual` [D / 2] words of a mailbox that
+    mla_decode_output_t1.cu may still be writing (cuda/residual_mailbox.cuh), the norm's weights [D], its epsilon."""
 
     residual: Tensor
     norm: Tensor
@@ -36,21 +36,21 @@ class Publication(NamedTuple):
 class Mailbox:
     """From the router to the expert kernel of one token (cuda/router_mailbox.cuh), one per stream.
 
-    moe_int4's first kernel may start while the router still runs, and reads "x is ready" and the ids here. It waits for
-    words with the number of that router launch, and ignores words of other launches. Hazard: it would wait without end
-    for words that a later launch has overwritten or a reader has cleared. So `take` returns only the publication of the
-    latest launch, and only once; in every other case the expert kernel waits for the end of the kernel before it, which
-    is always correct. In a CUDA graph the numbers are those of the capture, the same in every replay: therefore the
-    kernel that reads the ids last (moe_int4's second) clears the words.
+    moe_int4's first kernel may start while the router still runs, if it finds "x is ready" and the ids here. It waits
+    for words with the number of that router launch, so words of other launches mean nothing; but it would wait for ever
+    for words that a later launch has overwritten or that a reader has cleared. `take` therefore gives the publication
+    of the latest launch only, and once: in every other case the expert kernel waits for the end of the kernel before
+    it, which is always right. In a CUDA graph the numbers are those of the capture, and the same in every replay: the
+    kernel that reads the ids last clears the words (moe_int4's second kernel).
     """
 
     def __init__(self, memory: Workspace) -> None:
         self.words = memory.zeros("router.mailbox", 64)
         self._launches = 0
-        self._latest = 0  # number of the publication that `take` may return; 0: none
+        self._latest = 0  # 0: nothing is published, or it was taken
 
     def publish(self, x: Tensor, source: Source | None = None) -> Publication:
-        """Registers a publication for the router launch that comes next on the mailbox's stream."""
+        """For the launch that comes next on the mailbox's stream."""
         self._launches += 1
         self._latest = (self._launches - 1) % MAX_NUMBER + 1
         return Publication(self, self._latest, x, source)

@@ -1,4 +1,4 @@
-"""The router: experts of each token and their weights (noaux_tc, docs/formats.md section 2.3), all in fp32.
+"""Which experts a token goes to and with what weight (noaux_tc, docs/formats.md section 2.3), all in fp32.
 
 s = sigmoid(x gate^T); choice = s + bias; with n_group > 1 only the topk_group groups with the largest sum of their two
 best choices are kept; ids = the top_k largest choices, in descending order, ties to the lower id;
@@ -27,10 +27,10 @@ from perilune.ops.layouts.operands import Routing
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.moe.chosen import Chosen, mailbox
 
-MAX_ROWS = 16  # most rows of "cuda"
+MAX_ROWS = 16  # of the CUDA kernel
 MOST_EXPERTS = 512
 MOST_CHOICES = 32
-MOST_CHUNKS = 14  # a warp holds so many chunks of 32 values of a row, at most
+MOST_CHUNKS = 14  # of 32 values of a row: what a warp holds
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ TOL = {"ids": exact(), "weights": {FLOAT32: _WEIGHTS, BFLOAT16: _WEIGHTS}}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Small integers, so that every order of summation gives the same logits and there are no accidental near-ties."""
+    """Small whole multiples, so that every order of summation gives the same logits, and no near-ties by accident."""
     x = g.integers(-8, 9, c.T, c.D).float() / 8
     gate = g.integers(-8, 9, c.E, c.D).float() / 8 * (2.0 ** round(torch.tensor(c.D).rsqrt().log2().item()))
     bias = g.permutation(c.E).float() * 1e-3
@@ -149,8 +149,7 @@ def cpp(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
 
 
 def _parts(D: int) -> int:
-    """CTAs that share a tile of the gate: 1, 2, 4 or 8, so that every warp has whole loads and its share fits its
-    registers; 2 is preferred for multiples of 512. 0: width D is not supported."""
+    """Processors that share a tile of the gate: two if each still has whole loads for every warp; 0 if none will do."""
     wanted = (2, 1, 4, 8) if D % 512 == 0 else (1, 2, 4, 8)
     fitting = (n for n in wanted if D % (32 * n) == 0 and D // n <= 32 * MOST_CHUNKS * _workers(D // n))
     return next(fitting, 0)
@@ -187,7 +186,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     ids = torch.empty(T, routing.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, routing.top_k, device=x.device)
     publication = box.publish(x) if T == 1 else None
-    # Partial sums of CTAs that share rows of the gate; the kernel sets them to zero again.
+    # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
     sums = memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS)
     x = x.contiguous()
     failed = _launch()(

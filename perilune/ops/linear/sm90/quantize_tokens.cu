@@ -1,7 +1,6 @@
-// Quantises rows of bf16 to e4m3 with a scale per 128 values; optionally applies norm or gate first. Contract in
-// quantize_tokens.py.
+// Rows of bf16 in e4m3 with a scale for 128 values, as they are, normalised, or gated. Contract in quantize_tokens.py.
 //
-// A CTA has a row, or a part of one; a thread has pieces of 8 values, and 16 lanes share a group of 128.
+// A CTA has a row, or a part of one; a thread has pieces of 8 values, and 16 lanes a group.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -9,7 +8,7 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // e4m3's largest number; lower bound of a group's largest magnitude
+constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // of e4m3; of a group's largest magnitude
 enum Kind { PLAIN, NORMED, GATED };
 
 struct Args {
@@ -27,7 +26,7 @@ __device__ __forceinline__ float2 gated(uint32_t gate, uint32_t up) {
   return make_float2(g.x / (1.0f + __expf(-g.x)) * u.x, g.y / (1.0f + __expf(-g.y)) * u.y);
 }
 
-// Magnitudes of two bf16; NaN stays NaN.
+// The largest magnitude of two bf16; nan where one is.
 __device__ __forceinline__ __nv_bfloat162 magnitude(uint32_t pair) {
   return __habs2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
   }
   wait_for_predecessor();
   let_successor_start();
-  if (row >= a.T) {  // padding rows of scales, up to a whole tile
+  if (row >= a.T) {  // rows of scales that fill the last tile
     for (int g = threadIdx.x; g < groups; g += THREADS) a.scale[static_cast<int64_t>(g) * a.scale_rows + row] = 0.0f;
     return;
   }
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
     if (p >= pieces) continue;
     float top = __bfloat162float(largest);
     top = top > 0.0f && top < LEAST ? LEAST : top;
-    const float factor = top == 0.0f ? 1.0f : 1.0f / top * LARGEST;  // same rounding as the torch reference
+    const float factor = top == 0.0f ? 1.0f : 1.0f / top * LARGEST;  // as torch divides
     *reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.width + 8 * p) =
         make_uint2(e4m3(value[i].x, value[i].y, factor), e4m3(value[i].z, value[i].w, factor));
     if (p % 16 == 0) a.scale[static_cast<int64_t>(p / 16) * a.scale_rows + row] = top == 0.0f ? 1.0f : top / LARGEST;
