@@ -17,7 +17,7 @@ MAX_CANDIDATES = 64  # of a rank and row. More: longer exchanges for requests wi
 
 
 class Vocabulary:
-    """Of `size` tokens, split over the ranks of `group` or, with one rank, whole."""
+    """A vocabulary of `size` tokens, split over the ranks of `group`; with one rank it is whole."""
 
     def __init__(self, group: Group, size: int) -> None:
         self._group, self.size = group, size
@@ -31,7 +31,7 @@ class Vocabulary:
         return torch.where(inside.unsqueeze(1), rows, 0)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """[R, V / N] -> [R, V]."""
+        """Gathers the logits of all ranks: [R, V / N] -> [R, V]."""
         return self._group.gather(logits).transpose(0, 1).flatten(1) if self.split else logits
 
     def argmax(self, logits: Tensor) -> Tensor:
