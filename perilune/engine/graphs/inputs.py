@@ -29,15 +29,13 @@ _WORD = (1 << 64) - 1
 
 class Key(NamedTuple):
     """A graph's size: B `requests` of m = `each` tokens, block tables M = `width` wide. `whole`: the graph also samples
-    and accepts drafts. `followed`: it outputs the features that a draft model reads. `narrow`: with several ranks,
-    whether candidates are enough to sample, as in Vocabulary.sample."""
+    and accepts drafts. `followed`: it outputs the features that a draft model reads."""
 
     requests: int
     each: int
     width: int
     whole: bool
     followed: bool
-    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
