@@ -40,9 +40,9 @@ class Engine(Counted, Protocol):
 class Prompt:
     """The input of the engine: token ids, and the pictures that the placeholders among them represent, in order.
 
-    cache_keys  only prompts of one API key with equal cache keys share cached KV
-    order       priority and deadline
-    video_tokens  number of the ids that are placeholders of videos
+    cache_keys  only prompts of one API key with the same ones share cached KV
+    order       when it runs, compared with others
+    video_tokens  of the ids, those that are placeholders of videos
     """
 
     ids: Sequence[int]
@@ -123,7 +123,7 @@ class Generation:
         constraint: Constraint | None,
         first: bool = True,
     ) -> None:
-        """`first`: whether this is the first of the answers to its prompt, which counts the prompt's tokens."""
+        """`first` of the answers to its prompt, which counts once."""
         self.order = prompt.order
         self.engine = engine
         self.metrics = metrics
