@@ -165,7 +165,7 @@ class Service:
         return body, size
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:
-        """Runs `work` on an input of `size` bytes: from OFFLOAD_BYTES on on a thread, because it would stall all
+        """Runs `work` on an input of `size` bytes: from OFFLOAD_BYTES on, on a thread, because it would stall all
         streams of the event loop. Of the largest inputs one runs at a time: each needs several times its bytes of
         memory."""
         if size < OFFLOAD_BYTES:
