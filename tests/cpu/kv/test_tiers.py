@@ -135,6 +135,47 @@ class TestTiers:
         assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, False, True, True]
         assert tiers.dropped == 1
 
+    def test_a_block_that_the_pages_have_too_is_dropped_before_all_others(self) -> None:
+        """Until it is evicted from the pages again; it is not counted as lost, and is not written to a file."""
+        tiers, mover = tiers_of(rows=3)
+        put(tiers, mover, 1, 2, 3)
+        tiers.restore(0, [(name(3).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        assert tiers.poll()[1][0].complete
+        tiers.check()
+        put(tiers, mover, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, True, False, True] and not tiers.dropped
+        put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True] and tiers.dropped == 1
+
+    def test_a_restored_block_that_leaves_the_pages_again_is_as_others(self) -> None:
+        now = [0.0]
+        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+        put(tiers, mover, 1, 2, 3)
+        now[0] = 100.0
+        tiers.restore(0, [(name(3).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        tiers.poll()
+        assert not tiers.evict(name(3), 33)  # its row is still there: nothing is copied
+        put(tiers, mover, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
+    def test_after_a_failed_restore_a_block_is_not_taken_to_be_in_the_pages(self) -> None:
+        now = [0.0]
+        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+        mover._restore = lambda ticket, _: mover.done.append(Restored(ticket, 0.0, (), "the link failed"))
+        put(tiers, mover, 1, 2)
+        now[0] = 100.0
+        tiers.restore(0, [(name(2).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        assert not tiers.poll()[1][0].complete
+        tiers.check()
+        put(tiers, mover, 3, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
     def test_without_a_row_the_block_is_dropped_at_once(self) -> None:
         tiers, mover = tiers_of(rows=1)
         mover.pages[1] = name(1).digest
