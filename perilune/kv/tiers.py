@@ -358,8 +358,10 @@ class Tiers:
             for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
                 if held.users or not held.complete:
                     continue
-                # What has its file costs nothing to drop.
-                clean = not self._file_limit or held.name.digest in self._disk
+                # What has its file, or will have none, costs nothing more to drop.
+                clean = held.name.digest in self._disk or not (
+                    self._file_limit and self._retention.worth_writing(held.turn)
+                )
                 score = inf if held.twice else (now - held.used) / self._retention.chance(held.turn)
                 if (clean, score) > (written, best_score):
                     best, best_score, written = held, score, clean
@@ -433,7 +435,8 @@ class Tiers:
             if len(self._writing) >= WRITES_AT_ONCE:
                 return
             known = held.name.digest in self._disk or held.name.digest in self._writing
-            if held.complete and not known and self._room():
+            wanted = held.complete and not known and self._retention.worth_writing(held.turn)
+            if wanted and self._room():
                 held.users += 1
                 self._writing[held.name.digest] = held
                 self._mover.write(held.name, held.row)

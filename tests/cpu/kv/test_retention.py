@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from perilune.bench.traces import Session
-from perilune.kv.retention import KINDS, MAX_COUNT, MIN_CHANCE, Retention
+from perilune.kv import retention
+from perilune.kv.retention import KINDS, MAX_COUNT, MIN_CHANCE, TRUSTED_DROPS, Retention
 from runs.kv_retention import Visit, ideal, lru, mixed, rows_of, tool_agents
 
 
@@ -58,3 +61,25 @@ def test_counts_are_learned_and_bounded() -> None:
     for number in range(2 * MAX_COUNT - 3000, 2 * MAX_COUNT):
         retention.stored(number.to_bytes(16, "big"))  # dropped too soon
     assert retention.chance(0) > before
+
+
+def test_kinds_that_never_come_back_late_are_not_written() -> None:
+    kept = Retention()
+    for number in range(TRUSTED_DROPS - 1):
+        kept.dropped(number.to_bytes(16, "big"), 0)
+    assert kept.worth_writing(0), "too few to say"
+    for number in range(TRUSTED_DROPS - 1, 2 * MAX_COUNT):
+        kept.dropped(number.to_bytes(16, "big"), 0)
+    assert not kept.worth_writing(0) and kept.worth_writing(1)
+    for number in range(2 * MAX_COUNT - 2000, 2 * MAX_COUNT):
+        kept.stored(number.to_bytes(16, "big"))  # an eighth or more of those that count
+    assert kept.worth_writing(0)
+
+
+def test_single_questions_are_written_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "TRUSTED_DROPS", 1 << 8)
+    (chosen,) = rows(mixed(4, 240, 1), 0.05, disk=4.0)
+    monkeypatch.setattr(retention, "MIN_LATE_CHANCE", 0.0)
+    (everything,) = rows(mixed(4, 240, 1), 0.05, disk=4.0)
+    assert chosen["writes"] < 0.8 * everything["writes"], (chosen, everything)
+    assert chosen["kept"] > 0.99 * everything["kept"] and chosen["from_disk"] > 0

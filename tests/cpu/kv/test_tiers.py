@@ -8,6 +8,7 @@ import pytest
 
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree
+from perilune.kv.retention import Retention
 from perilune.kv.tiers import DISK, HOST, Copied, Name, Outcome, Restored, Stored, Tiers, Written
 
 MINUTE = 60.0
@@ -96,11 +97,11 @@ def tiers_of(rows=4, files=None, file_limit=0, **more):
     return tiers, mover
 
 
-def put(tiers, mover, *numbers, first=0):
+def put(tiers, mover, *numbers, first=0, turn=0):
     """Evicts these blocks one after the other, each with all that follows from it."""
     for number in numbers:
         mover.pages[number % 64] = name(number).digest
-        assert tiers.evict(name(number, first), number % 64)
+        assert tiers.evict(name(number, first), number % 64, turn)
         tiers.flush()
         for _ in range(2):
             mover.work(100)
@@ -110,6 +111,11 @@ def put(tiers, mover, *numbers, first=0):
 
 def found(tiers, *numbers):
     return tiers.match([name(n).digest for n in numbers])
+
+
+class FirstPromptsUnwritten(Retention):
+    def worth_writing(self, kind: int) -> bool:
+        return kind > 0
 
 
 class TestTiers:
@@ -192,6 +198,20 @@ class TestTiers:
         mover.work(10)
         assert tiers.poll() == ([], [Outcome(0, True, 0.001, 0, 1)])
         assert mover.pages[33] == name(9).digest
+
+    def test_what_is_not_worth_a_file_is_dropped_as_if_it_had_one(self) -> None:
+        """Else it would outlive all that has its file."""
+        now = [0.0]
+        tiers, mover = tiers_of(
+            rows=4, files=(), file_limit=100, retention=FirstPromptsUnwritten(), clock=lambda: now[0]
+        )
+        put(tiers, mover, 1, 2)
+        now[0] = 1.0
+        put(tiers, mover, 3, 4, turn=1)
+        now[0] = 2.0
+        put(tiers, mover, 5, 6)
+        assert list(mover.files) == [name(3).digest]
+        assert [found(tiers, n) for n in (1, 2, 3, 4)] == [[], [], [HOST], [HOST]]
 
     def test_the_disk_keeps_to_its_limit(self) -> None:
         tiers, mover = tiers_of(rows=2, files=(), file_limit=3)
