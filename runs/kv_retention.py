@@ -24,6 +24,7 @@ from typing import Any
 
 from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import HASH_TOKENS, Agents, Piece, Session, Turn, generate, read
+from perilune.core.errors import ConfigError
 from perilune.kv.tiers import HOST, Copied, Done, Name, Restored, Stored, Tiers, Written
 from perilune.kv.tiers import Piece as Block
 
@@ -330,13 +331,19 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, help="at most")
     parser.add_argument("trace", nargs="*")
     args = parser.parse_args()
+    try:
+        shares = [float(part) for part in args.shares.split(",")]
+        given = {path: sessions_of(read(Path(path)))[: args.sessions] for path in args.trace}
+    except (ValueError, ConfigError) as e:
+        parser.error(str(e))
+    if min(shares) <= 0 or args.pages < 0 or args.disk < 0:
+        parser.error("--shares must be above 0, --pages and --disk at least 0")
     if args.markdown:
         print("| trace | blocks | in host memory | possible | ideal | LRU | kept |\n|---|---|---|---|---|---|---|")
-    given = {path: sessions_of(read(Path(path)))[: args.sessions] for path in args.trace}
     for name, sessions in (given or {name: make() for name, make in TRACES.items()}).items():
         if args.apart is not None:
             sessions = [Session(s.name, number * args.apart, s.turns) for number, s in enumerate(sessions)]
-        for row in rows_of(name, sessions, [float(part) for part in args.shares.split(",")], args.pages, args.disk):
+        for row in rows_of(name, sessions, shares, args.pages, args.disk):
             print(_table_line(row) if args.markdown else json.dumps(row), flush=True)
 
 

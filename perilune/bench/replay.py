@@ -217,11 +217,8 @@ class RemoteConversation:
                 answer.append(said)
                 call.arrivals.append((chunk.at, 1))
         if usage is not None:
-            call.prompt_tokens, call.cached, call.says_cached = (
-                usage.prompt,
-                usage.cached or 0,
-                usage.cached is not None,
-            )
+            call.prompt_tokens, call.cached = usage.prompt, usage.cached or 0
+            call.says_cached = usage.cached is not None
             _spread(call, usage.completion)
         self._messages.append({"role": "assistant", "content": "".join(answer)})
 
@@ -298,7 +295,7 @@ async def play(
             report(f"{player.session.name}, turn {call.turn + 1}: {call.error or 'no answer'}")
             return False
         if not warm_up:
-            _progress([call for call in calls if not call.warm_up], total, begin, report)
+            _progress(calls, len(sessions) * options.warm_up, total, begin, report)
         return True
 
     async def warm(player: _Player) -> bool:
@@ -347,11 +344,13 @@ def judge(calls: Sequence[Call]) -> None:
         call.ideal = found / total
 
 
-def _progress(calls: Sequence[Call], total: int, begin: float, report: Report) -> None:
-    if len(calls) % max(total // 20, 1) == 0 or len(calls) == total:
-        wall = time.perf_counter() - begin
-        hits = f": hits {shares(calls)[0]:.1%}" if any(call.says_cached for call in calls) else ""
-        report(f"{len(calls)} of {total} requests in {wall:.0f} s{hits}")
+def _progress(calls: Sequence[Call], before: int, total: int, begin: float, report: Report) -> None:
+    """`before`: calls of the warm-up, which come first."""
+    count = len(calls) - before
+    if count % max(total // 20, 1) == 0 or count == total:
+        wall, counted = time.perf_counter() - begin, calls[before:]
+        hits = f": hits {shares(counted)[0]:.1%}" if any(call.says_cached for call in counted) else ""
+        report(f"{count} of {total} requests in {wall:.0f} s{hits}")
 
 
 # ---- what came of it

@@ -1,7 +1,7 @@
 """What to drop from host memory: least recently used, corrected by how often blocks of the same kind came back.
 
-What host memory drops is written to disk only where blocks of its kind are asked for again after they were dropped:
-single questions among agents' sessions were half of all files written, and never read.
+What host memory drops is written to disk only where blocks of its kind are asked for again after they were dropped: of
+all files written for 48 agents among 1,500 single questions 87 % were never read.
 
 A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a first prompt of
 which nothing was known, 1 for what follows a known text, and so on. In a tool loop a session that has come back a few
