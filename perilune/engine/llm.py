@@ -344,6 +344,8 @@ class LLM:
         pictures of each prompt."""
         if not given:
             return [self._encode(p) for p in prompts], [[] for _ in prompts]
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise RequestError(f"pictures must be a list, also of one picture, not {type(given).__name__}")
         flat = len(prompts) == 1 and not isinstance(given[0], list | tuple)
         lists: Any = [given] if flat else given
         if len(lists) != len(prompts):

@@ -189,7 +189,7 @@ def resolve_sizes(
         if config.max_model_len is not None or held < 2:
             raise ConfigError(
                 f"the KV cache holds {max(0, held)} tokens, less than max_model_len={longest}: "
-                "lower max_model_len or raise memory_fraction"
+                f"lower max_model_len or raise {'memory_fraction' if config.kv_blocks is None else 'kv_blocks'}"
             )
         longest = held
         choices.note("max_model_len", longest, f"what {blocks} KV blocks hold")
