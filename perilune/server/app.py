@@ -27,6 +27,7 @@ from perilune.server.batches.api import (
     open_batches,
 )
 from perilune.server.batches.protocol import ENDPOINTS
+from perilune.server.browsers import OwnPages
 from perilune.server.call import current
 from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
@@ -84,6 +85,7 @@ def build_app(service: Service) -> Starlette:
         middleware=[
             Middleware(Observe, service=service, paths={r.endpoint: r.path for r in routes}),
             Middleware(messages.ErrorShape),
+            Middleware(OwnPages, keys=service.keys, host=config.host, origins=config.cors_origins),
             # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
             *_cors(config.cors_origins),
             *([Middleware(ClientLimit, limit=clients)] if clients.bounds else []),
