@@ -36,7 +36,13 @@ from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
 from perilune.server.page.page import page
-from perilune.server.responses.api import cancel_response, create_response, input_items, response_by_id
+from perilune.server.responses.api import (
+    cancel_response,
+    create_response,
+    input_items,
+    input_tokens,
+    response_by_id,
+)
 from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import Service
@@ -57,6 +63,7 @@ def build_app(service: Service) -> Starlette:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),

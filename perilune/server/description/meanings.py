@@ -159,6 +159,7 @@ def _whole(low: int | None = None, high: int | None = None) -> dict[str, Any]:
 
 
 _TEXT = {"type": "string", "minLength": 1}
+_INPUT = {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
 _FUNCTION = _object(
     ["name"],
     name=_NAME,
@@ -275,11 +276,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "DetokenizeBody.tokens": _list(_ID),
     "functions": _NULL,
     "function_call": _NULL,
-    "ResponsesBody.input": {"anyOf": [_TEXT, _list({"type": "object"}, 1)]},
-    "ResponsesBody.tool_choice": _or_null(
-        {"enum": ["auto", "none", "required"]},
-        _NAMED,
-        _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode=_MODE, tools=_list(_NAMED, 1)),
+    "ResponsesBody.input": _INPUT,
+    "InputTokensBody.input": _or_null(_INPUT),
+    **dict.fromkeys(
+        ("ResponsesBody.tool_choice", "InputTokensBody.tool_choice"),
+        _or_null(
+            {"enum": ["auto", "none", "required"]},
+            _NAMED,
+            _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode=_MODE, tools=_list(_NAMED, 1)),
+        ),
     ),
     "Text.format": _or_null(
         _object(["type"], type={"enum": ["text", "json_object"]}),

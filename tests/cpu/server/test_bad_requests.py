@@ -245,7 +245,9 @@ def test_halves_of_characters_are_named(path: str, body: str, where: str, half: 
     serve(test)
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES, "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "path", [CHAT, TEXT, MESSAGES, RESPONSES, f"{RESPONSES}/input_tokens", "/tokenize", "/v1/messages/count_tokens"]
+)
 @pytest.mark.parametrize("depth", [201, 5_000, 100_000])
 def test_bodies_that_nest_too_deeply_are_refused_by_depth(path: str, depth: int) -> None:
     async def test(s: Served) -> None:
