@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from perilune.core.errors import PeriluneError, RequestError
+from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
 from perilune.server.batches.api import (
@@ -165,7 +165,10 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Readiness: 200 while requests are taken."""
     service: Service = request.app.state.service
-    service.check_ready()
+    try:
+        service.check_ready()
+    except EngineError as e:
+        return errors.response(e)  # not raised: what has happened to the engine was logged then, once
     return json_response({"status": "ok", **service.engine.info.marks})
 
 
