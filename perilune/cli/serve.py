@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
+import importlib
 import json
 import logging
 import os
@@ -11,10 +13,11 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -53,6 +56,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 log = logging.getLogger("perilune.server")
+T = TypeVar("T")
 
 
 @click.command()
@@ -190,25 +194,31 @@ async def run(
     starting = asyncio.create_task(
         EngineClient.start(path, engine, supervised=True, command=engine_command, logged=logged)
     )
+    this = asyncio.current_task()
+    assert this is not None
     for number in SIGNALS:
-        loop.add_signal_handler(number, starting.cancel)
-    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
-    from perilune.grammar.constrain import warm_up
-    from perilune.media.limits import Limits
-    from perilune.server.app import build_app
-    from perilune.server.listener import Listener
-    from perilune.server.service import Service, read_generation_config
-    from perilune.text.chat import template_for
-    from perilune.text.tokenizer import Tokenizer
-
+        loop.add_signal_handler(number, this.cancel)
     try:
-        tokenizer = Tokenizer.from_directory(path)
+        # The engine's process starts, and imports torch while this one imports the rest. What takes seconds on a busy
+        # machine is done on threads, so that signals need not wait for it.
+        await aside(lambda: importlib.import_module("perilune.server.app"))
+        from perilune.grammar.constrain import warm_up
+        from perilune.media.limits import Limits
+        from perilune.server.app import build_app
+        from perilune.server.listener import Listener
+        from perilune.server.service import Service, read_generation_config
+        from perilune.text.chat import template_for
+        from perilune.text.tokenizer import Tokenizer
+
+        tokenizer = await aside(lambda: Tokenizer.from_directory(path))
         template = template_for(path, server.chat_template)
         generation_config, limits = read_generation_config(path), Limits.from_directory(path)
         # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-        await asyncio.to_thread(warm_up, tokenizer)
+        await aside(lambda: warm_up(tokenizer))
         client = await starting
     except BaseException as e:
+        for number in SIGNALS:  # once is enough: this takes two seconds at most
+            loop.add_signal_handler(number, lambda: None)
         starting.cancel()
         for started in await asyncio.gather(starting, return_exceptions=True):
             if isinstance(started, EngineClient):
@@ -257,6 +267,30 @@ async def run(
             await asyncio.to_thread(one.close)
     finally:
         await client.close()
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """What `work` returns. It runs on a thread that nothing waits for once this is cancelled, not even the end of the
+    process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def end(settle: Callable[[], None]) -> None:
+        if not done.done():
+            settle()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as e:
+            settle = functools.partial(done.set_exception, e)
+        else:
+            settle = functools.partial(done.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, settle)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
 
 
 def observers(service: "Service") -> "list[AuditLog | Traces]":
