@@ -145,6 +145,7 @@ def read(
     answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
+    budget = None if budget is None else min(budget, info.max_model_len)
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)

@@ -329,3 +329,15 @@ def test_usage_tells_of_tokens_guessed_ahead(path: str) -> None:
         assert details["acceptance_length"] == 1.0
 
     serve(test)
+
+
+def test_a_budget_beyond_the_context_is_its_length() -> None:
+    """As max_tokens: messages to the engine's process have no room for larger numbers."""
+
+    async def test(s: Served) -> None:
+        for asked in ({"max_thinking_tokens": 2**64}, {"thinking_token_budget": 10**400}):
+            assert (await s.client.post(CHAT, {"messages": HELLO, **asked})).status == 200
+            constraint = s.engine.constraints[-1]
+            assert constraint is not None and constraint.thinking_budget == s.engine.info.max_model_len
+
+    serve(test)
