@@ -432,3 +432,23 @@ def test_strict_servers_refuse_what_the_vendor_does() -> None:
         assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
 
     serve(test, vendor_strict=True)
+
+
+@pytest.mark.parametrize("coding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("size", [10, 1_100_000])
+def test_bodies_with_a_byte_order_mark_are_refused_by_it(coding: str, size: int) -> None:
+    async def test(s: Served) -> None:
+        text = json.dumps({"messages": HELLO, "user": "x" * size})
+        reply = await s.client.post(CHAT, text.encode(coding))
+        assert reply.status == 400 and "begins with a byte order mark" in reply.error["message"]
+
+    serve(test)
+
+
+def test_a_long_method_is_not_repeated() -> None:
+    async def test(s: Served) -> None:
+        for path, status in ((CHAT, 405), ("/nowhere", 404)):
+            reply = await s.client.request("A" * 3000, path, [b""])
+            assert reply.status == status and len(reply.error["message"]) < 100
+
+    serve(test)
