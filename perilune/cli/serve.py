@@ -198,6 +198,7 @@ async def run(
     assert this is not None
     for number in SIGNALS:
         loop.add_signal_handler(number, this.cancel)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it reads again is read later in the start
     try:
         # The engine's process starts, and imports torch while this one imports the rest. What takes seconds on a busy
         # machine is done on threads, so that signals need not wait for it.
