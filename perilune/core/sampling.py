@@ -12,6 +12,7 @@ from perilune.core.errors import RequestError, shown
 MAX_WHOLE = 2**63 - 1  # of whole numbers without another bound: what messages and tensors can hold
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # of each: looking for them takes a table of as many steps
 MAX_BIASED = 1024  # tokens in a logit_bias
 MAX_ALLOWED = 1 << 20  # what ids in allowed_token_ids are below: more than any vocabulary of the family has
 MAX_BAD_WORDS = 512  # texts in bad_words
@@ -102,8 +103,9 @@ class SamplingParams:
             )
         _check("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
         _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, whole=True)
-        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be up to {MAX_STOPS} non-empty strings", param="stop")
+        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stop):
+            why = f"stop must be up to {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+            raise RequestError(why, param="stop")
         if not all(_is_id(t) for t in self.stop_token_ids):
             raise RequestError("stop_token_ids must be token ids", param="stop_token_ids")
         if self.min_tokens and self.allowed_token_ids and _within(self.allowed_token_ids, self.stop_token_ids):

@@ -67,6 +67,8 @@ class TestParams:
             ("logit_bias", dict.fromkeys(range(MAX_BIASED + 1), 1)),
             ("stop_token_ids", [True]),
             ("stop_token_ids", [2**63]),
+            ("stop", ["x" * 1025]),
+            ("stop", ["x"] * 17),
             ("top_k", 2**63),
             ("top_k", 10**400),
             ("min_tokens", 10**400),
@@ -96,6 +98,7 @@ class TestParams:
     def test_the_engine_process_gets_them_whole(self) -> None:
         params = SamplingParams(logit_bias={5: -3}, repetition_penalty=1.5, min_tokens=2, presence_penalty=1)
         most = 2**63 - 1
+        assert SamplingParams(stop="x" * 1024).stop == ("x" * 1024,)
         largest = SamplingParams(top_k=most, seed=most, min_tokens=most, max_tokens=most, stop_token_ids=(most,))
         frame = wire.encode([Submit(1, (1,), largest)])
         assert wire.decode(frame[wire.HEADER.size :]) == [Submit(1, (1,), largest)]
