@@ -452,3 +452,27 @@ def test_a_long_method_is_not_repeated() -> None:
             assert reply.status == status and len(reply.error["message"]) < 100
 
     serve(test)
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("guided_regex", "|".join(f"x{i}" for i in range(15_000))),
+        ("guided_grammar", "root ::= " + " | ".join(f'"x{i}"' for i in range(15_000))),
+        ("guided_choice", ["a" * 40_000, "b" * 40_000]),
+    ],
+)
+def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, field: asked})
+        assert reply.status == 400 and reply.error["param"] == field
+        assert "characters, at most 65536 can be enforced: make it shorter" in reply.error["message"]
+        tool = {
+            "type": "custom",
+            "name": "f",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "x" * 70_000},
+        }
+        reply = await s.client.post(RESPONSES, {"input": "Hi", "tools": [tool]})
+        assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
+
+    serve(test)
