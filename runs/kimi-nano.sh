@@ -1,6 +1,7 @@
 #!/bin/sh
 # The bundled model from nothing, on one GPU: vocabulary, training, INT4 export, training on from the export with the
-# learning rate warmed up anew, export, eyes, scores, card. About 40 minutes on an H200: 13.5, 10 and 6 of training.
+# learning rate warmed up anew, export, eyes (the text model learns too), scores, card. About 45 minutes on an H200: 13.5,
+# 10 and 9 of training.
 # The weights bundled now are those of the first stage alone, of 21 November, when the generators had plain wordings only.
 # sh runs/kimi-nano.sh [DOCS [FONTS]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                       FONTS: a directory with TrueType fonts that pictures are written in, or ''
@@ -16,10 +17,10 @@ $PYTHON -m runs.kimi_nano.train --out "$RUN/first" --minutes 13.5 ${DOCS:+--docs
 $PYTHON -m runs.kimi_nano.export --run "$RUN/first" --out "$RUN/first/model"
 $PYTHON -m runs.kimi_nano.train --out "$RUN" --from "$RUN/first/model" --rate 0.0016 --minutes 10 ${DOCS:+--docs "$DOCS"}
 $PYTHON -m runs.kimi_nano.export --run "$RUN" --out "$MODEL"
-$PYTHON -m runs.kimi_nano.eyes --model "$MODEL" --out "$RUN" --minutes 6 ${FONTS:+--fonts "$FONTS"}
+$PYTHON -m runs.kimi_nano.eyes --model "$MODEL" --out "$RUN/eyes" --words "$RUN" --minutes 9 ${FONTS:+--fonts "$FONTS"}
 $PYTHON -m runs.kimi_nano.evaluate --model "$MODEL" --run "$RUN" --log "$RUN/evaluation.jsonl"
 $PYTHON -m perilune.cli.main evaluate kimi-nano --count 200 --concurrency 64 --ledger bench/results
 PICTURES="--families picture_sums,picture_shapes,picture_charts,picture_buttons --count 200 --concurrency 64 --ledger bench/results"
 $PYTHON -m perilune.cli.main evaluate kimi-nano $PICTURES
 for SHOWN in blank none; do $PYTHON -m perilune.cli.main evaluate kimi-nano $PICTURES --pictures "$SHOWN" --thinking off; done
-$PYTHON -m runs.kimi_nano.card --model "$MODEL" --log "$RUN/log.jsonl" --eyes-log "$RUN/eyes.jsonl"
+$PYTHON -m runs.kimi_nano.card --model "$MODEL" --log "$RUN/log.jsonl" --eyes-log "$RUN/eyes/eyes.jsonl"

@@ -8,7 +8,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,9 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from perilune.dist import peer_memory
+from perilune.dist.pieces import SLOTS, Gathered, Landed, Pieces
 from perilune.dist.slicing import WHOLE, Slicing
+from perilune.ops.exchange.exchange_rows import exchange_rows, takes
 from perilune.ops.exchange.peers import Peers
 
 log = logging.getLogger("perilune.dist")
@@ -63,6 +67,11 @@ class Group(Protocol):
         """That rank's x, in place."""
         ...
 
+    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
+        """For partial outputs of so many columns that travel in pieces of at most so many rows; None where they cannot,
+        which the log explains. Every rank calls it, once."""
+        ...
+
     def mark(self) -> None:
         """Called between the layers of a long step."""
         ...
@@ -90,6 +99,14 @@ def total(group: Group, x: Tensor) -> Tensor:
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
+
+
+def exchanged(group: Group, rows: Tensor) -> Tensor:
+    """[ranks, W]: each rank's row for this one; rows [ranks, W], or [1, W], which all ranks get. Over peer memory where
+    there is some and `takes` holds, else through a collective."""
+    if group.peers is not None and group.peers.mailboxes is not None and takes(rows):
+        return exchange_rows(rows, group.peers)
+    return group.gather(rows[0]) if len(rows) == 1 else group.all_to_all(rows)
 
 
 def least(group: Group, number: int) -> int:
@@ -137,6 +154,9 @@ class Alone:
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
+    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
+        return None
+
     def mark(self) -> None: ...
 
     def progress(self) -> int:
@@ -173,11 +193,20 @@ class _Process:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
+        return self._begin_gather(x)()
+
+    def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """The function waits for it."""
         self.begun += 1
-        out = x.new_empty(self.ranks, *x.shape)
+        x, out = x.contiguous(), x.new_empty(self.ranks, *x.shape)
         # Flat: gloo requires the ranks' rows concatenated, NCCL takes any shape.
-        self._wait(self._processes._allgather_base(out.view(-1), x.contiguous().view(-1)))
-        return out
+        work = self._processes._allgather_base(out.view(-1), x.view(-1))
+
+        def wait(held: Tensor = x) -> Tensor:  # what is sent lives until then
+            self._wait(work)
+            return out
+
+        return wait
 
     def all_to_all(self, x: Tensor) -> Tensor:
         self.begun += 1
@@ -223,6 +252,9 @@ class Gloo(_Process):
 
     name = "gloo"
 
+    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
+        return Gathered(self.slicing.rank, rows, self._begin_gather)
+
     def abort(self) -> None:
         """Calls in flight end by themselves, because the other processes do."""
 
@@ -235,6 +267,7 @@ class Nccl(_Process):
     def __init__(self, slicing: Slicing, processes: Any) -> None:
         super().__init__(slicing, processes)
         self._memory: peer_memory.PeerMemory | None = None
+        self._landing: peer_memory.Landing | None = None
         self._ended = False
         # Layers of long steps that this rank's GPU has computed: there, and in host memory to which it copies that.
         self._marks: tuple[Tensor, Tensor] | None = None
@@ -252,6 +285,19 @@ class Nccl(_Process):
             self.peers = Peers(rank, ranks, self.gather, found.mailboxes)
         elif rank == 0:
             log.warning("%d ranks add partial outputs through NCCL, not over peer memory: %s", ranks, found)
+
+    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
+        if self.peers is None:
+            return None  # the log has said that there is no peer memory
+        rank, ranks = self.slicing.rank, self.slicing.ranks
+        nbytes = SLOTS * (ranks - 1) * rows * width * dtype.itemsize
+        found = peer_memory.landing(rank, ranks, self._device, partial(everyone, self), nbytes)
+        if isinstance(found, str):
+            if rank == 0:
+                log.warning("partial outputs of long steps are exchanged whole: %s", found)
+            return None
+        self._landing = found
+        return Landed(self.peers, found, rows, width, dtype)
 
     def mark(self) -> None:
         if self._marks is None:
@@ -278,9 +324,10 @@ class Nccl(_Process):
         """NCCL's orderly end is a collective, which may wait for ranks that have ended; so connections are aborted,
         which needs no other rank. The end of torch's object waits for torch's own threads. What has not ended after
         END_SECONDS is left to the end of the process."""
-        if self._memory is not None:
-            self._memory.close(lambda own: [own])
-            self._memory = self.peers = None
+        for memory in (self._landing, self._memory):
+            if memory is not None:
+                memory.close(lambda own: [own])
+        self._landing = self._memory = self.peers = None
         held, ended = [self._processes], self._ended  # so that the thread, not this one, runs the destructor
         super().close()
 
@@ -303,8 +350,9 @@ class GlooOnGpu(Gloo):
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(super().sum(x.cpu()))
 
-    def gather(self, x: Tensor) -> Tensor:
-        return super().gather(x.cpu()).to(x.device)
+    def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        wait = super()._begin_gather(x.cpu())
+        return lambda: wait().to(x.device)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return super().all_to_all(x.cpu()).to(x.device)

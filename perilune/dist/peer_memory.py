@@ -91,7 +91,50 @@ def connect(
 ) -> PeerMemory | str:
     """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
     on all ranks if two of them use one GPU. `refusal`: why this rank wants none."""
-    own, address, why = (b"", 0, refusal) if refusal else _create(ranks, device)
+    own = (b"", 0, refusal) if refusal else _create(ranks, device)
+    found = _connected(rank, ranks, device, swap, own)
+    return found if isinstance(found, str) else PeerMemory(rank, found, device, wait_seconds)
+
+
+class _Bytes:
+    """Device memory as torch.as_tensor takes it; the tensor does not own it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self._address, self._count = address, count
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._count,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+
+class Landing:
+    """Memory of this rank's GPU for what copy engines of the others bring, and theirs as this process sees it."""
+
+    def __init__(self, rank: int, addresses: list[int], nbytes: int, device: torch.device) -> None:
+        self.addresses = addresses
+        self._rank, self._device = rank, device
+        self.own = torch.as_tensor(_Bytes(addresses[rank], nbytes), device=device)
+        assert self.own.data_ptr() == addresses[rank], "torch has copied it"
+
+    def close(self, swap: Swap) -> None:
+        """As of PeerMemory."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+        _release(self._rank, self.addresses, self._device, swap)
+
+
+def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int) -> Landing | str:
+    """As `connect`, of so many bytes."""
+    torch.cuda.empty_cache()  # what making weights left unused
+    found = _connected(rank, ranks, device, swap, _allocate(nbytes, device))
+    return found if isinstance(found, str) else Landing(rank, found, nbytes, device)
+
+
+def _connected(
+    rank: int, ranks: int, device: torch.device, swap: Swap, created: tuple[bytes, int, str]
+) -> list[int] | str:
+    """The addresses of all ranks' memory, of which this rank's is `created`."""
+    own, address, why = created
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
     names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]
@@ -119,7 +162,7 @@ def connect(
     if refused:
         _release(rank, addresses, device, swap)
         return "; ".join(refused)
-    return PeerMemory(rank, addresses, device, wait_seconds)
+    return addresses
 
 
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
@@ -137,13 +180,18 @@ def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
     usable = build.on_hopper(SOURCE, device, (ranks in RANKS, "2, 4 or 8 ranks"))
     if usable is not True:
         return b"", 0, str(usable)
+    return _allocate(_sizes(ranks)[0], device)
+
+
+def _allocate(nbytes: int, device: torch.device) -> tuple[bytes, int, str]:
+    """As `_create`, where kernels can be built."""
     address = ctypes.c_void_p()
     handle, name = (ctypes.create_string_buffer(n) for n in (HANDLE_BYTES, DEVICE_BYTES))
     with torch.cuda.device(device):
         create = build.function(SOURCE, "exchange_create", "lppp")
-        if failed := create(_sizes(ranks)[0], ctypes.byref(address), handle, name):
+        if failed := create(nbytes, ctypes.byref(address), handle, name):
             _free(address.value or 0, device)
-            return b"", 0, f"no memory to share (CUDA error {failed})"
+            return b"", 0, f"no {nbytes / 1e6:.0f} MB to share (CUDA error {failed})"
     assert address.value is not None
     return name.raw + handle.raw, address.value, ""
 

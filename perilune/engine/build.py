@@ -335,6 +335,9 @@ def _allocate(
     """Loads the weights, joins the other ranks, sizes the KV cache by the memory that is left, and allocates it."""
     model_config, weights = source()
     group = meet()
+    dtype, pieces = getattr(torch, config.dtype), None
+    if config.exchange_piece_tokens is not None:  # now, so that the KV cache takes what is left
+        pieces = group.pieces(config.exchange_piece_tokens, model_config.hidden_size, dtype)
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
@@ -346,7 +349,6 @@ def _allocate(
             f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
             f"worst {loss.worst_db:.1f} dB ({loss.worst})",
         )
-    dtype = getattr(torch, config.dtype)
     drafter = None
     if drafter_dir is not None:
         fp8 = config.draft_dtype == "fp8"
@@ -373,6 +375,7 @@ def _allocate(
         qk_norm_eps=config.qk_norm_eps,
         group=group,
         kv_shard_tokens=config.block_size // shards if shards > 1 else None,
+        pieces=pieces,
     )
     pages = Pages.allocate(
         model_config.num_hidden_layers,

@@ -342,6 +342,8 @@ class LLM:
         """The ids of each prompt, with as many placeholders for each picture as it has tokens; and the pictures."""
         if not given:
             return [self._encode(p) for p in prompts], [[] for _ in prompts]
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise RequestError(f"pictures must be a list, also of one picture, not {type(given).__name__}")
         flat = len(prompts) == 1 and not isinstance(given[0], list | tuple)
         lists: Any = [given] if flat else given
         if len(lists) != len(prompts):

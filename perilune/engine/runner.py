@@ -15,6 +15,7 @@ from torch import Tensor
 from perilune.core.config import EngineConfig
 from perilune.core.messages import EngineStats
 from perilune.core.step import LEFT_OUT, StepPlan, Work, samples
+from perilune.dist.group import exchanged
 from perilune.dist.vocabulary import ONE_RANK, Vocabulary
 from perilune.engine import exclusive_kernels, sampler
 from perilune.engine.batch import build, followed
@@ -292,16 +293,17 @@ class Runner:
     def _sample_on_rank_0(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...]) -> Sampled:
         """As `_choose`; the other ranks get what rank 0 chose."""
         rows, device = len(logits), logits.device
-        sent = torch.empty(2 * rows + len(work), dtype=torch.int64, device=device)
+        count = 2 * rows + len(work)
+        sent = torch.empty(1, count + count % 2, dtype=torch.int64, device=device)  # in 16s of bytes, as peers exchange
         sampled = None
         if self.group.slicing.rank == 0:
             sampled = self._choose(logits, adjusted, work, ONE_RANK)
             cut = np.array([sampled.cut.get(i, w.drafts) for i, w in enumerate(work)], np.int64)
-            torch.cat([sampled.tokens, sampled.checked, sampler.on_device(cut, device)], out=sent)
-        self.group.broadcast(sent)
+            torch.cat([sampled.tokens, sampled.checked, sampler.on_device(cut, device)], out=sent[0, :count])
+        chosen = exchanged(self.group, sent)[0, :count]
         if sampled is not None:
             return sampled
-        tokens, checked, kept = sent.split([rows, rows, len(work)])
+        tokens, checked, kept = chosen.split([rows, rows, len(work)])
         drafted = any(w.drafts for w in work)  # else nothing can be cut, and this host need not wait
         return Sampled(work, tokens, checked, dict(enumerate(kept.tolist())) if drafted else {})
 

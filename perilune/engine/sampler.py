@@ -1,6 +1,6 @@
 """From logits to the step's outputs: the sampled tokens, their log-probabilities, and errors instead of NaNs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.core.sampling import SamplingParams
 from perilune.core.step import Output, Sample, TokenLogprob, Work
-from perilune.dist.vocabulary import MAX_CANDIDATES, ONE_RANK, Vocabulary
+from perilune.dist.vocabulary import ONE_RANK, Vocabulary
 from perilune.ops.sampling.logprobs import logprobs
 
 LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at most this many bytes of logits
@@ -59,11 +58,6 @@ def finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits).all(-1)
 
 
-def narrow(params: Iterable[SamplingParams]) -> bool:
-    """Whether few candidates of each rank are enough to choose a token for all of these."""
-    return all(p.greedy or 0 < p.top_k <= MAX_CANDIDATES for p in params)
-
-
 def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabulary = ONE_RANK) -> Tensor:
     """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; V is
     what this rank has of `vocabulary`.
@@ -83,7 +77,7 @@ def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabul
     there = on_device(numbers, logits.device)
     temperature, top_p, min_p, top_k = there[2 * S :].view(4, S)
     how = temperature, top_k.view(torch.int32), top_p, min_p
-    return vocabulary.sample(logits, how, there[: 2 * S].view(torch.float64), narrow=narrow(params))
+    return vocabulary.sample(logits, how, there[: 2 * S].view(torch.float64))
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -1,39 +1,47 @@
 """Files in data: URLs."""
 
 import binascii
-import re
 
 from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.refusal import refused
 
 CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpreter's lock
-MAX_HEAD_CHARS = 200  # of a data: URL before its comma
-_HEAD = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
+MAX_HEAD_CHARS = 1000  # of a data: URL before its comma; some clients put the file's name there
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
+_ESCAPED |= {written.lower(): meant for written, meant in _ESCAPED.items()}
+_READ_AS = {**dict.fromkeys("\n\r\t\f ", ""), "-": "+", "_": "/"}  # lines, as the command base64 writes them
+_PARTS = {"image": "an image part", "video": "a video part"}
 
 
 def of_data_url(url: str, is_video: bool = False) -> bytes:
     """The file in a data: URL; RequestError if it is not one. Of the type that the URL says only the first half counts:
     clients often say image/jpeg for every picture, and the bytes say what it is.
 
+    Base64 is read as browsers read it, white space, missing padding and %2B included, and with - and _ for + and /.
+
     Takes 5 ms per MB: to be called on a thread if it is long.
     """
     what, example = ("video", "video/mp4") if is_video else ("image", "image/png")
-    head = _HEAD.match(url[:MAX_HEAD_CHARS])
-    if head is None or head[2] is None:
+    head, comma, _ = url[:MAX_HEAD_CHARS].partition(",")
+    said, *parameters = (word.strip().lower() for word in head.split(";"))
+    if not comma or not said.startswith("data:") or parameters[-1:] != ["base64"]:
         raise refused(f"its URL must be 'data:{example};base64,...', with the type of the file", what)
     data = bytearray()
-    text = url[head.end() :]
-    if any(space in text for space in "\n\r "):  # as the command base64 writes lines
-        text = "".join(text.split())
+    text = url[len(head) + 1 :]
+    # One after the other: a list of the pieces of a hostile text would take 2 GB.
+    for written, meant in (_ESCAPED | _READ_AS if "%" in text else _READ_AS).items():
+        if written in text:  # `in` takes 1 to 10 ms for 32 MB and `replace` 20 to 50, with the lock of the interpreter
+            text = text.replace(written, meant)
+    text += "=" * (-len(text) % 4)
     if len(text) * 3 // 4 > MAX_FILE_BYTES + 2:
         raise refused(f"the file has more than {MAX_FILE_BYTES >> 20} MB", what)
     for at in range(0, len(text), CHUNK_CHARS):
         try:
             data += binascii.a2b_base64(text[at : at + CHUNK_CHARS], strict_mode=True)
         except ValueError:  # of binascii, and of characters beyond ASCII
-            raise refused("its data is not base64, of the letters A-Z a-z 0-9 + / and padded with =", what) from None
-    said = (head[1] or "").lower()
+            raise refused("its data is not base64, of the letters A-Z a-z 0-9 + /", what) from None
+    said = said.removeprefix("data:")
     sort = said.partition("/")[0]
     if sort == ("image" if is_video else "video") and said != "image/gif":
-        raise refused(f"its URL says {said}: send it as a part of type {sort}_url", what)
+        raise refused(f"its URL says {said}: send it as {_PARTS[sort]}", what)
     return bytes(data)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from perilune.core.errors import RequestError
-from perilune.media.kinds import video_kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.patches import Patches, cut
 from perilune.media.refusal import refused
@@ -26,6 +26,8 @@ MAX_FRAME_PIXELS = 16_000_000  # 4K has 8.3 million. More: a codec's reference f
 MAX_PATCH_BYTES = 512 << 20  # of all frames taken: 105 s of 1920 x 1080 pixels, 19 minutes of 640 x 360
 MAX_FRAMES = 4096  # that are taken: 34 minutes
 MIN_SHARE = 0.9  # of the frames that the file declares; with fewer it is truncated
+MAX_RATE_ERROR = 0.1  # of the declared frames per second, as a share of what the frames' times say
+VP8_SHOWN = 0x10
 MAX_MISSING = 2  # frames at the end that a decoder may keep back; the last one is taken in their place
 Chunk = tuple[Patches, tuple[int, int, int], str]  # patches, (frames, rows, columns), time of the first frame
 
@@ -44,6 +46,8 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
             code="unsupported_media",
         ) from None
     if (kind := video_kind_of(data)) is None:
+        if kind_of(data) or unread_kind_of(data):
+            raise _refused(f"it is an image, none of {KINDS}: send it as an image part")
         raise _refused(f"it is none of {KINDS}, or its header is damaged")
     try:
         with _opened(av, data, kind) as container:
@@ -77,12 +81,21 @@ def _track(container: Any) -> Any:
 
 
 def _measured(container: Any, track: Any) -> tuple[int, float]:
-    """(frames, frames per second), by reading the packets without decoding them."""
-    count, end = 0, 0.0
+    """(frames, frames per second), by reading the packets without decoding them.
+
+    The rate is the declared one, by which the vendor chooses frames, unless the frames' times contradict it: recordings
+    of browsers declare none, and the library then estimates up to 1,000.
+    """
+    count, end, first, last = 0, 0.0, math.inf, -math.inf
+    vp8 = track.codec_context.name == "vp8"
     for packet in container.demux(track):
-        if packet.size:
+        # VP8 has frames that are only referred to (alternate references); a bit of the first byte says "shown".
+        if packet.size and not (vp8 and not memoryview(packet)[0] & VP8_SHOWN):
             count += 1
             end = max(end, float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base))
+            if packet.pts is not None:
+                at = float(packet.pts * packet.time_base)
+                first, last = min(first, at), max(last, at)
     if not count:
         raise _refused("it has no frames")
     if count < MIN_SHARE * track.frames:
@@ -90,10 +103,14 @@ def _measured(container: Any, track: Any) -> tuple[int, float]:
     declared = (container.duration or 0) / 1e6 if len(container.streams) == 1 else 0.0  # seconds; sound may last longer
     if end < MIN_SHARE * declared:
         raise _refused(f"it is truncated: {end:.1f} of its {declared:.1f} seconds are there")
-    fps = track.average_rate or track.guessed_rate
-    if not fps or not 0 < float(fps) < math.inf:
+    fps = float(track.average_rate or track.guessed_rate or 0)
+    if last > first:
+        found = (count - 1) / (last - first)
+        if abs(fps - found) > MAX_RATE_ERROR * found:
+            fps = found
+    if not 0 < fps < math.inf:
         raise _refused("it does not say how many frames a second has")
-    return count, float(fps)
+    return count, fps
 
 
 def _cut(container: Any, limits: Limits, count: int, fps: float) -> Iterator[Chunk]:

@@ -12,18 +12,28 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from perilune.core.errors import RequestError
-from perilune.media.kinds import unread_kind_of, video_kind_of
+from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF", "BMP": "BMP", "TIFF": "TIFF"}
 KINDS = ", ".join(FORMATS.values())
-MAX_PIXELS = 100_000_000  # of the file, before shrinking: at 4 bytes each, with two copies, 1.2 GB
+MAX_PIXELS = 100_000_000  # of the file, before shrinking: 400 MB as RGB, and once more where it is turned or converted
 GRAY_16_BIT = ("I;16", "I;16L", "I;16B")
 UNSCALED = ("I", "F")  # 32-bit whole numbers and floats: no range says which value is white
+STRIP_PIXELS = 1 << 20  # that are scaled from 16 bits at once: 2 MB, and as much again for each step of it
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # EXIF's orientations, but for 1, which is upright
 
 Patches = NDArray[np.uint8]  # [rows * columns, 3, P, P], by row and then column
 
@@ -37,17 +47,7 @@ def patches_of(data: bytes, limits: Limits) -> tuple[Patches, tuple[int, int, in
     RequestError, in one line, if the file is no image of a known kind, damaged, truncated or too large.
     """
     try:
-        # Opening reads the header alone. Formats that would start other programs (EPS) are not among these.
-        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
-            if math.prod(image.size) > MAX_PIXELS:
-                raise refused(
-                    f"it has {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS:,} are decoded: "
-                    "send a smaller one"
-                )
-            if image.mode in UNSCALED:
-                raise refused(f"its pixels are 32-bit ({image.format}, mode {image.mode}): send 8 or 16 bits a colour")
-            image.load()
-            return cut(_rgb(_upright(image)), limits)
+        return cut(_decoded(data), limits)
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -73,26 +73,55 @@ def _unread(data: bytes) -> str:
         return "SVG is not read: send it rendered, as PNG"
     if kind := unread_kind_of(data):
         return f"it is {kind}, none of {KINDS}: send it as PNG or JPEG"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "it is a web page (HTML): send the image itself"
+    if kind := kind_of(data):
+        return f"its header is damaged; it begins as {kind.upper()}"
     if video_kind_of(data):
-        return f"it is a video, none of {KINDS}: send it as a part of type video_url"
+        return f"it is a video, none of {KINDS}: send it as a video part"
     return f"it is none of {KINDS}, or its header is damaged"
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF orientation says; as it is if that cannot be read, for the pixels are sound."""
+def _decoded(data: bytes) -> Image.Image:
+    """The file's picture, upright, as RGB.
+
+    A copy takes up to 400 MB: steps that change nothing make none, and no `with` holds the picture that a step began
+    with.
+    """
+    # Opening reads the header alone. Formats that would start other programs (EPS) are not among these.
+    image: Image.Image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
+    if math.prod(image.size) > MAX_PIXELS:
+        raise refused(
+            f"it has {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS:,} are decoded: "
+            "send a smaller one"
+        )
+    if image.mode in UNSCALED:
+        raise refused(f"its pixels are 32-bit ({image.format}, mode {image.mode}): send 8 or 16 bits a colour")
+    image.load()
+    if (turn := _turn(image)) is not None:
+        image = image.transpose(turn)
+    if image.mode in GRAY_16_BIT:
+        image = _high_bytes(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes it upright, by its EXIF orientation; nothing if that cannot be read, for the pixels are sound."""
     try:
-        return ImageOps.exif_transpose(image)
+        return TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except MemoryError:
         raise
     except Exception:
-        return image
+        return None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode in GRAY_16_BIT:
-        # The high byte, as Pillow itself reads 16-bit colours; its conversion of 16-bit gray would clip at 255.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    return image.convert("RGB")
+def _high_bytes(image: Image.Image) -> Image.Image:
+    """Gray of 8 bits from gray of 16, as Pillow itself reads 16-bit colours; its conversion of gray clips at 255."""
+    made, rows = Image.new("L", image.size), max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        made.paste(Image.fromarray((np.asarray(strip) >> 8).astype(np.uint8)), (0, top))
+    return made
 
 
 def cut(

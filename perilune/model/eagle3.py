@@ -31,6 +31,7 @@ from perilune.model.weights import Attention, Matrix, Mlp
 from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.drafts.draft_embed import draft_embed
 from perilune.ops.layouts.operands import Latents, Rotary
+from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 
@@ -137,10 +138,10 @@ class Eagle3:
             return draft_embed(
                 step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
             )
-        own = self._target_vocabulary.embed(step.tokens, w.embed)
-        token = self._add(torch.zeros_like(own), own, w.input_norm)
-        x = torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1)
-        return x, self.angles.cos[step.positions], self.angles.sin[step.positions]
+        angles, first = self.angles, self._target_vocabulary.first
+        h, part, cos, sin = embed_part(step.tokens, None, None, step.positions, w.embed, first, angles.cos, angles.sin)
+        token = self._add(h, part, w.input_norm)
+        return torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1), cos, sin
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""

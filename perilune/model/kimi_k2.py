@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perilune.dist.experts import own as experts_of_rank
 from perilune.dist.group import ALONE, Group, total
+from perilune.dist.pieces import Pieces, Rows, add_in_pieces
 from perilune.dist.vocabulary import Vocabulary
 from perilune.model.config import KimiConfig
 from perilune.model.sharded_kv import ShardedKv
@@ -48,7 +49,7 @@ from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.linear import linear
-from perilune.ops.linear.linear_fp8 import linear_fp8
+from perilune.ops.linear.linear_fp8 import fp8_in_pieces, linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
@@ -56,10 +57,11 @@ from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
 from perilune.ops.moe.mla_decode_router import mla_decode_router
-from perilune.ops.moe.moe_int4 import moe_int4
+from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
-from perilune.ops.pointwise.embed_norm import embed_norm, resolved
+from perilune.ops.pointwise.embed_norm import embed_norm
+from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
@@ -111,19 +113,22 @@ class KimiK2:
         qk_norm_eps: float | None = None,
         group: Group = ALONE,
         kv_shard_tokens: int | None = None,
+        pieces: Pieces | None = None,
     ):
         """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: KV is sharded
-        along the sequence, and so many tokens of each block are on each rank; None: each has the whole KV."""
+        along the sequence, and so many tokens of each block are on each rank; None: each has the whole KV. `pieces`:
+        partial outputs of prompts with more rows travel in pieces, each while the next one is computed."""
         self.config = config
         self.weights = weights
         self.group = group
         self.vocabulary = Vocabulary(group, config.vocab_size)
         self.peers = group.peers  # exchange over peer memory instead of the group's collectives
+        self.pieces = pieces
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
         self.scale = config.softmax_scale
-        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens, self.peers)
+        self.sharded_kv = None if kv_shard_tokens is None else ShardedKv(group, kv_shard_tokens)
         self.routing = routing(config)
         inverse = torch.tensor(config.rope_inv_freq(), dtype=torch.float64)
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
@@ -138,25 +143,30 @@ class KimiK2:
         num_hidden_layers: as it leaves the last.
         """
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
+        out: Tensor | Rows = x  # of the layer before: what is to be added to h
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
+        in_pieces = self.pieces is not None and step.plain is not None and len(step.tokens) > self.pieces.rows
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
             if long:
                 self.group.mark()
-            if i > 0 and self._fused_over_sums and _absorbed(w, step):
-                q_full = mla_pre_attention(h, x, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
+            if i > 0 and self._fused_over_sums and _absorbed(w, step) and isinstance(out, Tensor):
+                q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:
-                x = self._add(h, x, layer.input_norm)
+                x = self._add(h, out, layer.input_norm)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
-            if q_full is None:
-                attended = self._attention(w, x, rotary, step, latents)
-                x = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
+            if q_full is not None:
+                out = self._after_queries(q_full, layer, h, step, pages)
+            elif in_pieces:
+                heads = mla_heads(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
+                out = self._ffn_rows(layer.ffn, self._add(h, _apply_rows(w.o, heads), layer.post_norm))
             else:
-                x = self._after_queries(q_full, layer, h, step, pages)
-        x = self._add(h, x, self.weights.norm)
+                attended = self._attention(w, x, rotary, step, latents)
+                out = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
+        x = self._add(h, out, self.weights.norm)
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 
@@ -182,20 +192,24 @@ class KimiK2:
             h, x, cos, sin = embed_norm(
                 step.tokens, rows, last_tokens, step.positions, table, norm, self.cos, self.sin, self.eps
             )
-            rotary = Rotary(cos, sin)
         else:
-            own = self.vocabulary.embed(resolved(step.tokens, rows, last_tokens), table)
-            h = torch.zeros_like(own)
-            x = self._add(h, own, norm)
-            rotary = Rotary(self.cos[step.positions], self.sin[step.positions])
+            first = self.vocabulary.first
+            h, part, cos, sin = embed_part(
+                step.tokens, rows, last_tokens, step.positions, table, first, self.cos, self.sin
+            )
+            x = self._add(h, part, norm)
+        rotary = Rotary(cos, sin)
         if step.replaced is None:
             return h, x, rotary
         where, values = step.replaced
         h[where] = values.to(h.dtype)
         return h, rmsnorm(h, norm, self.eps), rotary
 
-    def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+    def _add(self, h: Tensor, x: Tensor | Rows, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
+        if not isinstance(x, Tensor):
+            assert self.pieces is not None
+            return add_in_pieces(h, x, norm, self.eps, self.pieces)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
     @property
@@ -224,12 +238,26 @@ class KimiK2:
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
         """[T, D], or [T, P, D] float32, P parts whose sum it is."""
+        return mlp(w, x) if isinstance(w, Mlp) else _mixture(w, x, self._chosen(w, x))
+
+    def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
+        """The same as x, any rows at a time."""
         if isinstance(w, Mlp):
-            return mlp(w, x)
+            y = mlp(w, x)  # of one layer in 61: in pieces its weights would be widened once for each
+        else:
+            chosen, e = self._chosen(w, x), w.experts
+            if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
+                rows = moe_int4_in_pieces(x, chosen, *e.matrices, w.shared)
+                if rows is not None:
+                    return rows
+            y = _mixture(w, x, chosen)
+        return lambda some: (y[some] if y.dim() == 2 else y[some].sum(1)).to(x.dtype)
+
+    def _chosen(self, w: Moe, x: Tensor) -> Chosen:
         chosen = router(x, w.gate, w.bias, self.routing)
         if self.group.slicing.whole_experts:
             chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
-        return _mixture(w, x, chosen)
+        return chosen
 
 
 def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peers: Peers | None) -> Tensor:
@@ -252,11 +280,26 @@ def mla(
 ) -> Tensor:
     """x [T, inputs of w] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]. With
     `sharded`, step and latents are the rank's part, and the span that attends in the plain form is the whole one."""
+    if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
+        q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
+        q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
+        return _attend(w, q_full, span, latents.pages, scale, sharded)
+    return apply(w.o, mla_heads(w, x, rotary, step, latents, norm_eps, scale, sharded))
+
+
+def mla_heads(
+    w: Attention,
+    x: Tensor,
+    rotary: Rotary,
+    step: Step,
+    latents: Latents,
+    norm_eps: float,
+    scale: float,
+    sharded: ShardedKv | None,
+) -> Tensor:
+    """As `mla`, the outputs of the heads [T, H v], which `w.o` has not multiplied."""
     (heads, _, _), pages = w.w_uk.shape, latents.pages
     q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
-    if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
-        q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
-        return _attend(w, q_full, span, pages, scale, sharded)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
     q = q.view(len(x), heads, q.shape[1] // heads)
     out = []
@@ -274,8 +317,14 @@ def mla(
             out.append(sharded.prefill(w, q_rows, span, pages, scale))
         else:
             out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
-    heads_out = out[0] if len(out) == 1 else torch.cat(out)
-    return apply(w.o, heads_out.flatten(1))
+    return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1)
+
+
+def _apply_rows(w: Matrix, x: Tensor) -> Rows:
+    """Rows of `apply`, each multiplied when it is asked for."""
+    if w.format == "fp8" and w.scale is not None and not linear_w8a8.applies(w, x):
+        return fp8_in_pieces(x, w.weight, w.scale)
+    return lambda some: apply(w, x[some])
 
 
 def _rows(
@@ -311,11 +360,16 @@ def mlp(w: Mlp, x: Tensor) -> Tensor:
     return apply(w.down, swiglu(apply(w.gate_up, x)))
 
 
+def _fuses_shared(shared: Mlp | None) -> bool:
+    """Whether `moe_int4` takes the shared expert, too."""
+    return shared is None or (shared.gate_up.format == shared.down.format != "int4")
+
+
 def _mixture(w: Moe, x: Tensor, chosen: Chosen) -> Tensor:
     """As `KimiK2._ffn`, of experts that are chosen."""
     e, shared = w.experts, w.shared
     if isinstance(e, Int4Experts | Int4CompactExperts):
-        fused = shared is None or (shared.gate_up.format == shared.down.format != "int4")
+        fused = _fuses_shared(shared)
         parts = moe_int4(x, chosen, *e.matrices, shared if fused else None)
         if shared is not None and not fused:
             parts = torch.cat([parts, mlp(shared, x).float().unsqueeze(1)], 1)

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from perilune.dist.group import Group
+from perilune.dist.group import Group, exchanged
 from perilune.dist.kv_shards import KvShards
 from perilune.ops.attention.mla_decode_merge import mla_decode_merge
 from perilune.ops.attention.mla_decode_partial import joined, mla_decode_partial, parted
 from perilune.ops.attention.mla_prefill import mla_prefill
-from perilune.ops.exchange.exchange_rows import exchange_rows, takes
-from perilune.ops.exchange.peers import Peers
 from perilune.ops.layouts.operands import Attention, Span
 
 CONTEXT_BYTES = 256 << 20  # of latents that all ranks give each other at once, unless a single request has more
@@ -26,10 +24,8 @@ CONTEXT_BYTES = 256 << 20  # of latents that all ranks give each other at once, 
 class ShardedKv:
     """`tokens` of each KV block are on each rank of `group`."""
 
-    def __init__(self, group: Group, tokens: int, peers: Peers | None = None) -> None:
-        """`peers`: exchanges of few tokens go over their memory, if they have some, not through the group's
-        collectives."""
-        self._group, self._peers = group, peers
+    def __init__(self, group: Group, tokens: int) -> None:
+        self._group = group
         self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
 
     def span(self, span: Span, context: Tensor) -> Span:
@@ -46,16 +42,10 @@ class ShardedKv:
         """As mla_decode, [T, h, v]; q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""
         ranks, R = self._group.ranks, w.w_uv.shape[1]
         own = q_full.view(1, -1).view(torch.uint8)
-        gathered = self._exchange(own).view(q_full.dtype).view(ranks, *q_full.shape)
+        gathered = exchanged(self._group, own).view(q_full.dtype).view(ranks, *q_full.shape)
         queries = gathered.transpose(0, 1).flatten(1, 2).contiguous()
         o, lse = mla_decode_partial(queries, pages, span, R, ranks, scale)
-        return mla_decode_merge(*parted(self._exchange(joined(o, lse)), o, lse), w.w_uv)
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        """[ranks, W]: each rank's row for this one; rows [ranks, W] uint8, or [1, W], which all ranks get."""
-        if self._peers is not None and self._peers.mailboxes is not None and takes(rows):
-            return exchange_rows(rows, self._peers)
-        return self._group.gather(rows[0]) if len(rows) == 1 else self._group.all_to_all(rows)
+        return mla_decode_merge(*parted(exchanged(self._group, joined(o, lse)), o, lse), w.w_uv)
 
     def prefill(self, w: Attention, q: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
         """As mla_prefill, [T, h, v], of this rank's h heads."""

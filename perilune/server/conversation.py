@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.core.errors import RequestError
-from perilune.server.pictures.parts import picture_part
 from perilune.text.tools import show
 
 Content = str | list[Mapping[str, Any]]
-PictureUrl = Callable[[Mapping[str, Any], str], str]
+ReadMedium = Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
 class Conversation:
@@ -75,8 +74,9 @@ def text_of(content: Any, where: str, parts: Mapping[str, str]) -> str:
     return text
 
 
-def content_of(content: Any, where: str, texts: Mapping[str, str], pictures: Mapping[str, PictureUrl]) -> Content:
-    """The same where `pictures` may be among the parts: by type, what gives the URL of such a part and its place.
+def content_of(content: Any, where: str, texts: Mapping[str, str], media: Mapping[str, ReadMedium]) -> Content:
+    """The same where pictures and videos may be among the parts. `media`: by type, what makes chat's part of such a
+    part and its place.
 
     A list of chat's parts if there are any, else the text.
     """
@@ -92,10 +92,10 @@ def content_of(content: Any, where: str, texts: Mapping[str, str], pictures: Map
             raise wrong(spot, "must be an object with a type")
         if kind in texts:
             made.append(text_part(string(part, texts[kind], spot)))
-        elif kind in pictures:
-            made.append(picture_part(pictures[kind](part, spot), spot))
+        elif kind in media:
+            made.append(media[kind](part, spot))
         else:
-            served = "text and pictures are" if pictures else "text is"
+            served = f"text, {' and '.join(media)} are" if media else "text is"
             raise wrong(spot, f"is of type {show(kind)}, but only {served} served here", code="unsupported_parameter")
     return joined(made)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Prompt:
 
     cache_keys  only prompts of one API key with the same ones share cached KV
     order       when it runs, compared with others
+    seen_seconds  that decoding the pictures took, which count for its deadline
     video_tokens  of the ids, those that are placeholders of videos
     """
 
@@ -50,6 +52,17 @@ class Prompt:
     cache_keys: tuple[str, ...] = ()
     order: Order = FIRST_COME
     video_tokens: int = 0
+    seen_seconds: float = 0.0
+
+
+def late(order: Order) -> RequestError:
+    """What ends a request at its deadline."""
+    return RequestError(
+        f"the answer was not complete after {order.deadline_seconds:g} s, the request's own deadline",
+        param="deadline_seconds",
+        code="deadline_exceeded",
+        status=504,
+    )
 
 
 class Admission:
@@ -124,7 +137,10 @@ class Generation:
         first: bool = True,
     ) -> None:
         """`first` of the answers to its prompt, which counts once."""
-        self.order = prompt.order
+        self.order = left = prompt.order
+        if left.deadline_seconds is not None:
+            left = dataclasses.replace(left, deadline_seconds=left.deadline_seconds - prompt.seen_seconds)
+        self._left = left
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt.ids
@@ -152,7 +168,7 @@ class Generation:
         outcome = "error"
         try:
             generate = self.engine.generate(
-                self.prompt, self.params, self.constraint, self.cache_keys, self.order, self.pictures
+                self.prompt, self.params, self.constraint, self.cache_keys, self._left, self.pictures
             )
             async with contextlib.aclosing(generate) as deltas:
                 async for delta in deltas:
@@ -164,13 +180,7 @@ class Generation:
                     if delta.finish_reason == "error":
                         raise GenerationError(f"the generation failed: {delta.error}")
                     if delta.finish_reason == "deadline":
-                        raise RequestError(
-                            f"the answer was not complete after {self.order.deadline_seconds:g} s, the request's own "
-                            "deadline",
-                            param="deadline_seconds",
-                            code="deadline_exceeded",
-                            status=504,
-                        )
+                        raise late(self.order)
                     for piece in delta.singly() if self.params.stop else (delta,):
                         self.completion_tokens += len(piece.tokens)
                         account.add_output(len(piece.tokens))

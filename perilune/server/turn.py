@@ -1,7 +1,9 @@
 """From a validated chat body to assistant turns under way: used by every chat API."""
 
+import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +12,12 @@ from starlette.requests import Request
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import EngineInfo, Picture, Video, pictures_of
-from perilune.core.sampling import SamplingParams, candidates, sibling
+from perilune.core.sampling import MAX_WHOLE, SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat, forces
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
 from perilune.server.body import Context
-from perilune.server.generation import Generation, Prompt, fit
+from perilune.server.generation import Generation, Prompt, fit, late
 from perilune.server.openai.protocol import ChatBody, Predictions, usage
 from perilune.server.pictures.parts import found, replaced
 from perilune.server.service import ModelText, Service
@@ -145,7 +147,7 @@ def read(
     answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
-    budget = None if budget is None else min(budget, info.max_model_len)
+    budget = None if budget is None else min(budget, MAX_WHOLE)  # no message has room for more
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)
@@ -208,6 +210,22 @@ async def see(
     return media
 
 
+async def _seen_in_time(
+    service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack
+) -> tuple[Sequence[Picture | Video], float]:
+    """As `see`, and the seconds that it took; RequestError 504 at the request's deadline."""
+    order, began = body.order, time.monotonic()
+    try:
+        async with asyncio.timeout(order.deadline_seconds):
+            media = await see(service, request, body, held)
+    except TimeoutError:
+        raise late(order) from None
+    seconds = time.monotonic() - began if media else 0.0
+    if order.deadline_seconds is not None and seconds >= order.deadline_seconds:
+        raise late(order)
+    return media, seconds
+
+
 async def begin(service: Service, request: Request, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
     """Reads, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
 
@@ -217,7 +235,7 @@ async def begin(service: Service, request: Request, size: int, body: ChatBody, f
     text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
         held.callback(service.admission.take(candidates(1 if body.n is None else body.n), "n"))
-        media = await see(service, request, body, held)
+        media, seconds = await _seen_in_time(service, request, body, held)
         strict = service.config.vendor_strict
         asked = await service.offload(size, lambda: read(body, text, info, vendor_strict=strict, forms=forms))
         constraint = await enforced(
@@ -229,7 +247,7 @@ async def begin(service: Service, request: Request, size: int, body: ChatBody, f
             budget=asked.budget,
         )
         videos = sum(medium.tokens for medium in media if isinstance(medium, Video))
-        prompt = Prompt(asked.ids, pictures_of(media), body.cache_keys, body.order, videos)
+        prompt = Prompt(asked.ids, pictures_of(media), body.cache_keys, body.order, videos, seconds)
         generations = [
             Generation(service.engine, service.metrics, prompt, params, constraint, first=not i)
             for i, params in enumerate(_siblings(asked.params, 1 if body.n is None else body.n))

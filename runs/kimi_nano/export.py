@@ -177,6 +177,16 @@ def export(run: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Progress:
     return progress
 
 
+def add_facts(log: Path, directory: Path) -> None:
+    """Writes what the training's log says of the exported weights, or prints why that cannot be."""
+    try:
+        trained = training(log, directory)
+    except SystemExit as e:
+        print(f"no {TRAINING_FILE} beside the weights: {e}")
+    else:
+        (directory / TRAINING_FILE).write_text(json.dumps(trained, indent=2) + "\n")
+
+
 def add_eyes(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Adds the tower, or replaces the one that is there. No file of the text model is changed; config.json, which says
     that there is a tower, is replaced last."""
@@ -203,12 +213,7 @@ def main() -> None:
     if not (args.run / CHECKPOINT).is_file():
         parser.error(f"{args.run} has no {CHECKPOINT}: train first, python -m runs.kimi_nano.train --out {args.run}")
     progress = export(args.run, args.out)
-    try:
-        trained = training(args.run / LOG_FILE, args.out)
-    except SystemExit as e:
-        print(f"no {TRAINING_FILE} beside the weights: {e}")
-    else:
-        (args.out / TRAINING_FILE).write_text(json.dumps(trained, indent=2) + "\n")
+    add_facts(args.run / LOG_FILE, args.out)
     size = sum(f.stat().st_size for f in args.out.iterdir())
     print(json.dumps({"kind": "export", "out": str(args.out), "bytes": size, "step": progress.step}))
 

@@ -1,17 +1,21 @@
 """Trains kimi-nano's eyes: python -m runs.kimi_nano.eyes --model perilune/bundled/kimi-nano --minutes 6
 
-The text model is frozen, so whatever it does with text stays as it is. First the tower learns to read: what lies in
-each patch, and the picture's caption as a row of the text model's embeddings for each of its tokens, without the text
-model. Then it learns through the text model, by the cross entropy of the answers; what it learnt first counts for less
-and less. The finished tower is added to the checkpoint of --model; the text model's shards are not changed.
+First the tower learns to read: what lies in each patch, and the picture's caption as a row of the text model's
+embeddings for each of its tokens, without the text model. Then it learns through the text model, by the cross entropy
+of the answers; what it learnt first counts for less and less.
 
-Progress is elapsed time over --minutes. `eyes.safetensors` of --out is written whole, then renamed; --resume goes on
-from it, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
+Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
+to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
+that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower.
+
+Progress is elapsed time over --minutes, compiling included. The checkpoints of --out are written whole, then renamed;
+--resume goes on from them, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,16 +32,20 @@ from torch.nn import functional as F
 from perilune.model.moonvit_config import MERGE_SIDE
 from perilune.tasks.families import check, problems
 from perilune.tasks.pictures.canvas import add_fonts
+from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE
+from runs.kimi_nano import data, export, state
 from runs.kimi_nano.attention import WAYS, Packed
 from runs.kimi_nano.data import LONGEST, Codec, loader
 from runs.kimi_nano.decode import greedy
-from runs.kimi_nano.evaluate import parse_answer
-from runs.kimi_nano.export import add_eyes, read_back
+from runs.kimi_nano.evaluate import cells_of, parse_answer
+from runs.kimi_nano.evaluate import score as score_words
+from runs.kimi_nano.feeder import Feeder
+from runs.kimi_nano.graphs import Graphs
 from runs.kimi_nano.model import EAGER, Blocks, KimiNano, Seen, compiled
 from runs.kimi_nano.optim import Optimizer
 from runs.kimi_nano.pictures import MARKS, WEIGHTS, Pictures, placed
 from runs.kimi_nano.tower import Eyes, configuration
-from runs.kimi_nano.train import SEED, Log, choose_attention
+from runs.kimi_nano.train import BALANCE, SEED, Log, choose_attention
 
 CHECKPOINT = "eyes.safetensors"
 GUIDED = 0.7  # share of the schedule through the text model after which reading counts for LEAST_GUIDE
@@ -47,6 +55,9 @@ FILLER = 0.1  # weight of the rows behind a caption
 SHARPNESS = 4.0  # of a row's likeness with the embeddings
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
+SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
+WORDS_WORKERS = 3
+FULL_RATE = 2e-3  # learning rate at which the routers' biases move by BALANCE a step, as in train.py
 
 
 @dataclass
@@ -54,6 +65,25 @@ class EyesProgress:
     step: int = 0
     seconds: float = 0.0
     pictures: int = 0
+    through: int = 0  # steps through the text model
+
+
+@dataclass
+class Rates:
+    """What changes from step to step, as float32 tensors [] on the device; `through`: also through the text model."""
+
+    through: bool
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def on(cls, device: str) -> "Rates":
+        kinds = ("guide", "rate", "number", "words_rate", "words_number")
+        return cls(False, {kind: torch.zeros((), device=device) for kind in kinds})
+
+    def set(self, through: bool, **values: float) -> None:
+        self.through = through
+        for kind, value in values.items():
+            self.tensors[kind].fill_(value)
 
 
 @dataclass
@@ -63,38 +93,77 @@ class Run:
     text: KimiNano
     eyes: Eyes
     optimizer: Optimizer
+    words: Optimizer | None  # of the text model, if it learns
+    graphs: Graphs
     blocks: Blocks
     way: str
     device: str
-    embeddings: Tensor  # [vocabulary, D] float32, of the text model
+    embeddings: Tensor  # [vocabulary, D] of the text model at the beginning
 
     def losses(self, block: dict[str, Tensor], through: bool) -> dict[str, Tensor]:
-        """Mean losses of a block; `through`: also through the text model."""
-        there = {key: value.to(self.device, non_blocking=True) for key, value in block.items() if key != "grid"}
+        """Mean losses of a block on the device; `through`: also through the text model."""
         rows, columns = block["grid"].tolist()
-        made, read = self.eyes(there["pixels"], (rows, columns))
-        marks = there["marks"].long().view(-1, 2)
+        made, read = self.eyes(block["pixels"], (rows, columns))
+        marks = block["marks"].long().view(-1, 2)
         weight = torch.where(marks.flatten() > 0, 1.0, 0.1)
         lost = F.cross_entropy(read.float().flatten(0, 1), marks.flatten(), reduction="none")
-        slots = there["slots"].long()
+        slots = block["slots"].long()
         found = {"marks": (lost * weight).sum() / weight.sum(), "slots": self._caption(made.float(), slots)}
         if through:
-            tokens, targets = there["stream"].long()
-            packed = Packed(there["starts"], min(int(block["starts"].diff().max()), LONGEST), tokens.shape[0])
-            seen = there["places"], made.to(self.text.embed_tokens.weight.dtype)
-            attend = WAYS[self.way](packed, self.text.s.softmax_scale)
-            total = self.text.loss(tokens, packed.positions(), targets, attend, self.blocks, seen)
-            found["answers"] = total / (targets >= 0).sum()
+            seen = block["places"], made.to(self.text.embed_tokens.weight.dtype)
+            found["answers"] = self.answers(block["stream"], block["starts"], block["longest"].item(), seen)
         return found
+
+    def answers(self, stream: Tensor, starts: Tensor, longest: int | float, seen: Seen | None) -> Tensor:
+        """Mean cross entropy of the targets of a block."""
+        tokens, targets = stream.long()
+        packed = Packed(starts, int(longest), tokens.shape[0])
+        attend = WAYS[self.way](packed, self.text.s.softmax_scale)
+        return self.text.loss(tokens, packed.positions(), targets, attend, self.blocks, seen) / (targets >= 0).sum()
+
+    def step(self, block: dict[str, Tensor], words: dict[str, Tensor] | None, rates: Rates) -> dict[str, Tensor]:
+        """Moves the tower by a block of pictures, and the text model by it and by `words`, a block of text; the losses,
+        which the next step overwrites. Without rates.through the text model takes no part."""
+        through, grid = rates.through, block["grid"]
+        longest = {name: int(one["longest"]) for name, one in (("pictures", block), ("words", words)) if one}
+        inputs = {key: value for key, value in block.items() if key not in ("grid", "longest")} | rates.tensors
+        if words is not None:
+            inputs |= {f"words_{key}": words[key] for key in ("stream", "starts")}
+
+        def step(there: dict[str, Tensor]) -> dict[str, Tensor]:
+            losses = self.losses(there | {"grid": grid, "longest": block["longest"]}, through)
+            total = there["guide"] * (losses["slots"] + MARK_WEIGHT * losses["marks"])
+            if through:
+                total = total + losses["answers"]
+            if words is not None:
+                losses["words"] = self.answers(there["words_stream"], there["words_starts"], longest["words"], None)
+                total = total + losses["words"]
+            total.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step(there["rate"], there["number"])
+            self.optimizer.publish()
+            if through and self.words is not None:
+                self.words.step(there["words_rate"], there["words_number"])
+                self.words.publish()
+                for router in self.text.routers():
+                    router.balance(there["words_rate"] * (BALANCE / FULL_RATE))
+            return {name: loss.detach() for name, loss in losses.items()}
+
+        return self.graphs((tuple(grid.tolist()), through, *longest.values()), step, inputs)
+
+    def publish(self) -> None:
+        self.optimizer.publish()
+        if self.words is not None:
+            self.words.publish()
 
     def _caption(self, made: Tensor, slots: Tensor) -> Tensor:
         """How far the rows are from the embeddings of the caption's tokens."""
         ends = slots == slots[:, -1:]
         filler = ends & ends.roll(1, 1)  # the first line end belongs to the caption
         weight = torch.where(filler, FILLER, 1.0).flatten()
-        wanted = self.embeddings[slots.flatten()]
+        wanted = self.embeddings[slots.flatten()].float()
         apart = (made - wanted).square().sum(-1) / wanted.square().sum(-1).mean()
-        unlike = F.cross_entropy(SHARPNESS * made @ self.embeddings.T, slots.flatten(), reduction="none")
+        alike = (SHARPNESS * made).to(self.embeddings.dtype) @ self.embeddings.T
+        unlike = F.cross_entropy(alike.float(), slots.flatten(), reduction="none")
         return ((apart + unlike) * weight).sum() / weight.sum()
 
 
@@ -110,15 +179,36 @@ def guide_at(through: float) -> float:
 def open_run(args: argparse.Namespace) -> Run:
     device = args.device
     torch.manual_seed(args.seed)
-    text = read_back(args.model)
-    text.to(device).cast(torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(False)
+    text = export.read_back(args.model)
+    text.to(device)
+    words = Optimizer(text, muon=True, decay=args.words_decay) if args.words else None
+    text.cast(torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(words is not None)
     eyes = Eyes(configuration(text.s.hidden_size), len(MARKS)).to(device)
     optimizer = Optimizer(eyes, muon=True, decay=args.decay)
     if device == "cuda":
         eyes.bfloat16()
     way, _ = choose_attention("auto", device, text.s)
     blocks = compiled() if args.compile else EAGER
-    return Run(text, eyes, optimizer, blocks, way, device, text.embed_tokens.weight.detach().float())
+    embeddings = text.embed_tokens.weight.detach().clone()
+    return Run(text, eyes, optimizer, words, Graphs(args.compile and way == "flash"), blocks, way, device, embeddings)
+
+
+def prepared(block: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    """The block's tensors on the device; `grid` and the new `longest`, tokens of its longest sample, stay on the CPU.
+
+    For the flash kernel `starts` is filled up with empty samples and `longest` is LONGEST, so that few shapes occur.
+    """
+    starts, host = block["starts"], {key: block[key] for key in ("grid",) if key in block}
+    longest = min(int(starts.diff().max()), LONGEST)
+    if device == "cuda":
+        longest = LONGEST
+        starts = F.pad(starts, (0, -len(starts) % SAMPLES_TOGETHER), value=int(starts[-1]))
+    there = {
+        key: value.to(device, non_blocking=True)
+        for key, value in (block | {"starts": starts}).items()
+        if key not in host
+    }
+    return there | host | {"longest": torch.tensor(longest)}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -126,53 +216,93 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "eyes.jsonl")
     fonts = add_fonts(args.fonts) if args.fonts is not None else 0  # before data processes are forked
-    blocks = Pictures(args.model, args.seed, args.tokens)
     progress = EyesProgress()
     if args.resume:
         with safe_open(args.out / CHECKPOINT, "pt") as file:
             progress = EyesProgress(**json.loads(file.metadata()["progress"]))
-        blocks.first = progress.step
-    data: Iterator[dict[str, Tensor]] = iter(loader(blocks, args.workers))  # forks, so before CUDA is used
+    # Data processes are forked as soon as a loader is iterated, so before CUDA is used.
+    pictures = iter(loader(Pictures(args.model, args.seed, args.tokens, progress.step), args.workers))
+    words = None
+    if args.words:
+        for name in (VOCABULARY_FILE, CONFIG_FILE):
+            shutil.copyfile(args.model / name, args.out / name)
+        texts = data.Blocks(args.words, args.seed + 1, args.word_tokens, progress.through)
+        words = iter(loader(texts, min(args.workers, WORDS_WORKERS)))
     run = open_run(args)
     if args.resume:
-        for name, tensor in load_file(args.out / CHECKPOINT).items():
-            run.optimizer.state[name].copy_(tensor)
-    run.optimizer.publish()
+        restore(args.out, run)
+    run.publish()
     log(
         "start", parameters=sum(p.numel() for _, p in run.eyes.stored()), step=progress.step, attention=run.way,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
         seed=args.seed, fonts=fonts, tokens=args.tokens, minutes=args.minutes, reading=args.reading, rate=args.rate,
+        words_rate=args.words_rate if run.words else 0.0, word_tokens=args.word_tokens,
         seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip
+    feeder = Feeder(pictures, lambda block: prepared(block, args.device), args.seed, again=args.workers > 0)
+    try:
+        finished = steps(args, run, feeder, words, progress, log, began)
+    finally:
+        feeder.close()
+    save(args.out, run, progress, args)
+    log(
+        "stop",
+        finished=finished,
+        **asdict(progress),
+        fresh=feeder.fresh,
+        again=feeder.repeated,
+        wall=round(time.monotonic() - began, 1),
+    )
+    if not finished:
+        return
+    if run.words:
+        export.export(args.out, args.model)
+        export.add_facts(args.words / state.LOG_FILE, args.model)
+    export.add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
+    # With thoughts alone: what is in training's fonts only, perilune evaluate cannot ask (eyes_card.py).
+    codec = Codec(args.model)
+    for split in ("heldout", "structural") if args.score_count else ():
+        exact = score(run, codec, split, args.score_count, thinking=True)
+        log("score", split=split, mode="thinking", count=args.score_count, exact=exact)
+    if run.words and args.score_count:
+        exact = score_words(run.text, codec, cells_of(args.words, args.score_count))
+        log("words", count=args.score_count, exact=exact, mean=round(sum(exact.values()) / len(exact), 4))
+
+
+def steps(
+    args: argparse.Namespace, run: Run, feeder: Feeder, words: Iterator[dict[str, Tensor]] | None,
+    progress: EyesProgress, log: Log, began: float,
+) -> bool:  # fmt: skip
+    """Trains up to the end of the schedule, or --pause-after; whether it is the end."""
     clock = time.monotonic() - progress.seconds
     spoken, saved, waited, pictures = time.monotonic(), time.monotonic(), 0.0, progress.pictures
     sums, taken = dict[str, Tensor](), dict[str, int]()
-    ready = False  # once the text model's first step, which compiles, is through: that is not counted
+    rates = Rates.on(args.device)
     while True:
         progress.seconds = time.monotonic() - clock
         done = progress.seconds / (60 * args.minutes)
-        if done >= 1.0 or (args.pause_after and time.monotonic() - began > args.pause_after):
-            break
+        if done >= 1.0:
+            return True
+        if args.pause_after and time.monotonic() - began > args.pause_after and feeder.fresh:  # after a step or more
+            return False
         asked = time.monotonic()
-        block = next(data)
+        block = next(feeder)
         waited += time.monotonic() - asked
         through = args.reading <= done
-        compiling = through and not ready
-        losses = run.losses(block, through)
-        guide = guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0)
-        total = guide * (losses["slots"] + MARK_WEIGHT * losses["marks"]) + losses.get("answers", 0.0)
-        assert isinstance(total, Tensor)
-        total.backward()
-        if compiling:
-            float(total)
-            ready, clock = True, clock + time.monotonic() - asked
-        share = rate_at(done, progress.step)
+        text = prepared(next(words), args.device) if through and words is not None else None
         progress.step += 1
+        progress.through += through
         progress.pictures += len(block["pixels"])
-        run.optimizer.step(args.rate * share, progress.step)
-        run.optimizer.publish()
+        share = rate_at(done, progress.step - 1)
+        rates.set(
+            through,
+            guide=guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0),
+            rate=args.rate * share, number=progress.step,
+            words_rate=args.words_rate * rate_at(done, progress.through - 1), words_number=max(1, progress.through),
+        )  # fmt: skip
+        losses = run.step(block, text, rates)
         for name, loss in losses.items():
-            sums[name] = sums.get(name, 0.0) + loss.detach()
+            sums[name] = sums[name] + loss if name in sums else loss.clone()
             taken[name] = taken.get(name, 0) + 1
         if progress.step % args.every == 0:
             shown = {name: round(float(value) / taken[name], 4) for name, value in sums.items()}
@@ -180,29 +310,30 @@ def train(args: argparse.Namespace) -> None:
             log(
                 "step", step=progress.step, done=round(done, 4), **shown, rate=round(args.rate * share, 6),
                 pictures_per_second=round((progress.pictures - pictures) / (now - spoken)),
-                waiting=round(waited / (now - spoken), 3),
+                waiting=round(waited / (now - spoken), 3), fresh=feeder.fresh,
             )  # fmt: skip
             spoken, waited, pictures, sums, taken = now, 0.0, progress.pictures, {}, {}
         if time.monotonic() - saved > args.save_every:
-            save(args.out / CHECKPOINT, run, progress)
+            save(args.out, run, progress, args)
             saved = time.monotonic()
-    save(args.out / CHECKPOINT, run, progress)
-    del data
-    log("stop", finished=done >= 1.0, **asdict(progress), wall=round(time.monotonic() - began, 1))
-    if done < 1.0:
-        return
-    add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
-    # With thoughts alone: what is in training's fonts only, perilune evaluate cannot ask (eyes_card.py).
-    for split in ("heldout", "structural"):
-        exact = score(run, Codec(args.model), split, args.score_count, thinking=True)
-        log("score", split=split, mode="thinking", count=args.score_count, exact=exact)
 
 
-def save(path: Path, run: Run, progress: EyesProgress) -> None:
+def save(out: Path, run: Run, progress: EyesProgress, args: argparse.Namespace) -> None:
+    if run.words:
+        learnt = state.Progress(progress.through, progress.seconds, progress.through * args.word_tokens)
+        state.save(out / state.CHECKPOINT, run.text, run.words, learnt)
+    path = out / CHECKPOINT
     partial = path.with_name(f".{path.name}")
     tensors = {name: t.detach().cpu().contiguous() for name, t in run.optimizer.state.items()}
     save_file(tensors, partial, {"progress": json.dumps(asdict(progress))})
     os.replace(partial, path)
+
+
+def restore(out: Path, run: Run) -> None:
+    if run.words:
+        state.restore(out / state.CHECKPOINT, run.text, run.words)
+    for name, tensor in load_file(out / CHECKPOINT).items():
+        run.optimizer.state[name].copy_(tensor)
 
 
 @torch.no_grad()
@@ -210,7 +341,7 @@ def score(run: Run, codec: Codec, split: str, count: int, thinking: bool, rows: 
     """Share of right answers of each kind of picture, greedy."""
     found: dict[str, float] = {}
     pad = codec.tokenizer.special("<|media_pad|>")
-    for name in EVALUATED if count else ():
+    for name in EVALUATED:
         asked = placed(problems(name, split, count, thinking=thinking))
         right = 0
         for at in range(0, count, rows):
@@ -248,16 +379,20 @@ def main() -> None:
     add("--fonts", type=Path, help="directory with TrueType fonts to write in, besides Pillow's own")
     add("--seed", type=int, default=SEED, help="seed of data and weights")
     add("--minutes", type=float, default=6.0, help="length of the schedule")
+    add("--words", type=Path, metavar="RUN", help="directory of the text model's training: the text model learns too")
+    add("--words-rate", type=float, default=5e-4, help="peak learning rate of the text model, with --words")
+    add("--words-decay", type=float, default=0.1, help="weight decay of the text model, with --words")
+    add("--word-tokens", type=int, default=16384, help="tokens of text in a step, with --words")
     add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
-    add("--tokens", type=int, default=65536, help="tokens of a step")
+    add("--tokens", type=int, default=16384, help="tokens of pictures in a step")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--decay", type=float, default=0.05, help="weight decay")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the text model's blocks")
-    add("--workers", type=int, default=24, help="data processes")
-    add("--every", type=int, default=20, help="steps between lines of the log")
+    add("--workers", type=int, default=13, help="data processes")
+    add("--every", type=int, default=100, help="steps between lines of the log")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     add("--score-count", type=int, default=256, help="problems per kind and split of the scores (0: none)")
     args = parser.parse_args()
@@ -271,6 +406,8 @@ def main() -> None:
         parser.error("no CUDA device here: give --device cpu")
     if args.resume and not (args.out / CHECKPOINT).is_file():
         sys.exit(f"--resume needs {args.out / CHECKPOINT}, which is not there: leave --resume out to begin anew")
+    if args.words is not None and not (args.words / data.CORPUS_FILE).is_file():
+        parser.error(f"--words {args.words} has no {data.CORPUS_FILE}: give the directory of the text model's training")
     train(args)
 
 

@@ -24,9 +24,9 @@ PART = """
 ## Pictures
 
 {parameters:,} parameters of MoonViT with its projector: {layers} layers, {width} wide, patches of 14 pixels. They were
-trained in {minutes:.1f} minutes on one {device}, {steps:,} steps and {pictures:,} pictures, with the text model frozen:
-what it does with text is what it did before. Pictures are shrunk to about 200 patches: text that then has fewer than
-14 pixels cannot be read.
+trained in {minutes:.1f} minutes on one {device}, {steps:,} steps of {pictures:,} pictures in all, each used {times}
+times. {how}
+Pictures are shrunk to about 200 patches: text that then has fewer than 14 pixels cannot be read.
 
 {table}
 
@@ -39,6 +39,9 @@ Those pictures are written in Pillow's own fonts, which are the same everywhere.
 too: of {fonts} font files one in five was kept apart. In those, structural otherwise too, thinking on:
 {in_new_fonts}.
 """
+FROZEN = "The text model was frozen: what it does with text is what it did before."
+LEARNT = """In the last {through:,} steps the text model learnt too, at a peak rate of {words_rate:g},
+from pictures and from its own text."""
 STRUCTURE = "wordings, words\nand pairs of colours that training never shows"
 
 
@@ -69,6 +72,9 @@ def trained(log: Path, model: Path) -> Row:
         "minutes": round(stop["seconds"] / 60, 1),
         "steps": stop["step"],
         "pictures": stop["pictures"],
+        "times": round((stop["fresh"] + stop["again"]) / stop["fresh"], 1),
+        "through": stop["through"],
+        "words_rate": start["words_rate"],
         "structural": score["exact"],
         "structural_count": score["count"],
     }
@@ -112,6 +118,7 @@ def part(facts: Row | None, ledger: Path) -> str:
         return ""
     return PART.format(
         **facts,
+        how=LEARNT.format(**facts) if facts["words_rate"] else FROZEN,
         layers=VISION["vt_num_hidden_layers"],
         width=VISION["vt_hidden_size"],
         table=table(newest(ledger)),

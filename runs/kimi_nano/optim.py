@@ -61,13 +61,18 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Writes the weights to be served into the model."""
-        for name, p in self.parameters.items():
-            master = self.state[f"master.{name}"]
-            p.copy_(int4_grid(master) if is_expert(name) else master)
+        masters = [
+            int4_grid(m) if is_expert(n) else m
+            for n, m in zip(self.parameters, self._tensors("master", self.parameters))
+        ]
+        torch._foreach_copy_(list(self.parameters.values()), masters)
 
     @torch.no_grad()
-    def step(self, rate: float, number: int, clip: float = 1.0) -> Tensor:
-        """One update with the model's gradients, which are cleared; `number` counts from 1. Returns their norm."""
+    def step(self, rate: Tensor | float, number: Tensor | int, clip: float = 1.0) -> Tensor:
+        """One update with the model's gradients, which are cleared; `number` counts from 1. Returns their norm.
+
+        A CUDA graph keeps numbers as they were when it was captured: there, `rate` and `number` are float32 tensors [].
+        """
         grads = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
         for p in self.parameters.values():
             p.grad = None
@@ -81,7 +86,7 @@ class Optimizer:
     def _tensors(self, kind: str, names: Iterable[str]) -> list[Tensor]:
         return [self.state[f"{kind}.{name}"] for name in names]
 
-    def _adamw(self, grads: dict[str, Tensor], rate: float, number: int) -> None:
+    def _adamw(self, grads: dict[str, Tensor], rate: Tensor | float, number: Tensor | int) -> None:
         names = self._adam
         g, w = [grads[n] for n in names], self._tensors("master", names)
         first, second = self._tensors("first", names), self._tensors("second", names)
@@ -92,9 +97,11 @@ class Optimizer:
         torch._foreach_div_(below, (1 - BETAS[1] ** number) ** 0.5)
         torch._foreach_add_(below, EPSILON)
         torch._foreach_mul_([t for t in w if t.dim() > 1], 1 - rate * self.decay)
-        torch._foreach_addcdiv_(w, first, below, -rate / (1 - BETAS[0] ** number))
+        update = torch._foreach_div(first, below)
+        torch._foreach_mul_(update, rate / (1 - BETAS[0] ** number))
+        torch._foreach_sub_(w, update)
 
-    def _muon(self, names: list[str], grads: dict[str, Tensor], rate: float) -> None:
+    def _muon(self, names: list[str], grads: dict[str, Tensor], rate: Tensor | float) -> None:
         g, w, momentum = [grads[n] for n in names], self._tensors("master", names), self._tensors("first", names)
         torch._foreach_mul_(momentum, MUON_MOMENTUM)
         torch._foreach_add_(momentum, g)
@@ -102,6 +109,6 @@ class Optimizer:
         m, n = w[0].shape[-2:]
         stacked = torch.cat([t.reshape(-1, m, n) for t in g])
         update = orthogonalise(stacked, torch.bfloat16 if stacked.is_cuda else torch.float32).float()
-        parts = update.split([t.numel() // (m * n) for t in g])
+        parts = (update * (rate * 0.2 * max(m, n) ** 0.5)).split([t.numel() // (m * n) for t in g])
         torch._foreach_mul_(w, 1 - rate * self.decay)
-        torch._foreach_add_(w, [u.reshape(t.shape) for u, t in zip(parts, w)], alpha=-rate * 0.2 * max(m, n) ** 0.5)
+        torch._foreach_sub_(w, [u.reshape(t.shape) for u, t in zip(parts, w)])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from perilune.media.limits import Limits
 from perilune.model import names
-from perilune.model.moonvit import EPS, Block, MoonVit, MoonVitWeights, normalised
+from perilune.model.moonvit import EPS, Block, MoonVit, MoonVitWeights
 from perilune.model.moonvit_config import MoonVitConfig
 from perilune.tasks.pictures.scene import MOST_ON_ONE_SIDE, MOST_PATCHES
 
@@ -20,14 +20,14 @@ VISION = {
     "init_pos_emb_width": 16,
     "init_pos_emb_time": 4,
     "pos_emb_type": "divided_fixed",
-    "vt_hidden_size": 80,
-    "vt_intermediate_size": 240,
+    "vt_hidden_size": 128,
+    "vt_intermediate_size": 256,
     "vt_num_hidden_layers": 6,
-    "vt_num_attention_heads": 5,
+    "vt_num_attention_heads": 8,
     "merge_kernel_size": [2, 2],
     "merge_type": "sd2_tpool",
     "mm_projector_type": "patchmerger",
-    "mm_hidden_size": 80,
+    "mm_hidden_size": 128,
     "projector_hidden_act": "gelu",
     "projector_ln_eps": 1e-5,
     "video_attn_type": "spatial_temporal",
@@ -61,6 +61,9 @@ class Eyes(nn.Module):
     """`layers.I.FIELD` and `ends.FIELD` are the fields of MoonVitWeights. `reading` says which of `marks` kinds of
     things is in the left and in the right half of each patch: it guides training and is not served."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, c: MoonVitConfig, marks: int) -> None:
         super().__init__()
         self.c = c
@@ -73,13 +76,16 @@ class Eyes(nn.Module):
         )
         self.ends = nn.ParameterDict({e.field: _initial(e, stored[e.suffix], c) for e in names.VISION_ENDS})
         self.reading = nn.Linear(c.hidden_size, 2 * marks)
+        for name, value in (("mean", LIMITS.image_mean), ("std", LIMITS.image_std)):
+            self.register_buffer(name, torch.tensor(value)[:, None, None], persistent=False)
 
     def forward(self, pixels: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """pixels uint8 [n, patches, 3, P, P] of pictures of one grid (rows, columns) -> the text model's rows
         [n * tokens, D], and the logits of what is where [n * patches, 2, marks]."""
         weights = MoonVitWeights(blocks=[Block(**layer) for layer in self._records()], **self.ends)
         model = MoonVit(self.c, weights)
-        values = normalised(pixels.flatten(0, 1), LIMITS.image_mean, LIMITS.image_std, weights.patch.dtype)
+        # As `normalised` does, without a copy from the CPU, which a CUDA graph cannot have.
+        values = ((pixels.flatten(0, 1).float() / 255 - self.mean) / self.std).to(weights.patch.dtype)
         state = model.begin(values, [(1, *grid)] * len(pixels))
         for i in range(self.c.num_hidden_layers):
             model.block(state, i)

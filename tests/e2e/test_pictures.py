@@ -86,14 +86,32 @@ def test_chat(seeing: Server) -> None:
 
 
 def test_a_video(seeing: Server) -> None:
-    """Three seconds of 640 x 480 pixels: six frames, in two chunks."""
-    url = f"data:video/mp4;base64,{encoded(video(scenes(12, (640, 480))))}"
+    """Three seconds of 640 x 480 pixels: six frames, in two chunks; through the SDKs of both vendors, whose types have
+    no videos."""
+    data = encoded(video(scenes(12, (640, 480))))
+    url = f"data:video/mp4;base64,{data}"
     content: Any = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
     before = counted(seeing)
     answer = seeing.openai.chat.completions.create(model="kimi", messages=[{"role": "user", "content": content}])
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens_details.model_extra or {})["video_tokens"] == 2 * 414
     assert counted(seeing, before + 2) == before + 2
+    content = [{"type": "input_video", "video_url": url}, {"type": "input_text", "text": "What is this?"}]
+    with seeing.openai.responses.stream(model="kimi", input=[{"role": "user", "content": content}]) as stream:
+        response = stream.get_final_response()
+    assert response.usage is not None and response.usage.input_tokens == answer.usage.prompt_tokens
+    assert (response.usage.input_tokens_details.model_extra or {})["video_tokens"] == 2 * 414
+    claude = anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0, timeout=60)
+    source = {"type": "base64", "media_type": "video/mp4", "data": data}
+    content = [{"type": "video", "source": source}, {"type": "text", "text": "What is this?"}]
+    messages: Any = [{"role": "user", "content": content}]
+    usage = claude.messages.create(model="kimi", max_tokens=9, messages=messages).usage
+    total = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert claude.messages.count_tokens(model="kimi", messages=messages).input_tokens == total > 2 * 414
+    assert counted(seeing, before + 6) == before + 6
+    cut: Any = [{"role": "user", "content": [{"type": "video", "source": {**source, "data": data[:2000]}}]}]
+    with pytest.raises(anthropic.BadRequestError, match="the video cannot be used: it is damaged or truncated"):
+        claude.messages.create(model="kimi", max_tokens=9, messages=cut)
 
 
 def test_responses(seeing: Server) -> None:

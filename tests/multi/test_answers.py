@@ -30,7 +30,10 @@ PERSON = {
 WAYS = [replace(p, max_tokens=8 + 2 * i, ignore_eos=True) for i, p in enumerate(WAYS)]
 
 
-@pytest.fixture(scope="module", params=[dict(tp=2), dict(tp=4), dict(tp=2, ep=2)], ids=["tp 2", "tp 4", "ep 2"])
+LAYOUTS = {"tp 2": dict(tp=2), "tp 4, prompts in pieces": dict(tp=4, exchange_piece_tokens=9), "ep 2": dict(tp=2, ep=2)}
+
+
+@pytest.fixture(scope="module", params=[*LAYOUTS.values()], ids=[*LAYOUTS])
 def several(request: pytest.FixtureRequest) -> Iterator[LLM]:
     # So few blocks that requests preempt each other; a draft model that steps can do without.
     with LLM("kimi-nano", **CONFIG, kv_blocks=24, draft="hybrid", draft_tokens=3, **request.param) as llm:

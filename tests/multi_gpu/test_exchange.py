@@ -32,8 +32,9 @@ def outputs(scratch: Path, mode: str, seconds: float) -> list[tuple[int, str]]:
     return [(p.returncode, out) for p, out in zip(ranks, found)]
 
 
-def test_random_batch_sizes_for_a_while(tmp_path: Path) -> None:
-    for status, out in outputs(tmp_path, "stress", 8):
+@pytest.mark.parametrize("mode", ["stress", "pieces"])
+def test_random_batch_sizes_for_a_while(tmp_path: Path, mode: str) -> None:
+    for status, out in outputs(tmp_path, mode, 8):
         assert status == 0 and out.startswith("ok"), out
 
 

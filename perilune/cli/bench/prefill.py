@@ -34,6 +34,11 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 @click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
+@click.option(
+    "--piece-tokens",
+    type=click.IntRange(1),
+    help="Of several ranks: exchanges in pieces of so many tokens, as exchange_piece_tokens. [default: whole]",
+)
 @click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="What each kernel of a layer adds.")
 @ledger_option("prefill")
@@ -47,6 +52,7 @@ def command(
     tp: int,
     ep: int,
     gpus: str | None,
+    piece_tokens: int | None,
     device: str,
     kernels: bool,
     directory: Path | None,
@@ -58,6 +64,7 @@ def command(
             raise click.BadParameter("goes without --cached", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
+        config |= {"exchange_piece_tokens": piece_tokens}
         config |= bench.rest_settings(rest_dtype)
         finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return

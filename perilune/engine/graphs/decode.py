@@ -31,7 +31,7 @@ from perilune.engine.graphs.draft import DraftGraphs
 from perilune.engine.graphs.inputs import Arrays, Fields, Inputs, Key
 from perilune.engine.graphs.recorder import Recorder, Replay
 from perilune.engine.graphs.self_test import Probe, check
-from perilune.engine.sampler import narrow, on_device
+from perilune.engine.sampler import on_device
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.ops.drafts.accept_drafts import Report, accept_drafts
@@ -212,7 +212,7 @@ class DecodeGraphs:
         return True
 
     def run(self, plan: StepPlan) -> Arriving | None:
-        """The whole step, whose requests must not need the host. None if this size cannot be captured on this machine;
+        """The whole step; its requests must not need the host. None if this size cannot be captured on this machine;
         `takes` then refuses it from now on."""
         found = self._replay(plan, whole=True)
         return None if found is None else self._send(found[1], found[0], plan)
@@ -277,8 +277,7 @@ class DecodeGraphs:
         width = table_width(max([len(w.blocks) for w in plan.work]), self._max_blocks)
         requests = min(rounded_up(len(plan.work)), MAX_REQUESTS)
         followed = self._drafts is not None and plan.chain != LEFT_OUT
-        few = whole and self._model.vocabulary.split and narrow(w.params for w in plan.work)
-        key = Key(requests, _each(plan), width, whole, followed, few)
+        key = Key(requests, _each(plan), width, whole, followed)
         graph = self._graphs.get(key)
         if graph is None:
             try:
@@ -350,7 +349,7 @@ class DecodeGraphs:
             if key.whole:
                 f = inputs.fields
                 how = f.temperature.flatten(), f.top_k.flatten(), f.top_p.flatten(), f.min_p.flatten()
-                sampled, stop = vocabulary.sample(logits, how, f.u.flatten(), narrow=key.narrow), f.stop
+                sampled, stop = vocabulary.sample(logits, how, f.u.flatten()), f.stop
                 if self._declared is not None:
                     step = graph.step
                     sampled, stop = self._declared.grid(sampled, step.tokens, step.positions, f.front, stop)

@@ -29,15 +29,13 @@ _WORD = (1 << 64) - 1
 
 class Key(NamedTuple):
     """A graph's size: B `requests` of m = `each` tokens, block tables M = `width` wide. `whole`: the graph samples and
-    accepts. `followed`: it gives the features that the draft model reads. `narrow`: with several ranks, as in
-    Vocabulary.sample."""
+    accepts. `followed`: it gives the features that the draft model reads."""
 
     requests: int
     each: int
     width: int
     whole: bool
     followed: bool
-    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

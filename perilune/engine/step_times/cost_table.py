@@ -116,11 +116,9 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
     assert config.kv_blocks
     chain = 0 if runner.drafter is None else min(config.draft_tokens or 1, runner.drafter.longest)
     most = min(FIRST_REQUESTS, config.max_num_seqs, config.kv_blocks)
-    # With several ranks there are two kinds of graphs: those that gather logits, and those that need not.
-    for temperature in (0.0, 1.0) if runner.group.ranks > 1 else (0.0,):
-        timer = _Timer(runner, config, dataclasses.replace(GREEDY, temperature=temperature))
-        for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
-            timer((1,) * requests, 1, chain)
+    timer = _Timer(runner, config)
+    for requests in sorted({rounded_up(n) for n in range(1, most + 1)} & set(range(1, most + 1))):
+        timer((1,) * requests, 1, chain)
 
 
 def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int, float], None]) -> None:
@@ -140,9 +138,9 @@ def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int,
 class _Timer:
     """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, params: SamplingParams = GREEDY) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
         assert config.block_size and config.kv_blocks
-        self._runner, self._params = runner, params
+        self._runner = runner
         self._block_size = config.block_size
         self._num_blocks = config.kv_blocks
         self._random = random.Random(0)
@@ -168,7 +166,7 @@ class _Timer:
                 blocks=tuple((i * each + b) % self._num_blocks for b in range(each)),
                 sample=True,
                 output_index=0,
-                params=self._params,
+                params=GREEDY,
                 seed=0,
                 left=count,
                 drafts=count - 1 if drafts else 0,

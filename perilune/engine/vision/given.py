@@ -22,7 +22,8 @@ from perilune.text.tools import show
 
 Medium = bytes | str | Path | PilImage | Picture | Video | Mapping[str, Any]
 KINDS = {
-    "image_url": "image_url", "image": "image", "input_image": "image_url", "video_url": "video_url", "video": "video",
+    "image_url": "image_url", "image": "image", "input_image": "image_url",
+    "video_url": "video_url", "video": "video", "input_video": "video_url",
 }  # fmt: skip
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # others, such as CMYK, are converted to RGB
 UNSCALED = ("I", "F")  # no range says which value is white
@@ -65,7 +66,7 @@ class Reader:
         given = part.get(field)
         if isinstance(given, Mapping):
             given = given.get("url")
-        return self.medium(given, kind.startswith("video"), where)
+        return self.medium(given, field.startswith("video"), where)
 
     def medium(self, given: Any, is_video: bool, where: str) -> Picture | Video:
         """One picture, or video: a file's bytes or path, a data: URL, a PIL image, or one that is decoded already.
@@ -101,8 +102,10 @@ def _bytes(given: Any, is_video: bool) -> bytes:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
         return read_regular(path)
-    except OSError as e:
-        raise RequestError(f"cannot read the {what} {path}: {e.strerror}", code="invalid_value") from e
+    except (OSError, ValueError) as e:  # the latter: a NUL in the name
+        # Behind a colon is what to do about a model's file.
+        why = str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
+        raise RequestError(f"cannot read the {what} {str(path)!r}: {why}", code="invalid_value") from e
 
 
 def _png(image: PilImage) -> bytes:

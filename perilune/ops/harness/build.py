@@ -229,7 +229,8 @@ def _build(source: Path) -> "ctypes.CDLL | str":
                     _prune(target.parent, source.stem)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as e:
-        lines = [line for line in (e.stderr or "").splitlines() if "error" in line] or ["no message"]
+        found = (e.stderr or "").splitlines()
+        lines = [line for line in found if "error" in line or "/ld: " in line] or ["no message"]
         return f"{source.name} does not compile here: {lines[0]}"
     except (OSError, subprocess.TimeoutExpired) as e:
         return f"{source.name} cannot be built or loaded: {e}"
@@ -282,15 +283,24 @@ def _turn(directory: Path, source: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _scratch(directory: Path) -> Iterator[str]:
     """A folder for one build, locked for as long as this process works in it, however the process ends."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix=BUILD_PREFIX) as scratch:
-        held = os.open(scratch, os.O_RDONLY)
+    while True:
+        scratch = tempfile.mkdtemp(dir=directory, prefix=BUILD_PREFIX)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
-                fcntl.flock(held, fcntl.LOCK_EX)
-            os.makedirs(scratch, exist_ok=True)  # another process may have swept it before it was locked
-            yield scratch
-        finally:
-            os.close(held)
+            held = os.open(scratch, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
+            fcntl.flock(held, fcntl.LOCK_EX)
+        # Another thread or process may have swept the folder before it was locked: the lock is then of a removed one.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), os.stat(scratch)):
+                break
+        os.close(held)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(held)
 
 
 def sweep(directory: Path) -> None:

@@ -143,6 +143,12 @@ class Op(Generic[P, R]):
                 run = self._decide(key, args, None)
             return run(*args)
 
+    def choice(self, *args: Any) -> Callable[P, R]:
+        """The implementation that a call with these arguments runs, chosen and logged as there."""
+        name = (_overrides.get() or {}).get(self.name)
+        key = self._key(args) if name is None else (name, self._key(args))
+        return self._decisions.get(key) or self._decide(key, args, name)
+
     def explain(self, args: Sequence[Any]) -> tuple[Impl | None, dict[str, str]]:
         """(the implementation that these arguments get, the reason of each one that refused before it)."""
         named, device = self._named(args)

@@ -121,6 +121,12 @@ def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: f
     return y.float().mul_(scale) if wide else y.mul_(scale)  # in fp32, in one pass
 
 
+def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Callable[[slice], Tensor]:
+    """Many rows of y as x, any of them at a time: as "torch", with weights that are widened once."""
+    widened = w.to(x.dtype)
+    return lambda some: torch.nn.functional.linear(x[some], widened).mul_(scale)
+
+
 def linear_fp8(
     x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float = 0.0, wide: bool = False
 ) -> Tensor:

@@ -336,10 +336,26 @@ def moe_int4(
     shared: Mlp | None,
     partial: bool = True,
 ) -> Tensor:
+    _check(x, chosen, gate_up, down, shared)
+    return op(x, chosen, gate_up, down, shared, partial)
+
+
+def moe_int4_in_pieces(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None
+) -> moe_int4_grouped.Rows | None:
+    """y.sum(1) of `moe_int4` as x, any rows at a time, of which each is summed when it is asked for. None where the
+    implementation that these arguments get sums all at once."""
+    _check(x, chosen, gate_up, down, shared)
+    if op.choice(x, chosen, gate_up, down, shared, False) is not cuda_prefill or len(x) > moe_int4_grouped.CHUNK:
+        return None
+    rest = None if shared is None else functools.partial(_shared, w=shared)
+    return moe_int4_grouped.in_pieces(x, chosen, gate_up, down, rest)
+
+
+def _check(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> None:
     (experts_int4 if gate_up.row_scale is None else experts_int4_compact).check(x, chosen, gate_up, down)
     assert (gate_up.row_scale is None) == (down.row_scale is None), f"{gate_up.kind=} {down.kind=}"
     if gate_up.row_scale is None:
         assert gate_up.scale is not None and gate_up.scale.dtype != torch.uint8, f"{gate_up.kind=}"
     if shared is not None:
         _check_shared(x, shared)
-    return op(x, chosen, gate_up, down, shared, partial)

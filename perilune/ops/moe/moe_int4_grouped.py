@@ -1,10 +1,11 @@
 """The CUDA implementation of moe_int4.py for many tokens: grouped products on the tensor cores (moe_int4_grouped.cuh).
 
-Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
-host. Dequantised weights, h and each expert's result are rounded to bfloat16, compact scales times their row's before
-all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order of its
-choices. What the routed experts give a token does not depend on the batch; the shared expert, if any, goes through the
-library's products, which may choose another order of sums for another T.
+Arguments as there; y [T, 1, D] float32, or with `in_pieces` some rows at a time, in bfloat16. Pairs (token, expert) are
+sorted by expert on the device; nothing waits for the host. Dequantised weights, h and each expert's result are rounded
+to bfloat16, compact scales times their row's before all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a
+token's experts is in fp32 and in the order of its choices. What the routed experts give a token does not depend on the
+batch; the shared expert, if any, goes through the library's products, which may choose another order of sums for
+another T.
 
 Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) bytes for each of T k + 7 E rows.
 """
@@ -23,6 +24,8 @@ from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
+Rows = Callable[[slice], Tensor]
+
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
 CHUNK = 16384  # tokens; what the workspace is sized for
 BLOCK = 128  # values of k that a product takes at a time
@@ -35,6 +38,12 @@ MAX_EXPERTS = 1024
 def _kernel(compact: bool) -> Any:
     source = COMPACT if compact else SOURCE
     return build.function(source, source.removesuffix(".cu"), "pl" + "p" * 14 + "l" * 9 + "p")
+
+
+@functools.cache
+def _combine(compact: bool) -> Any:
+    source = COMPACT if compact else SOURCE
+    return build.function(source, source.removesuffix(".cu") + "_combine", "ppppplllp")
 
 
 @functools.cache
@@ -78,7 +87,39 @@ def prefill(
     return y
 
 
-def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor) -> None:
+def in_pieces(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
+) -> Rows:
+    """As `prefill`, of at most CHUNK tokens: y [n, D] bfloat16 of any rows, each rounded once. The workspace is held as
+    long as the function is."""
+    beside = None if shared is None else shared(x)
+    chosen = Chosen(chosen.ids.contiguous(), chosen.weights.contiguous())
+    slabs, position = _chunk(x, chosen, gate_up, down, beside, None)
+    combine, D = _combine(gate_up.row_scale is not None), x.shape[1]
+
+    def rows(some: slice) -> Tensor:
+        at, weights = position[some], chosen.weights[some]
+        y = torch.empty(len(at), D, dtype=BFLOAT16, device=x.device)
+        failed = combine(
+            slabs.data_ptr(),
+            at.data_ptr(),
+            weights.data_ptr(),
+            None if beside is None else beside[some].data_ptr(),
+            y.data_ptr(),
+            *at.shape,
+            D,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+        assert not failed, f"CUDA error {failed}: {at.shape=} {D=}"
+        return y
+
+    return rows
+
+
+def _chunk(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(rows of the results of pairs [M, D], the row of each pair [T, k]); y, if given, is written."""
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741
@@ -98,7 +139,7 @@ def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Ten
         *pointers(gate_up),
         *pointers(down),
         None if shared is None else shared.data_ptr(),
-        y.data_ptr(),
+        None if y is None else y.data_ptr(),
         plan.data_ptr(),
         position.data_ptr(),
         slabs.data_ptr(),
@@ -115,3 +156,4 @@ def _chunk(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Ten
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
+    return slabs, position.view(T, k)

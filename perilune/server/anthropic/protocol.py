@@ -10,7 +10,7 @@ from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, content_of, joined, string, text_of, text_part, wrong
 from perilune.server.fields import COUNT, MESSAGES, OUTPUT_CONFIG, THINKING, of_chat
 from perilune.server.openai.protocol import ChatBody
-from perilune.server.pictures.parts import picture_part
+from perilune.server.pictures.parts import chat_part
 from perilune.text.tools import DeclarationForm, check_depth, show
 
 # Chat's names of fields -> this API's, for errors found further down.
@@ -205,8 +205,8 @@ def _add(conversation: Conversation, message: Mapping[str, Any], where: str) -> 
                 conversation.say("user", joined(said))
                 said = []
             _add_result(conversation, block, spot)
-        elif role == "user" and kind == "image":
-            said.append(picture_part(_picture_url(block, spot), spot))
+        elif role == "user" and kind in ("image", "video"):
+            said.append(_MEDIA[kind](block, spot))
         elif kind != "text":
             raise _refused(kind, role, spot)
         elif role == "assistant":
@@ -233,13 +233,32 @@ def _add_own(conversation: Conversation, block: Mapping[str, Any], where: str) -
 
 
 def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:
-    content = content_of(block.get("content") or "", f"{where}.content", _TEXT, {"image": _picture_url})
+    content = content_of(block.get("content") or "", f"{where}.content", _TEXT, _MEDIA)
     if block.get("is_error"):  # the model has no other way to know
         content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
     conversation.result(string(block, "tool_use_id", where, empty=False), content, f"{where}.tool_use_id")
 
 
-def _picture_url(block: Mapping[str, Any], where: str) -> str:
+def _picture(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    changes = block.get("transformations")
+    if isinstance(changes, Mapping) and changes.get("oversized_image") == "error":
+        raise wrong(
+            f"{where}.transformations.oversized_image",
+            "'error' is not served: send a picture of the size that the model should see, and 'downsize'",
+            code="unsupported_parameter",
+        )
+    return chat_part("image_url", _url(block, where), where)
+
+
+def _video(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Anthropic has no videos; other servers of its API take them in the form of pictures."""
+    return chat_part("video_url", _url(block, where), where)
+
+
+_MEDIA = {"image": _picture, "video": _video}
+
+
+def _url(block: Mapping[str, Any], where: str) -> str:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in ("base64", "url"):
@@ -255,7 +274,7 @@ def _picture_url(block: Mapping[str, Any], where: str) -> str:
 
 
 def _refused(kind: Any, role: str, where: str) -> RequestError:
-    allowed = "text, thinking and tool_use" if role == "assistant" else "text, image and tool_result"
+    allowed = "text, thinking and tool_use" if role == "assistant" else "text, image, video and tool_result"
     return wrong(
         where,
         f"is of type {show(kind)}, but blocks of the {role} may be {allowed}",

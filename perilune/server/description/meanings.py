@@ -17,7 +17,7 @@ MEANINGS: Mapping[str, str] = {
     "model": "the served model's name; left out: the one that is served",
     # chat
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
-    "parts may be pictures, in chat also videos, if the model sees",
+    "parts may be pictures and videos if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
     "tool_choice": '"auto", "none", "required", the one function that has to be called, or those that may be',
     "parallel_tool_calls": "false: at most one call in an answer",
@@ -93,7 +93,7 @@ MEANINGS: Mapping[str, str] = {
     "tokens": "token ids",
     # responses
     "input": "a text, or a list of items: messages, reasoning, calls and their outputs, with pictures as "
-    "input_image if the model sees",
+    "input_image and videos as input_video if the model sees",
     "instructions": "a system message for this request alone",
     "previous_response_id": "a stored response that this request continues",
     "store": "false: the response is not kept",
@@ -172,7 +172,7 @@ _ID = {"type": "integer", "minimum": 0}
 _PARTS = _list(
     _object(
         ["type"],
-        type={"type": "string", "examples": ["text", "image_url", "video_url", "image"]},
+        type={"type": "string", "examples": ["text", "image_url", "video_url", "image", "video"]},
         text={"type": "string"},
     )
 )

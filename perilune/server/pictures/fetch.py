@@ -27,6 +27,7 @@ MAX_ADDRESSES = 3  # of one name that are tried
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+UNICAST = ipaddress.ip_network("2000::/3")  # what is assigned of IPv6; all else is local, or holds an IPv4 address
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -54,8 +55,9 @@ def public(address: str) -> bool:
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo and found.teredo[1])
         if inner is None and found in NAT64:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            found = inner
+        if inner is None:
+            return found.is_global and found in UNICAST
+        found = inner
     return found.is_global and not found.is_multicast
 
 
@@ -107,7 +109,7 @@ class Fetcher:
                 return await self._ask(url, address)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-            except httpx.HTTPError as e:
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as e:  # the last two: of addresses redirected to
                 raise refused(f"fetching it failed ({type(e).__name__})") from None
         raise refused(f"its host {host[:100]!r} cannot be reached")
 
@@ -146,7 +148,7 @@ class Fetcher:
             url = httpx.URL(text)
         except (httpx.InvalidURL, ValueError):
             raise refused("its address is no URL") from None
-        if url.scheme not in DEFAULT_PORTS or not url.host:
+        if url.scheme not in DEFAULT_PORTS or not url.raw_host:  # `host` fails for some that begin with xn--
             raise refused("its address must begin with https:// or http:// and a host")
         if url.userinfo:
             raise refused("its address must not have a user name or a password")

@@ -1,8 +1,9 @@
 """Parts of chat messages that are pictures or videos: found as clients send them, replaced when they are decoded."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Picture, Video
@@ -10,7 +11,7 @@ from perilune.text.history import shown
 from perilune.text.tools import show
 
 DETAILS = ("auto", "low", "high", "original")
-MAX_PLACE_CHARS = 200  # of the name of a part in another API's request
+_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # the name of a part in another API's request; clients could send any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,19 @@ class Part:
     is_video: bool = False
 
 
-def picture_part(url: str, where: str) -> dict[str, Any]:
+def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> dict[str, Any]:
     """A part of a chat message, of another API's request."""
-    return {"type": "image_url", "image_url": {"url": url}, "where": where}
+    return {"type": kind, kind: {"url": url}, "where": where}
+
+
+def earlier(messages: Sequence[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
+    """Messages of an earlier request; errors name their parts as parts of `where`."""
+    made = list(messages)
+    for i, message in enumerate(made):
+        if isinstance(content := message.get("content"), list):
+            parts = [{**part, "where": f"{where}.{part['where']}"} if "where" in part else part for part in content]
+            made[i] = {**message, "content": parts}
+    return made
 
 
 def found(messages: Sequence[Any]) -> list[Part]:
@@ -43,12 +54,13 @@ def found(messages: Sequence[Any]) -> list[Part]:
             if kind in ("text", None):
                 continue
             place = part.get("where")
-            where = place[:MAX_PLACE_CHARS] if isinstance(place, str) else f"messages[{i}].content[{j}]"
-            if kind in ("video", "input_video"):
+            named = isinstance(place, str) and _PLACE.fullmatch(place)
+            where = place if named else f"messages[{i}].content[{j}]"
+            if kind == "video":
                 raise unsupported(
                     where, "a video is sent here as {'type': 'video_url', 'video_url': {'url': 'data:video/mp4;...'}}"
                 )
-            if kind == "video_url":
+            if kind in ("video_url", "input_video"):
                 parts.append(Part(i, j, _url(part, "video_url", None, where), where, True))
             elif kind == "image":
                 raise unsupported(

@@ -10,7 +10,7 @@ from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, content_of, string, text_of, wrong
 from perilune.server.fields import INPUT_TOKENS, REASONING, RESPONSES, TEXT, of_chat
 from perilune.server.openai.protocol import ChatBody
-from perilune.server.pictures.parts import check_detail
+from perilune.server.pictures.parts import chat_part, check_detail, earlier
 from perilune.server.responses import custom
 from perilune.text.tools import Form, show
 
@@ -86,7 +86,7 @@ class InputBody(RequestBody):
         OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
         is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
         """
-        conversation = Conversation(before)
+        conversation = Conversation(earlier(before, "previous_response_id"))
         continued, raw = False, self.forms()
         if isinstance(self.input, str):
             conversation.say("user", self.input)
@@ -204,7 +204,7 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
             raise wrong(f"{where}.role", f"must be user, assistant, system or developer, not {show(role)}")
         spot = f"{where}.content"
         if role != "assistant":
-            conversation.say(role, content_of(item.get("content"), spot, _TEXT_PARTS, _PICTURES))
+            conversation.say(role, content_of(item.get("content"), spot, _TEXT_PARTS, _MEDIA))
             return
         text = text_of(item.get("content"), spot, _TEXT_PARTS)
         if conversation.spoken:
@@ -221,7 +221,7 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
         id, name = string(item, "call_id", where, empty=False), string(item, "name", where, empty=False)
         conversation.call(id, name, custom.arguments(string(item, "input", where), raw=name in raw))
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = content_of(item.get("output"), f"{where}.output", _TEXT_PARTS, _PICTURES)
+        output = content_of(item.get("output"), f"{where}.output", _TEXT_PARTS, _MEDIA)
         conversation.result(string(item, "call_id", where, empty=False), output, f"{where}.call_id")
     else:
         raise wrong(
@@ -232,14 +232,22 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
         )
 
 
-def _picture_url(part: Mapping[str, Any], where: str) -> str:
+def _picture(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     check_detail(part.get("detail"), where)
-    if part.get("file_id") is not None and part.get("image_url") is None:
-        raise wrong(f"{where}.file_id", "is not served: send image_url", code="unsupported_parameter")
-    return string(part, "image_url", where, empty=False)
+    return chat_part("image_url", _url(part, "image_url", where), where)
 
 
-_PICTURES = {"input_image": _picture_url}
+def _video(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return chat_part("video_url", _url(part, "video_url", where), where)
+
+
+def _url(part: Mapping[str, Any], name: str, where: str) -> str:
+    if part.get("file_id") is not None and part.get(name) is None:
+        raise wrong(f"{where}.file_id", f"is not served: send {name}", code="unsupported_parameter")
+    return string(part, name, where, empty=False)
+
+
+_MEDIA = {"input_image": _picture, "input_video": _video}
 
 
 def _continued(last: Mapping[str, Any], where: str) -> bool:

@@ -28,7 +28,11 @@ BITMAP: Final = "bitmap"  # Pillow's own font of 11 pixels, enlarged
 BITMAP_HEIGHT: Final = 11
 NEW_FONT_SHARE: Final = 5  # one font file in five is never in training
 
-_fonts: dict[bool, list[str]] = {False: [BUILT_IN, BUILT_IN, BITMAP], True: [BUILT_IN]}  # keyed by: new
+OWN_SHARE: Final = 0.35  # of text in Pillow's own fonts, where there are files too
+
+# Keyed by: new.
+OWN_FONTS: Final = {False: (BUILT_IN, BUILT_IN, BITMAP), True: (BUILT_IN,)}
+_files: dict[bool, list[str]] = {False: [], True: []}
 
 
 class Mark(NamedTuple):
@@ -57,7 +61,7 @@ def add_fonts(directory: Path) -> int:
     files = [str(f) for f in sorted(directory.rglob("*.ttf")) if _draws_ascii(f)]
     for file in files:
         digest = blake2b(f"{SEED}:{Path(file).name}".encode(), digest_size=4).digest()
-        known = _fonts[digest[0] % NEW_FONT_SHARE == 0]
+        known = _files[digest[0] % NEW_FONT_SHARE == 0]
         if file not in known:
             known.append(file)
     return len(files)
@@ -181,7 +185,8 @@ def mixed(a: Colour, b: Colour, share: float) -> Colour:
 
 def any_font(rng: Random, new: bool) -> str:
     """New fonts are those that training never shows, if there are any (add_fonts)."""
-    return pick(rng, _fonts[new])
+    files = _files[new]
+    return pick(rng, files if files and rng.random() >= OWN_SHARE else OWN_FONTS[new])
 
 
 def width_of(text: str, name: str, size: int) -> float:

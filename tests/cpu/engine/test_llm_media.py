@@ -125,6 +125,7 @@ def test_a_video(checkpoint: Seeing, llm: LLM, tmp_path: Path) -> None:
     for given in (path, data, url, decoded):
         assert said(llm, {"type": "video", "video": given}, ASK) == wanted
     assert said(llm, {"type": "video_url", "video_url": {"url": url}}, ASK) == wanted
+    assert said(llm, {"type": "input_video", "video_url": url}, ASK) == wanted
     assert said(llm, ASK, {"type": "video", "video": path}, {"type": "image", "image": scene(30, 30)}) != wanted
     part = {"type": "video", "video": path}
     (raw,) = llm.generate(HEAD + VIDEO_PLACEHOLDER + "\n" + TAIL, GREEDY, pictures=[part])
@@ -161,13 +162,17 @@ def test_what_cannot_be_used_is_one_line(llm: LLM, tiny: Path, tmp_path: Path) -
             {"type": "image", "image": Image.open(io.BytesIO(file(scene(300, 300))[:2000]))},
             "cannot be read: .*truncated",
         ),
-        ({"type": "image", "image": tmp_path}, "cannot read the picture"),
+        ({"type": "image", "image": tmp_path}, "cannot read the picture '.*': it is a directory, not a regular file$"),
+        ({"type": "image", "image": "a\0.png"}, r"cannot read the picture 'a\\x00.png': embedded null byte"),
     ):
         with pytest.raises(RequestError, match=where + f".*{says}") as e:
             said(llm, part, ASK)
         assert "\n" not in str(e.value)
     with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].type: must be|must be 'text', not"):
         said(llm, {"type": "audio"}, ASK)
+    for given in ("shot.png", b"x", tmp_path, scene(9, 9), {"type": "image"}):
+        with pytest.raises(RequestError, match="pictures must be a list, also of one picture, not "):
+            llm.generate("Hi", GREEDY, pictures=given)  # type: ignore[arg-type]  # what is wrong with it is said
     for messages in (None, "Hi", [], [None]):
         with pytest.raises(RequestError, match=r"^messages"):
             llm.chat(messages)  # type: ignore[arg-type]  # what is wrong with it is said

@@ -6,7 +6,10 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +28,12 @@ from perilune.server.app import build_app
 from perilune.server.service import Service
 from perilune.tasks.families import problems
 from perilune.text.chat import ChatTemplate
-from runs.kimi_nano import eyes, eyes_card
-from runs.kimi_nano.data import Codec
+from runs.kimi_nano import export, eyes, eyes_card, feeder, state
+from runs.kimi_nano.data import CORPUS_FILE, Codec, Corpus
 from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.export import add_eyes
+from runs.kimi_nano.model import KimiNano, Shape
+from runs.kimi_nano.optim import Optimizer
 from runs.kimi_nano.pictures import CODES, MARKS, Pictures, placed
 from runs.kimi_nano.state import EYES_FILE
 from runs.kimi_nano.tower import LIMITS, Eyes, configuration
@@ -134,21 +139,87 @@ def test_the_engine_answers_as_training_scores(model: Path, codec: Codec) -> Non
 
 def test_a_step_moves_the_tower_alone(model: Path, block: dict[str, torch.Tensor]) -> None:
     run = eyes.open_run(arguments(model))
-    run.optimizer.publish()
+    run.publish()
     text = {name: tensor.clone() for name, tensor in run.text.state_dict().items()}
-    part = few(block, 2)
-    first = dict[str, float]()
-    for step in range(2):
-        losses = run.losses(part, through=True)
-        assert losses.keys() == {"marks", "slots", "answers"}
-        first = first or {name: float(loss.detach()) for name, loss in losses.items()}
-        sum(losses.values(), torch.zeros(())).backward()
-        assert all(p.grad is not None and p.grad.any() for name, p in run.eyes.named_parameters()), step
-        run.optimizer.step(1e-3, step + 1)
-        run.optimizer.publish()
-    last = run.losses(part, through=True)
-    assert all(float(last[name].detach()) < first[name] for name in first), (first, last)
+    before = {name: p.detach().clone() for name, p in run.eyes.named_parameters()}
+    rates, part = eyes.Rates.on("cpu"), eyes.prepared(few(block, 2), "cpu")
+    found = []
+    for number in (1, 2, 3):
+        rates.set(True, guide=1.0, rate=1e-3, number=number)
+        found.append({name: float(loss) for name, loss in run.step(part, None, rates).items()})
+    assert found[0].keys() == {"marks", "slots", "answers"}
+    assert all(found[2][name] < found[0][name] for name in found[0]), found
+    assert not [name for name, p in run.eyes.named_parameters() if torch.equal(p, before[name])]
     assert all(torch.equal(tensor, text[name]) for name, tensor in run.text.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a text training: a small model of random weights, a corpus, the vocabulary."""
+    path = tmp_path_factory.mktemp("words")
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copyfile(NANO / name, path / name)
+    Corpus.build(["def f(x):\n    return x\n" * 60] * 3, Codec(path).tokenizer).save(path / CORPUS_FILE)
+    shape = Shape(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=64, moe_intermediate_size=32,
+        n_routed_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    text = KimiNano(shape)
+    state.save(path / state.CHECKPOINT, text, Optimizer(text, muon=True, decay=0.1), state.Progress())
+    return path
+
+
+def test_the_text_model_learns_too(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    export.export(words, model)
+    before = export.read_back(model).state_dict()
+    kept = dict[str, torch.Tensor]()
+    ended = eyes.steps
+
+    def steps(args: argparse.Namespace, run: eyes.Run, *rest: Any) -> bool:
+        finished = ended(args, run, *rest)
+        kept.update({name: tensor.clone() for name, tensor in run.text.state_dict().items()})
+        return finished
+
+    monkeypatch.setattr(eyes, "steps", steps)
+    settings = {"out": out, "words": words, "words_rate": 1.0, "reading": 0.0, "minutes": 60.0}
+    eyes.train(arguments(model, **settings, pause_after=0.01))
+    rows = [json.loads(line) for line in (out / "eyes.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["kind"] == "step")
+    assert {"marks", "slots", "answers", "words"} <= first.keys()
+    assert rows[-1]["finished"] is False and rows[-1]["through"] == rows[-1]["step"] > 0
+    assert export.read_back(model).state_dict().keys() == before.keys() and not (model / EYES_FILE).exists()
+    eyes.train(arguments(model, **settings | {"minutes": 1e-6}, resume=True))
+    assert (model / EYES_FILE).is_file()
+    after = export.read_back(model).state_dict()
+    assert all(torch.allclose(after[name], kept[name], atol=0, rtol=2**-8) for name in after)
+    moved = [name for name in after if not torch.equal(after[name], before[name])]
+    assert "embed_tokens.weight" in moved and any(".experts." in name for name in moved)
+
+
+def test_blocks_are_used_again_while_new_ones_are_made() -> None:
+    made, ready = iter(range(10**6)), threading.Semaphore(feeder.LEAST)
+
+    def blocks() -> Iterator[dict[str, torch.Tensor]]:
+        for number in made:
+            ready.acquire()
+            yield {"number": torch.tensor(number)}
+
+    feed = feeder.Feeder(blocks(), lambda block: block, 1, again=True)
+    first = [int(next(feed)["number"]) for _ in range(feeder.LEAST)]
+    assert first == list(range(feeder.LEAST)) and feed.repeated == 0
+    assert int(next(feed)["number"]) in first and feed.repeated == 1  # the data process has not finished the next
+    ready.release(1000)
+    feed.close()
+
+    def broken() -> Iterator[dict[str, torch.Tensor]]:
+        raise ValueError("a data process ended")
+        yield {}
+
+    with pytest.raises(ValueError, match="a data process ended"):
+        next(feeder.Feeder(broken(), lambda block: block, 1, again=True))
 
 
 def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Path) -> None:
@@ -174,7 +245,7 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
         model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
-        device="cpu",
+        device="cpu", words=None, words_rate=5e-4, words_decay=0.1, word_tokens=2048,
         tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))
@@ -190,8 +261,18 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
         "seed": 1,
         "fonts": 50,
         "minutes": 4.5,
+        "words_rate": 5e-4,
     }
-    stop = {"kind": "stop", "step": 7, "pictures": 3210, "seconds": 330.0, "finished": True}
+    stop = {
+        "kind": "stop",
+        "step": 7,
+        "pictures": 3210,
+        "through": 5,
+        "fresh": 2,
+        "again": 5,
+        "seconds": 330.0,
+        "finished": True,
+    }
     exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
     score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
     again = start | {"minutes": 0.4}  # resumed with less time, for the scores alone
@@ -212,9 +293,11 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     said = eyes_card.part(facts, ledger)
     assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
     assert "of 50 font files one in five" in said and "picture_sums 87.9 %, picture_shapes 75.0 % of 256" in said
-    assert "3,210 pictures" in said and all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(
-        said.splitlines(), key=len
+    assert (
+        "steps of 3,210 pictures in all, each used 3.5" in said
+        and "In the last 5 steps the text model learnt too" in said
     )
+    assert all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(said.splitlines(), key=len)
     assert eyes_card.part(None, ledger) == ""
     ledger.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
     with pytest.raises(SystemExit, match="pictures none: run perilune evaluate"):

@@ -25,7 +25,7 @@ from perilune.media.limits import Limits
 from perilune.media.patches import digest, patches_of
 from perilune.media.pool import DecoderPool
 from tests.cpu.media.pictures import file, scene
-from tests.cpu.media.videos import colours, growing, scenes, turned, video
+from tests.cpu.media.videos import colours, growing, recorded, scenes, turned, video
 
 LIMITS = Limits()
 
@@ -129,6 +129,19 @@ class TestChunks:
         assert b"Lavf" in data
         assert len(list(chunks(data.replace(b"Lavf", b"\xffavf"), LIMITS))) == 1
 
+    @pytest.mark.parametrize("hidden", [0, 2])
+    def test_a_recording_of_a_browser(self, hidden: int) -> None:
+        """Three seconds at about 30 frames a second, none of it declared, also with frames that are not shown: six
+        frames, where the library's guess of 1,000 a second gave one."""
+        times = [33 * i + (0, 14, 3, 9, 1)[i % 5] for i in range(90)]
+        found = list(chunks(recorded(times, hidden=hidden), LIMITS))
+        assert [(grid[0], time) for _, grid, time in found] == [(4, "00:00:00.000"), (2, "00:00:02.343")]
+
+    def test_a_rate_that_the_times_contradict(self) -> None:
+        """A slide show: one frame every two seconds, all of which are taken."""
+        found = list(chunks(recorded([0, 2000, 4000, 6000, 8000]), LIMITS))
+        assert [(grid[0], time) for _, grid, time in found] == [(4, "00:00:00.000"), (1, "00:00:08.000")]
+
     def test_sound_beside_pictures_is_not_read(self) -> None:
         assert [grid for _, grid, _ in chunks(video(scenes(4), sound=True), LIMITS)] == [(2, 2, 4)]
 
@@ -151,6 +164,8 @@ class TestRefused:
             b"ffconcat version 1.0",
         ):
             assert "none of MP4" in refused(data)
+        for data in (file(scene(9, 9)), b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"):
+            assert "it is an image" in refused(data) and "send it as an image part" in refused(data)
         assert "damaged or truncated" in refused(b"\0\0\0\x20ftypisom" + os.urandom(200))
         assert refused(video([])) == "it has no pictures, only sound"
 
@@ -179,7 +194,7 @@ class TestRefused:
 
     def test_a_url_that_lies(self) -> None:
         for url, says in (
-            ("data:image/png;base64,AAAA", "send it as a part of type image_url"),
+            ("data:image/png;base64,AAAA", "send it as an image part"),
             ("data:,", "its URL must be 'data:video/mp4;base64,...'"),
             ("data:video/mp4;base64,?", "its data is not base64"),
         ):

@@ -1,13 +1,17 @@
 """What becomes of image files: pixels of every mode and format, and one error for every bad one."""
 
 import io
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
 from perilune.core.errors import RequestError
+from perilune.media import patches as under_test
 from perilune.media.limits import Limits
 from perilune.media.patches import digest, patches_of
 from tests.cpu.media.pictures import chunk, file, png, scene
@@ -78,11 +82,13 @@ def test_every_mode_becomes_rgb() -> None:
     near(file(image.convert("1")), image.convert("1").convert("RGB"))
 
 
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
+def test_sixteen_bits_are_scaled_not_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "STRIP_PIXELS", 5 * 28 + 1)  # the last of six strips has 3 rows
     values = np.linspace(0, 65535, 28 * 28).reshape(28, 28).astype(np.uint16)
     expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, 2)
     assert np.array_equal(pixels(file(Image.fromarray(values))), expected)
     assert np.array_equal(pixels(file(Image.fromarray(values), "TIFF")), expected)
+    assert np.array_equal(pixels(file(Image.fromarray(values.astype(">u2")), "TIFF")), expected)
     rows = b"".join(b"\0" + np.repeat(row[:, None], 3, 1).astype(">u2").tobytes() for row in values)
     assert np.array_equal(pixels(png(28, 28, rows, depth=16)), expected)  # 48 bits a pixel
 
@@ -119,15 +125,16 @@ JPEG = file(scene(300, 200), "JPEG")
 BAD = {
     "text": (b"hello" * 100, "none of PNG, JPEG"),
     "svg": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "SVG is not read"),
-    "html": (b"<!doctype html><p>404", "none of PNG"),
+    "html": (b"\n<!DOCTYPE html><p>404", "it is a web page"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG"),
     "pdf": (b"%PDF-1.7\n", "none of PNG"),
     "avif": (b"\0\0\0\x18ftypavif\0\0\0\0avif", "it is AVIF, none of PNG, .*: send it as PNG or JPEG"),
     "heic": (b"\0\0\0\x18ftypmif1\0\0\0\0heic", "it is HEIC"),
     "jpeg 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", "it is JPEG 2000"),
     "icon": (file(scene(9, 9), "ICO"), "it is ICO"),
-    "mp4": (b"\0\0\0\x18ftypmp42\0\0\0\0", "it is a video, none of PNG, .*: send it as a part of type video_url"),
-    "only a signature": (b"\x89PNG\r\n\x1a\n", "none of PNG|damaged"),
+    "mp4": (b"\0\0\0\x18ftypmp42\0\0\0\0", "it is a video, none of PNG, .*: send it as a video part"),
+    "only a signature": (b"\x89PNG\r\n\x1a\n", "its header is damaged; it begins as PNG"),
+    "a GIF without pixels, which is no video": (b"GIF89a\0\0\0\0\0\0\0;", "its header is damaged; it begins as GIF"),
     "half a JPEG": (JPEG[: len(JPEG) // 2], "damaged or truncated"),
     "half a PNG": (file(scene(300, 200))[:900], "damaged or truncated"),
     "half a WebP": (file(scene(300, 200), "WEBP")[:500], "damaged or truncated"),
@@ -136,7 +143,7 @@ BAD = {
     "a header that lies about the size": (png(3000, 3000, b"\0" * 4000), "damaged or truncated"),
     "a bomb of 900 megapixels": (png(30000, 30000, b"", colour=0, depth=1), "30,000 x 30,000 pixels"),
     "more pixels than there can be": (png(2**31 - 1, 2**31 - 1, b""), "pixels"),
-    "no pixels": (png(0, 5, b""), "damaged|none of PNG|0 x 5"),
+    "no pixels": (png(0, 5, b""), "its header is damaged; it begins as PNG"),
     "a bomb in the text": (
         png(28, 28, b"", chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 80_000_000))), "damaged or truncated",
     ),
@@ -185,3 +192,36 @@ def test_the_digest_is_of_what_the_model_sees() -> None:
     assert digest(*patches_of(file(other), LIMITS)) != digest(*patches_of(file(image), LIMITS))
     black = np.zeros((8, 3, 14, 14), np.uint8)
     assert digest(black, (1, 2, 4)) != digest(black, (1, 4, 2))
+
+
+def test_a_large_picture_is_held_once_and_twice_only_while_it_is_turned_or_converted(tmp_path: Path) -> None:
+    """Peak memory of a process that decodes 6 megapixels, in units of the picture as RGB, which Pillow keeps in 4 bytes
+    a pixel. Each copy that is made without need adds one."""
+    size = (3000, 2000)
+    plain, whole = Image.new("RGB", size, (30, 200, 90)), 3000 * 2000 * 4
+    turned = Image.Exif()
+    turned[0x112] = 6
+    kinds = {
+        "RGB": (file(plain, compress_level=1), 1.0),
+        "gray of 16 bits, converted": (file(Image.new("I;16", size), compress_level=1), 1.25),
+        "JPEG, turned": (file(plain, "JPEG", exif=turned), 2.0),
+        "RGBA, converted": (file(Image.new("RGBA", size), compress_level=1), 2.0),
+    }
+    for name, (data, _) in kinds.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "small").write_bytes(file(Image.new("RGB", (9, 9))))  # imports what decoding imports
+    code = """
+import sys
+from perilune.media.limits import Limits
+from perilune.media.patches import patches_of
+for name in sys.argv[1:]:
+    with open(name, "rb") as file:
+        patches_of(file.read(), Limits(in_patch_limit=64))
+    with open("/proc/self/status") as file:
+        print(next(line.split()[1] for line in file if line.startswith("VmHWM")))
+"""
+    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("small", *kinds))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    first, *peaks = (int(line) << 10 for line in done.stdout.split())
+    for (name, (_, most)), peak in zip(kinds.items(), peaks, strict=True):  # a peak holds for what follows, too
+        assert peak - first < (most + 0.3) * whole, f"{name}: {(peak - first) / whole:.2f} pictures"

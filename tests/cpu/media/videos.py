@@ -71,6 +71,33 @@ def growing(*sizes: tuple[int, int]) -> bytes:
     return out.getvalue()
 
 
+def recorded(times_ms: Sequence[int], *, hidden: int = 0) -> bytes:
+    """A WebM file as a browser records it: with the time of each frame, and no frames per second.
+
+    hidden  each so many frames are followed by one that is not shown
+    """
+    av = pytest.importorskip("av", reason="PyAV is not installed (the extra `video`)")
+    out = io.BytesIO()
+    with av.open(out, "w", format="webm") as container:
+        track = container.add_stream("libvpx")
+        track.width, track.height, track.pix_fmt = 56, 28, "yuv420p"
+        coder = track.codec_context
+        coder.framerate, coder.time_base = Fraction(0), Fraction(1, 1000)
+        for i, (time, image) in enumerate(zip(times_ms, colours(len(times_ms)))):
+            frame = av.VideoFrame.from_image(image)
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            for packet in [*track.encode(frame), *(track.encode() if i + 1 == len(times_ms) else ())]:
+                container.mux(packet)
+                if hidden and i % hidden == hidden - 1:
+                    data = bytearray(bytes(packet))
+                    data[0] &= ~0x10
+                    copy = av.Packet(bytes(data))
+                    copy.stream, copy.pts, copy.dts = track, packet.pts, packet.dts
+                    copy.time_base = packet.time_base
+                    container.mux(copy)
+    return out.getvalue()
+
+
 def turned(data: bytes) -> bytes:
     """The MP4 file with a display matrix that turns it by 90 degrees."""
     unit, at = 1 << 16, data.index(b"tkhd")

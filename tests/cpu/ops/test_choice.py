@@ -12,8 +12,8 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import CheckpointError
 from perilune.engine.engine import Engine
 from perilune.ops.exchange.peers import Peers, loopback
-from perilune.ops.harness import build, check
-from perilune.ops.harness.case import FLOAT32
+from perilune.ops.harness import build, check, registry
+from perilune.ops.harness.case import FLOAT32, Make
 from perilune.ops.layouts.operands import Gate, Matrix, Norm, Routing
 from tests import ran
 from tests.cpu.ops import test_ops
@@ -88,6 +88,17 @@ def test_one_tokens_kernels_say_what_they_need(
 @pytest.mark.parametrize("name", OPS)
 def test_what_decides_decides(name: str) -> None:
     ran.what_decides_decides(OPS[name], CPU)
+
+
+@pytest.mark.parametrize("wanted", [None, "composed", "reference"])
+def test_what_a_call_would_run_can_be_asked_for(wanted: str | None) -> None:
+    op = OPS["moe_int4"]
+    case = next(c for c in op.cases if c.T == 3)
+    args = [*op.inputs(case, Make(FLOAT32, CPU, 1)).values()]
+    with registry.using({} if wanted is None else {"moe_int4": wanted}):
+        run, (usual, _) = op.choice(*args), op.explain(args)
+    assert usual is not None
+    assert [impl.name for impl in op.candidates if impl.run is run] == [wanted or usual.name]
 
 
 def test_no_nvcc_on_a_hopper_gpu_is_one_warning_with_the_remedy(

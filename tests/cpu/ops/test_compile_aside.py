@@ -1,6 +1,7 @@
 """Kernels that are compiled while slower implementations serve."""
 
 import ctypes
+import fcntl
 import os
 import re
 import signal
@@ -91,6 +92,22 @@ def test_a_build_that_was_killed_is_swept_and_one_that_lives_is_not(tmp_path: Pa
     assert not folder.exists()
     with build._scratch(tmp_path) as scratch:
         assert Path(scratch).is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, swept = fcntl.flock, list[int]()
+
+    def late(held: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not swept:  # between the folder and its lock, another build sweeps
+            swept.append(held)
+            build.sweep(tmp_path)
+        lock(held, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with build._scratch(tmp_path) as scratch:
+        build.sweep(tmp_path)
+        assert swept and Path(scratch).is_dir(), "the compiler's output has no folder"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,6 +35,8 @@ ANSWERS = {
     "/inside.png": answer(b"", "302 Found", "location: http://inside.example:{port}/a.png"),
     "/other.png": answer(b"", "302 Found", "location: http://other.test:{port}/a.png"),
     "/local.png": answer(b"", "302 Found", "location: file:///etc/passwd"),
+    "/inline.png": answer(b"", "302 Found", "location: data:image/png;base64,AAAA"),
+    "/odd-name.png": answer(b"", "302 Found", "location: http://xn--/"),
     "/packed.png": answer(PNG, "200 OK", "content-encoding: gzip"),
     "/large.png": answer(b"x", "200 OK", f"content-length: {33 << 20}", length=False),
     "/endless.png": answer(bytes(33 << 20), length=False),
@@ -128,6 +130,8 @@ def test_a_picture_is_fetched_from_the_resolved_address() -> None:
         ("inside.png", "'inside.example' is not on the public internet"),
         ("other.png", "is not one that this server fetches from"),
         ("local.png", "must begin with data:, https:// or http://"),
+        ("inline.png", r"failed \(InvalidURL\)"),
+        ("odd-name.png", r"failed \(IDNAError\)"),
         ("packed.png", "compressed"),
         ("large.png", "more than 32 MB"),
         ("endless.png", "more than 32 MB"),
@@ -159,6 +163,7 @@ def test_addresses_that_are_never_asked() -> None:
             f"ftp://a.example:{w.port}/a.png": "must begin with data:, https:// or http://",
             "http:///a.png": "must begin with",
             "http://[::1/": "is no URL",
+            "http://xn--/": "not one that this server fetches from",
             f"http://a.example:{w.port}/{'a' * 9000}": "more than 8192 characters",
         }
         for url, words in refused.items():
@@ -197,6 +202,7 @@ def test_public_addresses() -> None:
     for address in (
         "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1", "192.168.1.1", "224.0.0.1",
         "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1",
+        "::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::7f00:1", "fec0::1",
         "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a00:1", "2002:7f00:1::", "2001:0:a00:1::f5ff:fffe", "x",
     ):  # fmt: skip
         assert not public(address), address
@@ -232,7 +238,7 @@ def test_a_certificate_is_checked_for_the_name(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_request_with_an_address() -> None:
+def test_a_request_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         async with web() as w:
             s.service.pictures._fetcher = Fetcher(
@@ -244,6 +250,12 @@ def test_a_request_with_an_address() -> None:
             source = {"type": "url", "url": w.url("missing.png")}
             body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
             check_refused(await s.client.post("/v1/messages", body), "messages[0].content[0]", "answered 404")
+            # A response that is continued fetches again; an error there says that the fault is in the earlier request.
+            gone = {"type": "input_image", "image_url": w.url("a.png")}
+            kept = (await s.client.post("/v1/responses", {"input": [{"role": "user", "content": [gone]}]})).json["id"]
+            monkeypatch.setitem(ANSWERS, "/a.png", ANSWERS["/missing.png"])
+            again = await s.client.post("/v1/responses", {"input": "B", "previous_response_id": kept})
+            check_refused(again, "previous_response_id.input[0].content[0]", "answered 404", "invalid_image_url")
             film = {"type": "video_url", "video_url": {"url": w.url("missing.png")}}
             error = (await s.client.post(CHAT, chat(film))).error
             assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"

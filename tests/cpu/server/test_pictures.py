@@ -192,6 +192,10 @@ def test_messages_and_counting() -> None:
             lying = {**where, "messages": [{"role": "user", "content": [text("A"), block(LIES)]}]}
             error = (await s.client.post(path, lying)).json["error"]
             assert error["type"] == "invalid_request_error"
+            for asked, status in (("error", 400), ("downsize", 200)):
+                sent = {**block(), "transformations": {"oversized_image": asked}}
+                reply = await s.client.post(path, {**where, "messages": [{"role": "user", "content": [sent]}]})
+                assert reply.status == status and ("'error' is not served" in reply.text) == (status == 400)
             assert error["message"].startswith("messages[0].content[1]: ") and "truncated" in error["message"]
         check_refused(await s.client.post("/tokenize", chat(part(b"x"))), "messages[0].content[0]", "none of PNG")
         assert s.service.pictures.budget.held == 0
@@ -249,6 +253,8 @@ def test_bad_pictures_are_one_clear_error() -> None:
                 assert words in error["message"] and error["param"] == "messages[0].content[1].type"
                 continue
             check_refused(await s.client.post(CHAT, chat(part(), sent)), "messages[0].content[1]", words, code)
+        forged = {**part(b"x"), "where": "input[0]\n12:00:00 INFO"}
+        check_refused(await s.client.post(CHAT, chat(forged)), "messages[0].content[0]", "none of PNG")
         assert s.engine.seen == [] and s.service.pictures.budget.held == 0
 
     serve(test, **SEES)
@@ -382,6 +388,21 @@ def test_a_client_that_leaves_stops_the_decoding() -> None:
     serve(test, **SEES)
 
 
+def test_the_deadline_of_a_request_counts_decoding() -> None:
+    async def test(s: Served) -> None:
+        assert (await s.client.post(CHAT, chat(part(), deadline_seconds=600))).status == 200
+        assert 0 < (s.engine.orders[-1].deadline_seconds or 0) < 600
+        (decoder,) = s.service.pictures.pool._idle
+        assert decoder._worker is not None
+        os.kill(decoder._worker.pid, signal.SIGSTOP)  # as a picture that takes long
+        reply = await s.client.post(CHAT, chat(part(TALL, "jpeg"), deadline_seconds=0.1))
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded"), reply.text
+        assert s.service.pictures.budget.held == 0 and len(s.engine.seen) == 1
+        assert (await s.client.post(CHAT, chat(part(TALL, "jpeg")))).status == 200
+
+    serve(test, **SEES)
+
+
 def test_decoding_does_not_stall_other_streams() -> None:
     """12 MB of pixels and 16 MB of base64 beside a loop that looks every millisecond how much CPU time has been spent,
     by any thread: a thread that keeps the interpreter stalls the loop, too."""
@@ -445,7 +466,7 @@ def test_videos() -> None:
         assert budget.held == 0
         for bad, words, code in (
             (half, "truncated", "invalid_video"),
-            (video_part(url(WIDE)), "send it as a part of type image_url", "invalid_video"),
+            (video_part(url(WIDE)), "send it as an image part", "invalid_video"),
             (video_part("https://example.org/a.mp4"), "the video must be sent as a data: URL", "invalid_video_url"),
             ({"type": "video_url"}, "video_url must be {'url': 'data:...'}", "invalid_value"),
             ({"type": "video", "video": "x"}, "a video is sent here as {'type': 'video_url'", "unsupported_media"),
@@ -455,6 +476,79 @@ def test_videos() -> None:
             assert words in error["message"] and error["code"] == code and "\n" not in error["message"], error
             assert error["message"].startswith("messages[0].content[1]")
         assert budget.held == 0
+
+    serve(test, **SEES)
+
+
+def test_videos_in_responses_and_messages() -> None:
+    """The same video as in chat: prompt, usage, counts, results of tools, later turns; each fault one line."""
+    data = base64.b64encode(video(colours(12))).decode()
+    link = f"data:video/mp4;base64,{data}"
+    asked: dict[str, Any] = {"type": "input_video", "video_url": link}
+    shown: dict[str, Any] = {"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": data}}
+    linked: dict[str, Any] = {"type": "video", "source": {"type": "url", "url": link}}
+    item = {"type": "function_call", "call_id": "functions.f:0", "name": "f", "arguments": "{}"}
+    use = {"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}
+
+    async def test(s: Served) -> None:
+        async def prompt(path: str, body: dict[str, Any]) -> str:
+            reply = await s.client.post(path, body)
+            assert reply.status == 200, reply.text
+            assert [p.grid for p in s.engine.pictures[-1]] == [(4, 2, 4), (2, 2, 4)]
+            return s.prompt()
+
+        quiet, off = {"reasoning": {"effort": "none"}}, {"thinking": {"type": "disabled"}}
+        chatted = {await prompt(CHAT, chat(part, text("A"), **off)) for part in (
+            video_part(link), {"type": "input_video", "video_url": link})}  # fmt: skip
+        content = [asked, {"type": "input_text", "text": "A"}]
+        body = {"input": [{"role": "user", "content": content}], **quiet}
+        first = await s.client.post(RESPONSES, body)
+        assert first.json["usage"]["input_tokens_details"]["video_tokens"] == 4 and {s.prompt()} == chatted
+        again = await s.client.post(RESPONSES, {"input": "B", "previous_response_id": first.json["id"]})
+        assert again.json["usage"]["input_tokens_details"]["video_tokens"] == 4
+        kept = await s.client.get(f"{RESPONSES}/{first.json['id']}/input_items")
+        assert kept.json["data"][0]["content"] == content
+        streamed = await s.client.post(RESPONSES, {**body, "stream": True})
+        assert streamed.status == 200 and {s.prompt()} == chatted
+        for block_ in (shown, linked):
+            messages = [{"role": "user", "content": [block_, text("A")]}]
+            assert {await prompt(MESSAGES, {"max_tokens": 9, "messages": messages})} == chatted
+            counted = await s.client.post(f"{MESSAGES}/count_tokens", {"messages": messages})
+            assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
+        output = {"type": "function_call_output", "call_id": "functions.f:0", "output": [asked]}
+        results = {
+            await prompt(RESPONSES, {"input": [{"role": "user", "content": "U"}, item, output], **quiet}),
+            await prompt(MESSAGES, {"max_tokens": 9, "messages": [
+                {"role": "user", "content": "U"},
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "functions.f:0", "content": [shown]}]},
+            ]}),
+        }  # fmt: skip
+        assert len(results) == 1 and "00:00:02.250<|media_begin|>video" in results.pop()
+        half = data[:1200]
+        for part, where, words, code in (
+            ({"video_url": f"data:video/mp4;base64,{half}"}, "", "truncated", "invalid_video"),
+            ({"video_url": url(WIDE)}, "", "send it as an image part", "invalid_video"),
+            ({"video_url": "https://example.org/a.mp4"}, "", "must be sent as a data: URL", "invalid_video_url"),
+            ({"video_url": data}, "", "'data:video/mp4;base64,' and its file", "invalid_video_url"),
+            ({"file_id": "file-1"}, ".file_id", "is not served: send video_url", "unsupported_parameter"),
+            ({"video_url": {"url": link}}, ".video_url", "must be a string", "invalid_value"),
+            ({}, ".video_url", "must be a string", "invalid_value"),
+        ):
+            sent = {"input": [{"role": "user", "content": [asked, {"type": "input_video", **part}]}]}
+            check_refused(await s.client.post(RESPONSES, sent), f"input[0].content[1]{where}", words, code)
+        for source, where, words in (
+            ({"type": "base64", "media_type": "video/mp4", "data": half}, "", "truncated"),
+            ({"type": "base64", "media_type": "image/png", "data": data}, "", "send it as an image part"),
+            ({"type": "url", "url": "https://example.org/a.mp4"}, "", "must be sent as a data: URL"),
+            ({"type": "file", "file_id": "f"}, ".source", "must be of type base64"),
+        ):
+            sent = {"messages": [{"role": "user", "content": [{"type": "video", "source": source}]}], "max_tokens": 9}
+            check_refused(await s.client.post(MESSAGES, sent), f"messages[0].content[0]{where}", words)
+        odd = {"messages": [{"role": "user", "content": [{"type": ["video"]}]}], "max_tokens": 9}
+        check_refused(await s.client.post(MESSAGES, odd), "messages[0].content[0]", "may be text, image, video and")
+        assert s.service.pictures.budget.held == 0
 
     serve(test, **SEES)
 

@@ -1,5 +1,5 @@
-// rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py and
-// add_rmsnorm.py. A row is a warp's, or of a whole CTA; either keeps it in registers between its sum and its result.
+// rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py,
+// add_rmsnorm.py and exchange/sum_add_rmsnorm.py. A row is a warp's, or of a whole CTA; either keeps it in registers between its sum and its result.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -7,7 +7,7 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-enum Added { NOTHING, NARROW, WIDE };  // to x: nothing, a row of bf16, rows of floats
+enum Added { NOTHING, NARROW, WIDE, RANKS };  // to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank
 
 struct Args {
   bf16* x;  // rows `stride` apart; the sum goes back to it
@@ -17,6 +17,10 @@ struct Args {
   bf16* y;  // [T, D]
   int parts, T, D;
   float eps;
+  // RANKS: `added` is of rank `rank`, those of the other parts - 1 ranks lie here, in order, `apart` values apart.
+  const bf16* others;
+  int64_t apart;
+  int rank;
 };
 
 // SHARE: warps of a row; EACH: pieces of 8 values of a thread.
@@ -42,19 +46,29 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
     const int p = place + i * 32 * SHARE;
     if (p < pieces) value[i] = *reinterpret_cast<const uint4*>(x + 8 * p);
   }
-  if (ADDED == WIDE) {
+  if (ADDED == WIDE || ADDED == RANKS) {
     float4 sum[EACH][2] = {};
     for (int part = 0; part < a.parts; part++) {
       const int64_t at = static_cast<int64_t>(row) * a.parts + part;
       const float4* from = static_cast<const float4*>(a.added) + at * (a.D / 4);
+      const int other = part - (part > a.rank);
+      const bf16* of_rank = part == a.rank ? static_cast<const bf16*>(a.added) : a.others + other * a.apart;
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
         const int p = place + i * 32 * SHARE;
         if (p >= pieces) continue;
+        if constexpr (ADDED == RANKS) {
+          // Past L1: another GPU has written it, maybe after this kernel was launched.
+          const uint4 v = __ldcg(reinterpret_cast<const uint4*>(of_rank + static_cast<int64_t>(row) * a.D + 8 * p));
+          const float2 v0 = widen(v.x), v1 = widen(v.y), v2 = widen(v.z), v3 = widen(v.w);
+          sum[i][0].x += v0.x, sum[i][0].y += v0.y, sum[i][0].z += v1.x, sum[i][0].w += v1.y;
+          sum[i][1].x += v2.x, sum[i][1].y += v2.y, sum[i][1].z += v3.x, sum[i][1].w += v3.y;
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float4 v = from[2 * p + half];
-          sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
+          for (int half = 0; half < 2; half++) {
+            const float4 v = from[2 * p + half];
+            sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
+          }
         }
       }
     }
@@ -131,7 +145,7 @@ int start(const Args& a, void* stream) {
 // D is a multiple of 8 and at most 8,192; rows of x start at 16 bytes.
 API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
   const Args a = {static_cast<bf16*>(const_cast<void*>(x)), stride, nullptr, static_cast<const bf16*>(w),
-                  static_cast<bf16*>(y), 0, static_cast<int>(T), static_cast<int>(D), eps};
+                  static_cast<bf16*>(y), 0, static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
   return start<NOTHING>(a, stream);
 }
 
@@ -139,6 +153,15 @@ API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T
 API int add_rmsnorm(void* residual, const void* x, int64_t parts, int64_t wide, const void* w, void* y, int64_t T,
                     int64_t D, float eps, void* stream) {
   const Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), static_cast<bf16*>(y),
-                  static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps};
+                  static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
   return wide ? start<WIDE>(a, stream) : start<NARROW>(a, stream);
+}
+
+// residual [T, D] is updated; own [T, D] of `rank`; others [ranks - 1, T, D], `apart` values apart.
+API int sum_add_rmsnorm(void* residual, const void* own, const void* others, int64_t apart, int64_t ranks, int64_t rank,
+                        const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
+  const Args a = {static_cast<bf16*>(residual), D, own, static_cast<const bf16*>(w), static_cast<bf16*>(y),
+                  static_cast<int>(ranks), static_cast<int>(T), static_cast<int>(D), eps,
+                  static_cast<const bf16*>(others), apart, static_cast<int>(rank)};
+  return start<RANKS>(a, stream);
 }
