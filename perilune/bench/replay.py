@@ -37,6 +37,7 @@ class Call:
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens)
     prompt_tokens: int = 0
     cached: int = 0
+    says_cached: bool = True  # False: the endpoint does not say how many tokens were cached
     prompt: list[tuple[int, int]] = field(default_factory=list)  # (hash of all text up to its end, tokens) by piece
     answer: int = 0  # hash of prompt and answer
     ideal: float = 0.0  # of the prompt, the share that a cache without bound would have had
@@ -217,6 +218,7 @@ class RemoteConversation:
                 call.arrivals.append((chunk.at, 1))
         if usage is not None:
             call.prompt_tokens, call.cached = usage.prompt, usage.cached or 0
+            call.says_cached = usage.cached is not None
             _spread(call, usage.completion)
         self._messages.append({"role": "assistant", "content": "".join(answer)})
 
@@ -281,7 +283,7 @@ async def play(
     """All calls, in the order in which they ended. One that fails ends its session. `started`: the clock starts."""
     free = asyncio.Semaphore(options.concurrency or len(sessions))
     calls: list[Call] = []
-    total = sum(len(session.turns) for session in sessions)
+    total = sum(len(session.turns) - options.warm_up for session in sessions)
     players = [_Player(target, number, session) for number, session in enumerate(sessions)]
     begin = time.perf_counter()
 
@@ -292,7 +294,8 @@ async def play(
         if call.error is not None or not call.arrivals:
             report(f"{player.session.name}, turn {call.turn + 1}: {call.error or 'no answer'}")
             return False
-        _progress(calls, total, begin, report)
+        if not warm_up:
+            _progress(calls, len(sessions) * options.warm_up, total, begin, report)
         return True
 
     async def warm(player: _Player) -> bool:
@@ -312,6 +315,8 @@ async def play(
     if options.warm_up:
         going = await asyncio.gather(*(warm(player) for player in players))
         players = [player for player, goes_on in zip(players, going) if goes_on]
+        wall = time.perf_counter() - begin
+        report(f"what {len(players)} sessions had said before was computed in {wall:.0f} s; now the clock starts")
     begin = time.perf_counter()
     started()
     await asyncio.gather(*(one(player) for player in players))
@@ -339,10 +344,13 @@ def judge(calls: Sequence[Call]) -> None:
         call.ideal = found / total
 
 
-def _progress(calls: Sequence[Call], total: int, begin: float, report: Report) -> None:
-    if len(calls) % max(total // 20, 1) == 0 or len(calls) == total:
-        wall = time.perf_counter() - begin
-        report(f"{len(calls)} of {total} requests in {wall:.0f} s: hits {shares(calls)[0]:.1%}")
+def _progress(calls: Sequence[Call], before: int, total: int, begin: float, report: Report) -> None:
+    """`before`: calls of the warm-up, which come first."""
+    count = len(calls) - before
+    if count % max(total // 20, 1) == 0 or count == total:
+        wall, counted = time.perf_counter() - begin, calls[before:]
+        hits = f": hits {shares(counted)[0]:.1%}" if any(call.says_cached for call in counted) else ""
+        report(f"{count} of {total} requests in {wall:.0f} s{hits}")
 
 
 # ---- what came of it
@@ -376,7 +384,9 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
         c for c in good if c.ttft <= options.ttft_limit and (c.inter_token or 0.0) <= options.inter_token_limit
     ]  # fmt: skip
     found: dict[str, Any] = {"requests": len(good), "failed": failed}
-    found |= {"prompt_tokens": sum(c.prompt_tokens for c in good), "hit_share": hit, "ideal_share": ideal}
+    said = any(c.says_cached for c in good)
+    found |= {"prompt_tokens": sum(c.prompt_tokens for c in good), "hit_share": hit if said else None}
+    found["ideal_share"] = ideal
     for share, name in ((0.5, "p50"), (0.9, "p90"), (0.99, "p99")):
         found[f"ttft_{name}_s"] = percentile([c.ttft for c in good], share)
         found[f"inter_token_{name}_s"] = percentile(between, share)
@@ -386,6 +396,7 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     found["tokens_per_s"] = sum(c.tokens for c in good) / wall
     found["input_tokens_per_s"] = sum(c.prompt_tokens for c in good) / wall
     found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / len(good)
+    found["ttft_limit_s"], found["inter_token_limit_s"] = options.ttft_limit, options.inter_token_limit
     found["wall_s"] = wall
     return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
 
@@ -400,16 +411,33 @@ def tier_shares(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line for people."""
+    """A few lines for people."""
+    failed = f"{row['failed']} failed" if row.get("failed") else ""
     if not row.get("requests"):
-        return "no request was answered"
+        return f"no request was answered{f', {failed}' if failed else ''}"
     tiers = ", ".join(f"{name} {share:.1%}" for name, share in (row.get("hit_share_by_tier") or {}).items())
-    return (
-        f"hits {row['hit_share']:.1%} of {row['ideal_share']:.1%} possible{f' ({tiers})' if tiers else ''}; "
-        f"TTFT p50 {row['ttft_p50_s'] * 1e3:.0f} ms, p99 {row['ttft_p99_s'] * 1e3:.0f} ms; "
-        f"between tokens p50 {row['inter_token_p50_s'] * 1e3:.1f} ms, p99 {row['inter_token_p99_s'] * 1e3:.1f} ms; "
-        f"{row['tokens_per_s']:.1f} output tokens/s, interactivity {row['interactivity']:.1f} tokens/s, "
-        f"{row['good_share']:.0%} within the limits"
+    restores = ""
+    if row.get("restore_s"):
+        restores = f"; restores took {row['restore_s']:.2f} s, computing {row['restore_s'] + row['saved_s']:.2f}"
+
+    hits = "not known (the endpoint's usage has no cached_tokens)"
+    if row["hit_share"] is not None:
+        hits = f"{row['hit_share']:.1%} of prompt tokens"
+
+    def times(name: str) -> str:
+        return ", ".join(f"{p} {row[f'{name}_{p}_s'] * 1e3:.1f}" for p in ("p50", "p90", "p99")) + " ms"
+
+    return "\n".join(
+        (
+            f"  requests        {row['requests']} in {row['wall_s']:.1f} s{f', {failed}' if failed else ''}",
+            f"  cache hits      {hits}, {row['ideal_share']:.1%} possible{f' ({tiers})' if tiers else ''}{restores}",
+            f"  first token     {times('ttft')}; of later turns p50 {row['ttft_later_turns_p50_s'] * 1e3:.1f} ms",
+            f"  between tokens  {times('inter_token')}",
+            f"  tokens/s        {row['tokens_per_s']:.1f} of answers, {row['input_tokens_per_s']:.1f} of prompts",
+            f"  interactivity   {row['interactivity']:.1f} tokens/s (1 / p90 of a request's seconds for each token)",
+            f"  goodput         {row['goodput_requests_per_s']:.2f} requests/s: {row['good_share']:.0%} had the first "
+            f"token within {row['ttft_limit_s']:g} s and others within {row['inter_token_limit_s']:g} s each",
+        )
     )
 
 

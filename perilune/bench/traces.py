@@ -133,9 +133,9 @@ def _json_lines(path: Path) -> Iterator[Any]:
                     raise ConfigError(f"{path}, line {number} is no JSON: {e}") from e
 
 
-def begun(session: Session, turns: int, *, warm_up: bool) -> Session:
-    """The session after so many turns: what was said in them, answers made from a name, is part of its first prompt.
-    `warm_up`: it is a prompt of its own, with an answer of one token, so that it can be computed beforehand."""
+def begun(session: Session, turns: int) -> Session:
+    """The session after so many turns: what was said in them, answers made from a name, is its first prompt, with an
+    answer of one token, so that it can be computed beforehand."""
     if turns < 1 or turns >= len(session.turns):
         raise ConfigError(f"{session.name} has {len(session.turns)} turns: it cannot begin after {turns}")
     said: list[Piece] = []
@@ -143,8 +143,4 @@ def begun(session: Session, turns: int, *, warm_up: bool) -> Session:
         if turn.whole:
             said.clear()
         said += [*turn.pieces, Piece(f"{session.name}, answer {index}", turn.output_tokens)]
-    first, *later = session.turns[turns:]
-    if warm_up:
-        return Session(session.name, session.start, (Turn(tuple(said), 1), first, *later))
-    merged = first if first.whole else Turn((*said, *first.pieces), first.output_tokens)
-    return Session(session.name, session.start, (merged, *later))
+    return Session(session.name, session.start, (Turn(tuple(said), 1), *session.turns[turns:]))

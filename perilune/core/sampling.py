@@ -29,7 +29,7 @@ class SamplingParams:
 
     temperature     0 is greedy; otherwise logits are divided by it before the filters
     top_k           keep the k most likely tokens; 0 keeps all
-    top_p           keep the smallest set whose probability reaches top_p
+    top_p           keep the smallest set of most likely tokens with a total probability of at least top_p
     min_p           drop tokens less likely than min_p times the most likely one
     presence_penalty    subtracted from the logit of every token generated so far, -2 to 2
     frequency_penalty   subtracted once for each time the token was generated, -2 to 2

@@ -1,5 +1,8 @@
 """What to drop from host memory: least recently used, corrected by how often blocks of the same kind came back.
 
+What host memory drops is written to disk only where blocks of its kind are asked for again after they were dropped: of
+all files written for 48 agents among 1,500 single questions 87 % were never read.
+
 A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a first prompt of
 which nothing was known, 1 for what follows a known text, and so on. In a tool loop a session that has come back a few
 times comes back again, while most first prompts never do, and LRU keeps both equally long. So each kind's idle time
@@ -14,6 +17,8 @@ REMEMBERED = (
 )  # Dropped blocks that are still recognised when they are asked for again: they were dropped too soon.
 MAX_COUNT = 1 << 14  # Both counts of a kind are halved beyond: what happened long ago matters less.
 MIN_CHANCE = 1 / 16  # Lower: kinds that hardly ever came back are dropped sooner still.
+MIN_LATE_CHANCE = 1 / 16  # Higher: fewer files are written, and fewer blocks are found on disk.
+TRUSTED_DROPS = 1 << 12  # Of a kind; with fewer all are written, because what comes back comes back later.
 
 
 class Retention:
@@ -23,10 +28,15 @@ class Retention:
         self._back = [1.0] * KINDS
         self._gone = [1.0] * KINDS
         self._dropped: OrderedDict[bytes, int] = OrderedDict()
+        self._drops, self._late = [0.0] * KINDS, [0.0] * KINDS  # dropped blocks; those that were asked for afterwards
 
     def chance(self, kind: int) -> float:
         """That a block of this kind comes back, as learned so far."""
         return max(self._back[kind] / (self._back[kind] + self._gone[kind]), MIN_CHANCE)
+
+    def worth_writing(self, kind: int) -> bool:
+        """Whether blocks of this kind are asked for after host memory has dropped them, as far as is known."""
+        return self._drops[kind] < TRUSTED_DROPS or self._late[kind] >= MIN_LATE_CHANCE * self._drops[kind]
 
     def returned(self, kind: int) -> None:
         """A block that is held was asked for."""
@@ -35,6 +45,9 @@ class Retention:
 
     def dropped(self, digest: bytes, kind: int) -> None:
         self._gone[kind] += 1
+        self._drops[kind] += 1
+        if self._drops[kind] > MAX_COUNT:
+            self._drops[kind], self._late[kind] = self._drops[kind] / 2, self._late[kind] / 2
         self._dropped[digest] = kind
         self._dropped.move_to_end(digest)
         if len(self._dropped) > REMEMBERED:
@@ -47,6 +60,7 @@ class Retention:
         if kind is not None:
             self._back[kind] += 1
             self._gone[kind] = max(self._gone[kind] - 1, 1.0)
+            self._late[kind] += 1
 
     def _fade(self, kind: int) -> None:
         if self._back[kind] + self._gone[kind] > MAX_COUNT:

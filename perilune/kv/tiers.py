@@ -1,8 +1,9 @@
-"""KV blocks beyond the GPU's pages: which digests host memory and disk hold, and what is to be moved. Policy only.
+"""The index of the KV tiers: which blocks host memory and disk hold, and which to copy next. Policy only.
 
 A block leaves the pages when it is evicted from the prefix tree: it is copied to a row of host memory (`evict`), and
 its pages are free once the copy is complete. Rows that fall out of host memory are written to files ahead of need. A
-request that misses the pages but finds its digests here has them copied back (`restore`), all or none of them.
+request that misses the pages but finds its digests here has them copied back (`restore`), all or none of them. Rows of
+restored blocks are dropped before all others until their blocks are evicted again: the pages hold the same bytes.
 
 The work itself is done by a `Mover` (kv/transfer.py), to which this module only sends records: (digest, block, row).
 With several ranks, rank 0 keeps this index, every rank gets the same records and has a mover of its own, with its own
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Protocol
 
 from perilune.kv.retention import KINDS, Retention
@@ -23,16 +25,16 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 32  # More: files are written in larger bursts, and more rows wait for the disk.
+WRITES_AT_ONCE = 32  # Files being written at a time. More: larger bursts, and more rows wait for the disk.
 WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out; at most WRITE_AHEAD_ROWS.
 WRITE_AHEAD_ROWS = 256
-PAUSE_SECONDS = 60.0  # After a full disk nothing is written for so long.
-EXPIRE_SECONDS = 10.0  # How often blocks beyond their time to live are looked for.
+PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
+EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A block's digest (kv/prefix.py) and that of the first block of its chain: what is forgotten together."""
+    """A block's digest (kv/prefix.py) and that of the first block of its chain: `forget` drops a whole chain."""
 
     digest: bytes
     first: bytes
@@ -107,12 +109,14 @@ class Mover(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end."""
+    """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end.
+    `turn`: that of kv/retention.py; `twice`: the pages have the block too, since a restore."""
 
     name: Name
     row: int
     used: float
     turn: int
+    twice: bool = False
     complete: bool = False
     users: int = 1
     forgotten: bool = False
@@ -170,6 +174,7 @@ class Tiers:
         self._host: dict[bytes, _Row] = {}
         # The same by kind, least recently used first: what is dropped next is the first of one of them.
         self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
+        self._twice: OrderedDict[bytes, _Row] = OrderedDict()  # Rows of blocks that the pages have too, oldest first.
         self._retention = retention or Retention()
         self._disk: OrderedDict[bytes, _File] = OrderedDict(
             (name.digest, _File(name, now - age)) for name, age in files or ()
@@ -178,21 +183,21 @@ class Tiers:
         self._known_rows = 0  # rows the mover has ever offered
         self._free: list[int] = []
         self._filling: dict[int, _Row] = {}  # by row: stores in flight
-        self._limbo: dict[int, _Row] = {}  # by row: forgotten, but still in use
+        self._limbo: dict[int, _Row] = {}  # by row: forgotten, but a transfer still uses the row
         self._writing: dict[bytes, _Row] = {}
         self._leaving: set[int] = set()  # blocks with pages that are being copied
         self._stores: list[tuple[Name, int, int]] = []  # not sent yet
         self._restores: dict[int, _Restore] = {}
         self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # files that are too old are never read
         self._warned: set[str] = set()
-        self.dropped = 0  # blocks lost to want of a row or of space
-        self.damaged = 0  # blocks found damaged or missing
+        self.dropped = 0  # blocks dropped for lack of a row or of disk space
+        self.damaged = 0  # blocks found damaged or missing when they were restored
         while len(self._disk) > self._file_limit:
             self._drop_file(next(iter(self._disk.values())))
 
     @property
     def leaving(self) -> set[int]:
-        """Blocks on their way to host memory: their pages are being read."""
+        """Blocks being copied to host memory: their pages must not be overwritten yet."""
         return self._leaving
 
     @property
@@ -267,7 +272,7 @@ class Tiers:
         for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
             if (held := self._host.get(digest)) is not None:
                 self._retention.returned(held.turn)
-                self._touch(held, turn)
+                self._touch(held, turn, twice=True)
             if (known := self._disk.get(digest)) is not None:
                 known.used = self._clock()
                 self._disk.move_to_end(digest)
@@ -306,7 +311,7 @@ class Tiers:
         return freed, ended
 
     def flush(self) -> None:
-        """Gives the mover what was evicted."""
+        """Sends the mover the blocks evicted since the last call, in one record."""
         if self._stores:
             stores, self._stores = self._stores, []
             self._mover.store(stores)
@@ -322,7 +327,8 @@ class Tiers:
         """Asserts that every row is in exactly one place. Slow: for tests."""
         held = [h.row for h in self._host.values()] + list(self._limbo)
         assert sorted(held + self._free) == list(range(self._known_rows)), "lost rows"
-        assert self._host == {digest: h for queue in self._kinds for digest, h in queue.items()}, "lost kinds"
+        queues = [*self._kinds, self._twice]
+        assert self._host == {digest: h for queue in queues for digest, h in queue.items()}, "lost kinds"
         assert all(not h.complete and h.users for h in self._filling.values())
         assert all(h.complete or h.row in self._filling for h in self._host.values())
         assert len(self._disk) + len(self._writing) <= self._file_limit or not self._file_limit, "too many files"
@@ -333,37 +339,44 @@ class Tiers:
 
     # ---- host memory
 
-    def _touch(self, held: _Row, turn: int = 0) -> None:
+    def _queue(self, held: _Row) -> OrderedDict[bytes, _Row]:
+        return self._twice if held.twice else self._kinds[held.turn]
+
+    def _touch(self, held: _Row, turn: int = 0, *, twice: bool = False) -> None:
         held.used = self._clock()
-        del self._kinds[held.turn][held.name.digest]
-        held.turn = max(held.turn, turn)
-        self._kinds[held.turn][held.name.digest] = held
+        del self._queue(held)[held.name.digest]
+        held.turn, held.twice = max(held.turn, turn), twice
+        self._queue(held)[held.name.digest] = held
 
     def _take_row(self) -> int | None:
-        """A free row, or that of the least recently used block that may be dropped; None: all are in use."""
+        """A free row, or that of a block the pages have too, or that of the least recently used block that may be
+        dropped; None: all are in use."""
         if self._free:
             return self._free.pop()
         now, best, best_score, written = self._clock(), None, -1.0, False
-        for kind, queue in enumerate(self._kinds):
+        for queue in (self._twice, *self._kinds):
             for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
                 if held.users or not held.complete:
                     continue
-                # What has its file costs nothing to drop.
-                clean = not self._file_limit or held.name.digest in self._disk
-                score = (now - held.used) / self._retention.chance(kind)
+                # What has its file, or will have none, costs nothing more to drop.
+                clean = held.name.digest in self._disk or not (
+                    self._file_limit and self._retention.worth_writing(held.turn)
+                )
+                score = inf if held.twice else (now - held.used) / self._retention.chance(held.turn)
                 if (clean, score) > (written, best_score):
                     best, best_score, written = held, score, clean
                 if clean:
                     break
         if best is None:
             return None
-        self.dropped += best.name.digest not in self._disk
-        self._retention.dropped(best.name.digest, best.turn)
+        if not best.twice:
+            self.dropped += best.name.digest not in self._disk
+            self._retention.dropped(best.name.digest, best.turn)
         self._drop_row(best)
         return self._free.pop()
 
     def _drop_row(self, held: _Row) -> None:
-        del self._host[held.name.digest], self._kinds[held.turn][held.name.digest]
+        del self._host[held.name.digest], self._queue(held)[held.name.digest]
         if held.users:
             held.forgotten = True
             self._limbo[held.row] = held
@@ -371,7 +384,7 @@ class Tiers:
             self._free.append(held.row)
 
     def _leave(self, held: _Row) -> None:
-        """One user less."""
+        """A transfer no longer uses the row."""
         held.users -= 1
         if held.forgotten and not held.users:
             del self._limbo[held.row]
@@ -392,6 +405,8 @@ class Tiers:
         complete = done.error is None and not any(one.forgotten for one in used)
         for held in restore.rows:
             self._leave(held)
+            if held.twice and not held.forgotten and not complete:  # the pages have nothing
+                self._touch(held)
         for file in restore.files:
             file.users -= 1
             if file.forgotten and not file.users:
@@ -415,11 +430,13 @@ class Tiers:
             return
         if self._known_rows < self._rows:
             return
-        for held in (held for queue in self._kinds for held in islice(queue.values(), -(-ahead // KINDS))):
+        queues = (self._twice, *self._kinds)
+        for held in (held for queue in queues for held in islice(queue.values(), -(-ahead // len(queues)))):
             if len(self._writing) >= WRITES_AT_ONCE:
                 return
             known = held.name.digest in self._disk or held.name.digest in self._writing
-            if held.complete and not known and self._room():
+            wanted = held.complete and not known and self._retention.worth_writing(held.turn)
+            if wanted and self._room():
                 held.users += 1
                 self._writing[held.name.digest] = held
                 self._mover.write(held.name, held.row)
@@ -466,7 +483,7 @@ class Tiers:
             self._drop_file(file)
 
     def _warn(self, kind: str, text: str) -> None:
-        """Once for each kind: a damaged disk has many damaged files."""
+        """Logs a warning once per kind: a damaged disk would give one for each of many files."""
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("%s (said once)", text)

@@ -129,7 +129,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """The client left while it was still sending its body, or while its pictures were decoded."""
+    """Handles ClientGone: the client left while it sent its body, or while its pictures were decoded."""
     return Response(status_code=CLIENT_GONE)
 
 
@@ -247,7 +247,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What clients that count tokens themselves ask for before they rely on /tokenize."""
+    """GET /tokenizer_info: clients that count tokens ask for it before they rely on /tokenize."""
     service: Service = request.app.state.service
     known = {
         role: name if service.text.tokenizer.special_id(name) is not None else None for role, name in _ROLES.items()

@@ -38,7 +38,7 @@ class TextLines(logging.Formatter):
 
 
 def configure(form: str, level: str) -> None:
-    """Of this process, by the server's configuration (log_format, log_level)."""
+    """Configures logging of this process by the server's configuration (log_format, log_level)."""
     handler = logging.StreamHandler(sys.stderr)
     if form == "json":
         handler.setFormatter(JsonLines())
@@ -46,6 +46,6 @@ def configure(form: str, level: str) -> None:
         handler.setFormatter(TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-    # These would log URLs and headers of what they send.
+    # These libraries would log URLs and headers of their requests.
     for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

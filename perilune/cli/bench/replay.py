@@ -61,8 +61,7 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.option(
     "--compare",
     is_flag=True,
-    help="Play it once more without KV tiers, and without computing what --begin-after has said beforehand: a cache "
-    "that holds few sessions would have forgotten it.",
+    help="Play it once more without KV tiers. To show them, more sessions must be in play than the cache holds.",
 )
 @click.option(
     "--shape", default=None, help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU."
@@ -109,30 +108,32 @@ def command(
     if write is not None:
         _write(write, "".join(json.dumps(line) + "\n" for line in lines))
     made = _cut(trace_formats.sessions_of(lines, scale=scale), sessions, turns)
-    plain_made = made
     if begin_after is not None:
-        plain_made = [traces.begun(session, begin_after, warm_up=False) for session in made]
-        made = [traces.begun(session, begin_after, warm_up=True) for session in made]
+        made = [traces.begun(session, begin_after) for session in made]
     limits = replay.Options(
         concurrency, speed, ttft_limit, inter_token_limit, seconds or float("inf"), begin_after is not None
     )
     values = options.engine_values(engine, assignments, {})
+    if compare and not is_url(model) and all(values.get(k) is None for k in TIERS):
+        raise ConfigError("--compare needs KV tiers to compare with: give --kv-host-gb or --kv-disk")
     if is_url(model):
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
         row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+        say(replay.describe(row))
     else:
         weights = None if shape is None else microscope.Bench(shape, layers)
         row, calls = _local(partial(_engine, model, weights, values), made, limits)
+        say(replay.describe(row))
         if compare:
-            say("once more without tiers")
+            say("once more without KV tiers")
             without = {k: v for k, v in values.items() if k not in TIERS}
-            cold = dataclasses.replace(limits, warm_up=False)
-            plain, _ = _local(partial(_engine, model, weights, without), plain_made, cold)
+            plain, _ = _local(partial(_engine, model, weights, without), made, limits)
+            say(replay.describe(plain))
             row |= {"ttft_p50_no_tiers_s": plain.get("ttft_p50_s"), "tokens_per_s_no_tiers": plain.get("tokens_per_s")}
+            row["hit_share_no_tiers"] = plain.get("hit_share")
             if row.get("tokens_per_s") and plain.get("tokens_per_s"):
-                say(f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f} times as many tokens a second as without tiers")
-            say(f"without tiers: {replay.describe(plain)}")
+                say(f"with KV tiers {row['tokens_per_s'] / plain['tokens_per_s']:.2f} times the tokens/s of answers")
     where = (
         {"shape": shape, "layers": layers, **circumstances()}
         if shape
@@ -140,7 +141,6 @@ def command(
     )
     head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
     head["tiers"] = [k for k in TIERS if values.get(k) is not None]
-    say(replay.describe(row))
     if plot is not None:
         _write(plot, replay.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
     finish([head | row | where], directory)

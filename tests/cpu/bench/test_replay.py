@@ -125,7 +125,15 @@ def test_a_row_from_times_by_hand() -> None:
     assert row["tokens_per_s"] == pytest.approx(15 / 8) and row["interactivity"] == pytest.approx(1 / 2.0)
     assert row["good_share"] == 0.5 and row["goodput_requests_per_s"] == pytest.approx(1 / 8)
     assert summary([failed], Options())["requests"] == 0
-    assert "no request" in replay.describe(summary([failed], Options()))
+    assert replay.describe(summary([failed], Options())) == "no request was answered, 1 failed"
+    said = replay.describe(row | {"hit_share_by_tier": {"pages": 0.1, "host": 0.3}, "restore_s": 1.0, "saved_s": 2.0})
+    for part in (
+        "2 in 8.0 s, 1 failed", "40.0% of prompt tokens, 0.0% possible (pages 10.0%, host 30.0%)",
+        "restores took 1.00 s, computing 3.00", "first token     p50 6000.0, p90 6000.0, p99 6000.0 ms",
+        "between tokens  p50 1000.0, p90 1000.0, p99 1000.0 ms", "1.9 of answers, 25.0 of prompts",
+        "interactivity   0.5 tokens/s", "0.12 requests/s: 50% had the first token within 1 s and others within 0.2 s",
+    ):  # fmt: skip
+        assert part in said, (part, said)
 
 
 def invoke(*arguments: str) -> tuple[dict[str, Any], str]:
@@ -147,6 +155,7 @@ def test_an_engine_with_tiers_comes_close_to_the_ideal(tiny: Path, tmp_path: Pat
     assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
     assert row["hit_share_by_tier"]["host"] > 0.1
     assert row["ttft_p50_no_tiers_s"] > 0 and row["tokens_per_s_no_tiers"] > 0
+    assert row["hit_share_no_tiers"] < row["hit_share"]
     assert "20 of 20 requests" in said and (tmp_path / "p.svg").read_text().count("<circle") == 20
     again, _ = invoke(str(written), str(tiny), *small)
     assert again["prompt_tokens"] == row["prompt_tokens"] and again["hit_share"] == pytest.approx(
@@ -180,25 +189,45 @@ def test_any_endpoint(fake: FakeEndpoint) -> None:
     assert last["messages"][1]["content"] == "abc" and last["ignore_eos"] is True
 
 
+def test_an_endpoint_that_does_not_count_hits_has_none_of_zero(fake: FakeEndpoint) -> None:
+    fake.answer = lambda body: [
+        (0.0, chunk(content="a")),
+        (0.0, chunk(finish="length")),
+        (0.0, usage(50, 1)),
+        (0.0, "[DONE]"),
+    ]
+    row, said = invoke("agents", fake.url, "--scale", "0.01", "--speed", "0", "--sessions", "1", "--turns", "2")
+    assert row["hit_share"] is None and "cache hits      not known" in said and "hits 0" not in said
+
+
 def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
     found = CliRunner().invoke(cli, ["bench", "replay", "agents", fake.url, "--kv-host-gb", "1"])
     assert isinstance(found.exception, ConfigError) and "not for an endpoint" in str(found.exception)
     assert traces.HASH_TOKENS == 512
+    found = CliRunner().invoke(cli, ["bench", "replay", "agents", "kimi-nano", "--compare"])
+    assert isinstance(found.exception, ConfigError) and "give --kv-host-gb or --kv-disk" in str(found.exception)
+
+
+def test_without_tiers_the_same_is_computed_beforehand(tiny: Path) -> None:
+    """Else the comparison would show what was computed, and not the tiers: here pages hold every session."""
+    small = ["--scale", "0.004", "--speed", "0", "--sessions", "3", "--turns", "5", "--max-model-len", "240"]
+    small += ["--set", "kv_blocks=200", "--set", "block_size=8", "--max-num-seqs", "1", "--set", "threads=1"]
+    row, said = invoke("agents", str(tiny), *small, "--begin-after", "2", "--kv-host-gb", "0.05", "--compare")
+    assert row["hit_share_no_tiers"] == row["hit_share"] > 0.7 and row["hit_share_by_tier"]["host"] == 0.0
+    assert said.index("cache hits") < said.index("once more") < said.rindex("cache hits")
 
 
 def test_sessions_that_have_gone_on_before() -> None:
-    """What was said before is one prompt, computed beforehand or not; both ask for the same answers after it."""
+    """What was said before is one prompt, with an answer of one token."""
     (session,) = sessions_of(generate(Agents(sessions=1, turns=4)))
-    warm, cold = (traces.begun(session, 2, warm_up=warm_up) for warm_up in (True, False))
-    assert [len(t.turns) for t in (warm, cold)] == [3, 2] and warm.turns[0].output_tokens == 1
+    warm = traces.begun(session, 2)
+    assert len(warm.turns) == 3 and warm.turns[0].output_tokens == 1
     before = [p.tokens for turn in session.turns[:2] for p in turn.pieces]
     answers = [turn.output_tokens for turn in session.turns[:2]]
     assert sum(p.tokens for p in warm.turns[0].pieces) == sum(before) + sum(answers)
-    assert cold.turns[0].pieces == (*warm.turns[0].pieces, *warm.turns[1].pieces)
-    assert [t.output_tokens for t in cold.turns] == [t.output_tokens for t in warm.turns[1:]]
     assert warm.turns[1:] == session.turns[2:]
     with pytest.raises(ConfigError, match="cannot begin after 4"):
-        traces.begun(session, 4, warm_up=True)
+        traces.begun(session, 4)
 
 
 def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path) -> None:
@@ -208,7 +237,7 @@ def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path) -> None:
     assert row["requests"] == 15 and row["failed"] == 0, "three turns of five sessions"
     assert row["hit_share"] >= 0.85 * row["ideal_share"] and row["ideal_share"] > 0.7, "the warm-up is known"
     assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
-    assert "20 of 20 requests" in said
+    assert "15 of 15 requests" in said and "what 5 sessions had said before" in said
     short, _ = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--seconds", "0.02")
     assert short["requests"] < 15 and short["failed"] == 0
 

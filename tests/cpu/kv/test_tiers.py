@@ -8,6 +8,7 @@ import pytest
 
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree
+from perilune.kv.retention import Retention
 from perilune.kv.tiers import DISK, HOST, Copied, Name, Outcome, Restored, Stored, Tiers, Written
 
 MINUTE = 60.0
@@ -96,11 +97,11 @@ def tiers_of(rows=4, files=None, file_limit=0, **more):
     return tiers, mover
 
 
-def put(tiers, mover, *numbers, first=0):
+def put(tiers, mover, *numbers, first=0, turn=0):
     """Evicts these blocks one after the other, each with all that follows from it."""
     for number in numbers:
         mover.pages[number % 64] = name(number).digest
-        assert tiers.evict(name(number, first), number % 64)
+        assert tiers.evict(name(number, first), number % 64, turn)
         tiers.flush()
         for _ in range(2):
             mover.work(100)
@@ -110,6 +111,11 @@ def put(tiers, mover, *numbers, first=0):
 
 def found(tiers, *numbers):
     return tiers.match([name(n).digest for n in numbers])
+
+
+class FirstPromptsUnwritten(Retention):
+    def worth_writing(self, kind: int) -> bool:
+        return kind > 0
 
 
 class TestTiers:
@@ -135,6 +141,47 @@ class TestTiers:
         assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, False, True, True]
         assert tiers.dropped == 1
 
+    def test_a_block_that_the_pages_have_too_is_dropped_before_all_others(self) -> None:
+        """Until it is evicted from the pages again; it is not counted as lost, and is not written to a file."""
+        tiers, mover = tiers_of(rows=3)
+        put(tiers, mover, 1, 2, 3)
+        tiers.restore(0, [(name(3).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        assert tiers.poll()[1][0].complete
+        tiers.check()
+        put(tiers, mover, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, True, False, True] and not tiers.dropped
+        put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True] and tiers.dropped == 1
+
+    def test_a_restored_block_that_leaves_the_pages_again_is_as_others(self) -> None:
+        now = [0.0]
+        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+        put(tiers, mover, 1, 2, 3)
+        now[0] = 100.0
+        tiers.restore(0, [(name(3).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        tiers.poll()
+        assert not tiers.evict(name(3), 33)  # its row is still there: nothing is copied
+        put(tiers, mover, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
+    def test_after_a_failed_restore_a_block_is_not_taken_to_be_in_the_pages(self) -> None:
+        now = [0.0]
+        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+        mover._restore = lambda ticket, _: mover.done.append(Restored(ticket, 0.0, (), "the link failed"))
+        put(tiers, mover, 1, 2)
+        now[0] = 100.0
+        tiers.restore(0, [(name(2).digest, 33)])
+        tiers.poll()
+        mover.work(1)
+        assert not tiers.poll()[1][0].complete
+        tiers.check()
+        put(tiers, mover, 3, 4)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
     def test_without_a_row_the_block_is_dropped_at_once(self) -> None:
         tiers, mover = tiers_of(rows=1)
         mover.pages[1] = name(1).digest
@@ -151,6 +198,20 @@ class TestTiers:
         mover.work(10)
         assert tiers.poll() == ([], [Outcome(0, True, 0.001, 0, 1)])
         assert mover.pages[33] == name(9).digest
+
+    def test_what_is_not_worth_a_file_is_dropped_as_if_it_had_one(self) -> None:
+        """Else it would outlive all that has its file."""
+        now = [0.0]
+        tiers, mover = tiers_of(
+            rows=4, files=(), file_limit=100, retention=FirstPromptsUnwritten(), clock=lambda: now[0]
+        )
+        put(tiers, mover, 1, 2)
+        now[0] = 1.0
+        put(tiers, mover, 3, 4, turn=1)
+        now[0] = 2.0
+        put(tiers, mover, 5, 6)
+        assert list(mover.files) == [name(3).digest]
+        assert [found(tiers, n) for n in (1, 2, 3, 4)] == [[], [], [HOST], [HOST]]
 
     def test_the_disk_keeps_to_its_limit(self) -> None:
         tiers, mover = tiers_of(rows=2, files=(), file_limit=3)
