@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # each call of a socket: a body of megabytes, parsed on a thread, delayed each piece of each stream by that time. Less
 # costs more switches.
 SWITCH_SECONDS = 0.0005
-GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
+GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops, and for threads to end
 QUESTION = "What is 347 + 589?"
 BACKLOG_CONNECTIONS = 2048
 DRAIN_POLL_SECONDS = 0.02
@@ -268,6 +268,10 @@ async def run(
             await asyncio.to_thread(one.close)
     finally:
         await client.close()
+        # A thread may compile a grammar for minutes, which the ends of loop and process would wait for.
+        last = threading.Timer(GRACE_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
 
 
 async def aside(work: Callable[[], T]) -> T:
