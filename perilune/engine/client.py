@@ -125,15 +125,19 @@ class _Process:
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *launch.command,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the server, which then ends this process
-                stderr=asyncio.subprocess.PIPE if launch.logged else None,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        self = cls(process, reader, writer)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(  # cancelled, it ends the process
+                    *launch.command,
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+                    stderr=asyncio.subprocess.PIPE if launch.logged else None,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        self = cls(process, reader, writer)  # nothing is awaited before what kills the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))
         body = msgspec.msgpack.encode((str(launch.model), launch.config))

@@ -167,7 +167,7 @@ def _taken_apart(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
         if (half := _half(raw)) is not None:  # the error itself may say anything
             spelled = raw[half : half + 6].decode().lower()
             raise RequestError(f"lone surrogate {spelled} at byte {half}: not Unicode text", code="invalid_json") from e
-        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+        raise not_json(str(e), bytes(raw[:4])) from e
 
 
 def _decoded(value: _Raw, levels: int, at: str) -> Any:

@@ -1,8 +1,8 @@
 """One client's connection: HTTP/1.1 in, ASGI out, with a bound on how long and how large everything may be.
 
-h11 parses one request at a time. Its head is given to h11 only when it is complete and unambiguous: what two programs
-in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the connection is
-closed, so that no proxy and this server can disagree where a request ends.
+h11 parses the head of one request at a time, and is given it only when it is complete and unambiguous: what two
+programs in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the
+connection is closed, so that no proxy and this server can disagree where a request ends.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import h11
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
+from perilune.server.chunks import Chunks
 
 if TYPE_CHECKING:
     from perilune.server.listener import Listener
@@ -283,7 +284,8 @@ class Exchange:
         self.connection = connection
         self.receiving = True
         self._parser = parser
-        self._left: int | None = None  # bytes of a body with a length that are to come; h11 takes apart chunks alone
+        self._chunks: Chunks | None = None  # of a body without a length
+        self._left = 0  # bytes of a body with a length that are to come
         self._ahead = b""  # of the next request
         self._method = request.method
         self._current = request.http_version == b"1.1"
@@ -292,7 +294,9 @@ class Exchange:
         asked = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
         self.last = not self._current or b"close" in [option.strip() for option in asked]
         self._body = bytearray()
-        if not any(name == b"transfer-encoding" for name, _ in headers):
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            self._chunks = Chunks()
+        else:
             self._left = int(next((value for name, value in headers if name == b"content-length"), b"0"))
         self._ended = False  # whether the handler has received the end of the body
         self._failure: RequestError | None = None
@@ -338,38 +342,29 @@ class Exchange:
 
     def begin(self) -> None:
         """Takes what came with the head."""
-        if self._left is None:
-            self._advance()
-        else:
-            self.feed(memoryview(self._parser.trailing_data[0]))
+        self.feed(memoryview(self._parser.trailing_data[0]))
 
     def feed(self, data: memoryview) -> None:
-        if self._left is None:
-            self._parser.receive_data(bytes(data))
-            self._advance()
-            return
-        part = data[: self._left]
-        self._left -= len(part)
-        self._take(part)
-        if not self._left:
-            self.receiving, self._ahead = False, bytes(data[len(part) :])
+        if self._chunks is not None:
+            self._advance(self._chunks, data)
+        else:
+            part = data[: self._left]
+            self._left -= len(part)
+            self._take(part)
+            if not self._left:
+                self.receiving, self._ahead = False, bytes(data[len(part) :])
         self._news.set()
 
-    def _advance(self) -> None:
-        """Takes what h11 has of a body in chunks."""
+    def _advance(self, chunks: Chunks, data: memoryview) -> None:
+        if self._failure is not None:
+            return
         try:
-            while self.receiving:
-                event = self._parser.next_event()
-                if isinstance(event, h11.Data):
-                    self._take(event.data)
-                elif isinstance(event, h11.EndOfMessage):
-                    self.receiving, self._ahead = False, self._parser.trailing_data[0]
-                else:
-                    break
-        except h11.RemoteProtocolError as e:
+            self._take(chunks.feed(data))
+        except ValueError as e:
             self._failure = _malformed(str(e))
             self.last = True
-        self._news.set()
+        if chunks.complete:
+            self.receiving, self._ahead = False, chunks.rest
 
     def _take(self, part: bytes | bytearray | memoryview) -> None:
         if part:

@@ -1,5 +1,6 @@
 """Every error leaves the server as an OpenAI error object: {"error": {"message", "type", "param", "code"}}."""
 
+import codecs
 import http
 import json
 import logging
@@ -17,6 +18,7 @@ from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
 
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # LE: as UTF-16
 MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",
@@ -87,7 +89,7 @@ async def handle(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         phrase = http.HTTPStatus(error.status_code).phrase.lower()
         path = request.url.path[:200]
-        error = HTTPException(error.status_code, f"{phrase}: {request.method} {path}", error.headers)
+        error = HTTPException(error.status_code, f"{phrase}: {request.method[:16]} {path}", error.headers)
     elif isinstance(error, PeriluneError):
         log_failure(request.url.path[:200], error)
     return response(error)
@@ -123,6 +125,8 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
 
 def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
     """What is wrong with a body, or with its part `at`, that the parser of JSON refuses for a reason."""
+    if text.startswith(_MARKS):
+        return RequestError("the body begins with a byte order mark: send UTF-8 without one", code="invalid_json")
     if reason.lower().startswith(("recursion limit", "maximum recursion")):
         place = f"in {at}" if at else f"at {where}" if (where := reason.partition(" at ")[2]) else ""
         return RequestError(

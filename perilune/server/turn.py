@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import EngineInfo, Picture, Video, pictures_of
-from perilune.core.sampling import SamplingParams, candidates, sibling
+from perilune.core.sampling import MAX_WHOLE, SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat, forces
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
@@ -147,6 +147,7 @@ def read(
     answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
+    budget = None if budget is None else min(budget, MAX_WHOLE)  # no message has room for more
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)
