@@ -90,11 +90,25 @@ def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
     for kind in (*records.KINDS, *records.NEW_KINDS):
         for sentence, slots in kind.sentences:
             assert set(slots) <= set(kind.slots), (kind.name, sentence)
+        for name, slot in kind.slots.items():
+            assert slot.questions or slot.kind == "flag" or not slot.about, (kind.name, name)
+            named = {place for question in slot.about for place in re.findall(r"{(\w+)}", question)}
+            assert named <= set(kind.slots) - {name}, (kind.name, name)
     known = {(kind.name, slot) for kind in records.KINDS for slot in kind.slots}
     assert set(records._ASKED) <= known
     rng = random.Random(4)
     asked = [records.question(rng, stated) for stated in (records.record(rng, new=False) for _ in range(300))]
     assert sum(a is not None and "{" not in a[0] for a in asked) > 250
+
+
+def test_choices_of_a_slot_are_numbers_where_all_of_their_text_is() -> None:
+    (kind,) = records.parse(
+        "# dose\n= rate 1.5,very_low,40/8 rate | How much?|How much is {name}?\n= name person name |\n"
+    )
+    assert kind.slots["rate"].questions == ("How much?",) and kind.slots["rate"].about == ("How much is {name}?",)
+    rng = random.Random(8)
+    shown = {records.drawn(rng, kind.slots["rate"].kind) for _ in range(40)}
+    assert shown == {(1.5, "1.5"), ("very low", "very low"), ("40/8", "40/8")}
 
 
 def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
