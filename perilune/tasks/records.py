@@ -3,7 +3,7 @@
 data/records.txt, records_life.txt (of daily life) and new_records.txt have a block per kind. `= slot kind keys |
 questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
 `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
-record_questions.txt has questions that name another slot; those of records_life.txt are with their slots.
+Questions that name another slot are in record_questions.txt or among the slot's.
 
 The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a key has to be understood, not found.
 The kinds of new_records.txt never occur in training.
@@ -27,13 +27,14 @@ Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`states`: for a yes-or-no slot, the sentences that say yes and those that say no. `about` names other slots."""
+    """`states`: for a yes-or-no slot, the sentences that say yes and those that say no. `naming`: questions that name
+    another slot."""
 
     kind: str
     keys: tuple[str, ...]
     questions: tuple[str, ...] = ()
     states: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    about: tuple[str, ...] = ()
+    naming: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ def parse(text: str) -> tuple[Kind, ...]:
             else:
                 if "," in keys[0]:
                     _DRAW[keys[0]] = _one_of(keys[0])
-                asks = [q for q in tail.split("|") if q]
-                plain = tuple(q for q in asks if "{" not in q)
-                slots[slot] = Slot(keys[0], tuple(keys[1:]), plain, about=tuple(q for q in asks if "{" in q))
+                asked = [q for q in tail.split("|") if q]
+                plain, naming = [tuple(q for q in asked if ("{" in q) is named) for named in (False, True)]
+                slots[slot] = Slot(keys[0], tuple(keys[1:]), plain, naming=naming)
         kinds.append(Kind(name, slots, tuple(sentences)))
     return tuple(kinds)
 
@@ -464,12 +465,13 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
     if not slots:
         return None
     slot = pick(rng, slots)
-    forms = [*_ASKED.get((stated.kind.name, slot), ()), *stated.kind.slots[slot].about]
-    forms = [q for q in forms if all(s in stated.found for s in _PLACE.findall(q))]
-    form = pick(rng, forms if forms and rng.random() < 0.75 else stated.kind.slots[slot].questions)
+    declared = stated.kind.slots[slot]
+    naming = (*_ASKED.get((stated.kind.name, slot), ()), *declared.naming)
+    forms = [q for q in naming if all(s in stated.found for s in _PLACE.findall(q))]
+    form = pick(rng, forms if forms and rng.random() < (0.4 if declared.naming else 0.75) else declared.questions)
     known = {s: shown for s, (_, _, shown) in stated.found.items()}
     return form.format(**known), slot, known[slot]
 
 
-KINDS: Final = parse(lines("records.txt") + lines("records_life.txt"))
+KINDS: Final = (*parse(lines("records.txt")), *parse(lines("records_life.txt")))
 NEW_KINDS: Final = parse(lines("new_records.txt"))

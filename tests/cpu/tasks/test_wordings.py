@@ -11,7 +11,7 @@ from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
 from perilune.tasks.programs import sample_programs
-from perilune.tasks.words import NEW_NOUNS
+from perilune.tasks.words import NEW_NAMES, NEW_NOUNS, NEW_OBJECTS
 
 EVALUATED = [name for name, family in FAMILIES.items() if family.evaluated]
 
@@ -91,9 +91,10 @@ def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
         for sentence, slots in kind.sentences:
             assert set(slots) <= set(kind.slots), (kind.name, sentence)
         for name, slot in kind.slots.items():
-            assert slot.questions or slot.kind == "flag" or not slot.about, (kind.name, name)
-            named = {place for question in slot.about for place in re.findall(r"{(\w+)}", question)}
+            named = {place for question in slot.naming for place in places(question)}
             assert named <= set(kind.slots) - {name}, (kind.name, name)
+            assert slot.kind == "flag" or records.drawn(random.Random(0), slot.kind)[1], (kind.name, name)
+    assert len({kind.name for kind in (*records.KINDS, *records.NEW_KINDS)}) == len(records.KINDS + records.NEW_KINDS)
     known = {(kind.name, slot) for kind in records.KINDS for slot in kind.slots}
     assert set(records._ASKED) <= known
     rng = random.Random(4)
@@ -101,11 +102,20 @@ def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
     assert sum(a is not None and "{" not in a[0] for a in asked) > 250
 
 
+def test_records_have_no_word_of_the_structural_split() -> None:
+    words = re.compile(r"\b(" + "|".join((*NEW_NOUNS, *NEW_OBJECTS, *NEW_NAMES)) + r")\b", re.IGNORECASE)
+    for name in ("records_life.txt",):
+        text = records.lines(name)
+        assert not words.findall(text)
+        keys = {key for kind in records.parse(text) for slot in kind.slots.values() for key in slot.keys}
+        assert not keys & {base for bases in NEW_BASES.values() for base in bases}
+
+
 def test_choices_of_a_slot_are_numbers_where_all_of_their_text_is() -> None:
     (kind,) = records.parse(
         "# dose\n= rate 1.5,very_low,40/8 rate | How much?|How much is {name}?\n= name person name |\n"
     )
-    assert kind.slots["rate"].questions == ("How much?",) and kind.slots["rate"].about == ("How much is {name}?",)
+    assert kind.slots["rate"].questions == ("How much?",) and kind.slots["rate"].naming == ("How much is {name}?",)
     rng = random.Random(8)
     shown = {records.drawn(rng, kind.slots["rate"].kind) for _ in range(40)}
     assert shown == {(1.5, "1.5"), ("very low", "very low"), ("40/8", "40/8")}
