@@ -476,3 +476,22 @@ def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object
         assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
 
     serve(test)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": f"^({'ab|' * 25_000}c)$"},
+        {"type": "object", "properties": {f"p{i}": {"pattern": f"^({'ab|' * 2_000}c)$"} for i in range(12)}},
+        {"type": "object", "patternProperties": {f"^({'ab|' * 25_000}c)$": {"type": "integer"}}},
+        {"type": "object", "propertyNames": {"pattern": f"^({'ab|' * 25_000}c)$"}},
+    ],
+)
+def test_patterns_are_bounded_before_they_are_compiled(schema: dict[str, object]) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": schema})
+        assert reply.status == 400 and reply.error["param"] == "guided_json"
+        assert "the text of all its patterns has " in reply.error["message"]
+        assert reply.error["code"] == "unsupported_schema"
+
+    serve(test)
