@@ -21,6 +21,9 @@ from perilune.text.tools import Tool, check_depth, show
 MAX_CHOICES = 1024
 # Of a grammar, an expression, all choices or all expressions of a schema. 1,000,000 took a minute to compile.
 MAX_GRAMMAR_CHARS = 65_536
+# Of one expression of a schema. The search for its shortest text holds the interpreter's lock: "x?" 4,000 times stopped
+# the event loop for 0.25 s, 30,000 times for 35 s.
+MAX_PATTERN_CHARS = 8_192
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
@@ -198,10 +201,10 @@ def _answer(compile: Compile, answer: AnswerFormat) -> tuple[str, int]:
             return _compiled(compile, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
 
 
-def _check_chars(count: int, where: str, what: str) -> None:
-    if count > MAX_GRAMMAR_CHARS:
+def _check_chars(count: int, where: str, what: str, most: int = MAX_GRAMMAR_CHARS) -> None:
+    if count > most:
         raise RequestError(
-            f"{what} has {count} characters, at most {MAX_GRAMMAR_CHARS} can be enforced: make it shorter",
+            f"{what} has {count} characters, at most {most} can be enforced: make it shorter",
             param=where,
             code="unsupported_schema",
         )
@@ -271,8 +274,11 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     """
     expressions = 0
     for node in _nodes(schema):
-        expressions += len(pattern) if isinstance(pattern := node.get("pattern"), str) else 0
-        expressions += sum(len(str(name)) for name in mapping(node.get("patternProperties")))
+        found = [len(str(name)) for name in mapping(node.get("patternProperties"))]
+        if isinstance(pattern := node.get("pattern"), str):
+            found.append(len(pattern))
+        _check_chars(max(found, default=0), where, "one of its patterns", MAX_PATTERN_CHARS)
+        expressions += sum(found)
         _check_chars(expressions, where, "the text of all its patterns")
         least, required = node.get("minProperties"), items(node.get("required"))
         if is_number(least) and least > max(1, len({str(name) for name in required})):
