@@ -101,6 +101,8 @@ def spelling(rng: Random, text: str) -> str:
 _ADD: Final = MORE_ADD + ASKED["a+b"]
 _SUBTRACT: Final = MORE_SUBTRACT + ASKED["a-b"]
 _EXPRESSION: Final = MORE_EXPRESSION + ASKED["e"]
+_TIMES: Final = MORE_TIMES + ASKED["a*k"]
+_DIVIDE: Final = DIVIDE_FORMS + ASKED["a/k"]
 _SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
@@ -301,7 +303,7 @@ def _product(rng: Random, split: str) -> Drawn:
     if wide and k < 4 and rng.random() < 0.5:
         question = asked_in(rng, pick(rng, DOUBLE[k - 2]), _KEPT_TIMES, a=a)
     elif wide and rng.random() < 0.5:
-        form = pick(rng, MORE_TIMES if rng.random() < 0.7 else TIMES_FORMS)
+        form = pick(rng, _TIMES if rng.random() < 0.7 else TIMES_FORMS)
         question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
     elif wide:
         question = _put(rng, "a*k", {"a": a, "k": k}, f"{a} * {k}")
@@ -315,7 +317,7 @@ def _product(rng: Random, split: str) -> Drawn:
 def _quotient(rng: Random, split: str) -> Drawn:
     k = 2 if rng.random() < 0.2 else 2 + int(rng.random() * 8)
     a = k * number(rng, pick(rng, (1, 2, 2, 3)))
-    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else DIVIDE_FORMS)
+    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else _DIVIDE)
     question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
 
