@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings, working
+from perilune.tasks import arithmetic, catalog, forms, more_stories, pipelines, records, reports, wordings, working
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
@@ -70,6 +70,27 @@ def test_wide_answers_are_pythons_and_their_numbers_are_in_the_text(name: str) -
         for n in map(int, re.findall(r"\d+", p.key[1])):
             said = {wordings.in_words(n, joined, hyphen) for joined in (" and ", " ") for hyphen in "- "}
             assert n in (2, 3) or str(n) in text or any(s in text for s in said), (n, text)  # "double", "half"
+
+
+def test_stories_and_questions_of_many_people_show_each_number_of_their_pattern_and_no_other() -> None:
+    kept = tuple(map(wordings.bare, arithmetic.NEW_ADD_FORMS + arithmetic.NEW_SUBTRACT_FORMS))
+    kept += tuple(map(wordings.bare, arithmetic.NEW_EXPRESSION_FORMS + arithmetic.NEW_TIMES_FORMS))
+    named = {"o", "box", "r", "q", "t", "x", "cur", "day", "city"}
+    stories = more_stories.STORIES
+    assert len(stories) > 400 and len({text for _, text, _ in stories}) == len(stories)
+    for pattern, text, unit in stories:
+        assert set(re.findall("[a-z]", pattern)) == set(places(text)) - named, text
+        assert set(places(unit)) <= set(places(text)) and not set(pattern) & {"0", "1", "7"}, text
+        numbers = arithmetic.drawn_numbers(random.Random(8), pattern)
+        assert all(numbers[c] == int(c) for c in pattern if c.isdigit())
+        assert eval(pattern, {}, numbers) == int(eval(pattern, {}, numbers)), pattern
+    asked = [(pattern, text) for pattern, texts in more_stories.ASKED.items() for text in texts]
+    assert len(asked) > 200 and len(set(asked)) == len(asked)
+    for pattern, text in asked:
+        assert set(re.findall("[a-z]", pattern)) == set(places(text)), text
+        assert not wordings.bare(text).startswith(kept), text
+    turned = [text for text in more_stories.ASKED["a-b"] if arithmetic._EITHER.search(text)]
+    assert len(turned) == 2 and all(text.index("{a}") < text.index("{b}") for text in turned)  # read in either order
 
 
 def test_records_state_what_they_say_and_no_key_means_two_values() -> None:
