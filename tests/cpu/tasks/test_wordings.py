@@ -11,7 +11,7 @@ from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
 from perilune.tasks.programs import sample_programs
-from perilune.tasks.words import NEW_NOUNS
+from perilune.tasks.words import NEW_NAMES, NEW_NOUNS, NEW_OBJECTS
 
 EVALUATED = [name for name, family in FAMILIES.items() if family.evaluated]
 
@@ -90,11 +90,25 @@ def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
     for kind in (*records.KINDS, *records.NEW_KINDS):
         for sentence, slots in kind.sentences:
             assert set(slots) <= set(kind.slots), (kind.name, sentence)
+        for name, slot in kind.slots.items():
+            named = {place for question in slot.naming for place in places(question)}
+            assert named <= set(kind.slots) - {name}, (kind.name, name)
+            assert slot.kind == "flag" or records.drawn(random.Random(0), slot.kind)[1], (kind.name, name)
+    assert len({kind.name for kind in (*records.KINDS, *records.NEW_KINDS)}) == len(records.KINDS + records.NEW_KINDS)
     known = {(kind.name, slot) for kind in records.KINDS for slot in kind.slots}
     assert set(records._ASKED) <= known
     rng = random.Random(4)
     asked = [records.question(rng, stated) for stated in (records.record(rng, new=False) for _ in range(300))]
     assert sum(a is not None and "{" not in a[0] for a in asked) > 250
+
+
+def test_records_have_no_word_of_the_structural_split() -> None:
+    words = re.compile(r"\b(" + "|".join((*NEW_NOUNS, *NEW_OBJECTS, *NEW_NAMES)) + r")\b", re.IGNORECASE)
+    assert not words.findall(records.lines("records_work.txt"))
+    keys = {
+        key for kind in records.parse(records.lines("records_work.txt")) for s in kind.slots.values() for key in s.keys
+    }
+    assert not keys & {base for bases in NEW_BASES.values() for base in bases}
 
 
 def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
