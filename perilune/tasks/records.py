@@ -1,7 +1,7 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt, records_work.txt and new_records.txt have a block per kind. `= slot kind keys | questions` declares a
-slot: its JSON keys and questions that its value answers. A kind with commas is a list of choices, with `_` for a space.
+data/records.txt, records_work.txt (of trade and science) and new_records.txt have a block per kind. `= slot kind keys |
+questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
 `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
 Questions that name another slot are in record_questions.txt or among the slot's.
 
@@ -9,6 +9,7 @@ The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a k
 The kinds of new_records.txt never occur in training.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def parse(text: str) -> tuple[Kind, ...]:
                 slots[slot] = Slot("flag", tuple(keys), states=(yes, no))
             else:
                 if "," in keys[0]:
-                    _LISTS[keys[0]] = tuple(keys[0].replace("_", " ").split(","))
+                    _DRAW[keys[0]] = _one_of(keys[0])
                 asked = [q for q in tail.split("|") if q]
                 plain, naming = [tuple(q for q in asked if ("{" in q) is named) for named in (False, True)]
                 slots[slot] = Slot(keys[0], tuple(keys[1:]), plain, naming=naming)
@@ -344,6 +345,16 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "errand": _same(lambda rng: (verb := pick(rng, _TASKS)) + " " + (pick(rng,
         NAMES) if verb == "call" else any_word(rng) + pick(rng, (" report", " page", " list", "", " order")))),
 }  # fmt: skip
+
+
+_NUMBER: Final = re.compile(r"\d+(\.\d+)?")
+
+
+def _one_of(choices: str) -> Callable[[Random], Shown]:
+    """Of "early,very_late" or "1.5,3": the values are numbers where all of the text is one."""
+    texts = choices.replace("_", " ").split(",")
+    shown = [(json.loads(text) if _NUMBER.fullmatch(text) else text, text) for text in texts]
+    return lambda rng: pick(rng, shown)
 
 
 def drawn(rng: Random, kind: str) -> Shown:
