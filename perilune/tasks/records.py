@@ -1,6 +1,6 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt, records_life.txt (of daily life) and new_records.txt have a block per kind. `= slot kind keys |
+data/records.txt, records_life.txt, records_work.txt and new_records.txt have a block per kind. `= slot kind keys |
 questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
 `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
 Questions that name another slot are in record_questions.txt or among the slot's.
@@ -473,5 +473,7 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
     return form.format(**known), slot, known[slot]
 
 
-KINDS: Final = (*parse(lines("records.txt")), *parse(lines("records_life.txt")))
+KINDS: Final = tuple(
+    kind for name in ("records.txt", "records_life.txt", "records_work.txt") for kind in parse(lines(name))
+)
 NEW_KINDS: Final = parse(lines("new_records.txt"))
