@@ -283,7 +283,7 @@ def request(rng: Random, tool: Tool, split: str) -> Request:
 
 def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
     form, shown, arguments = asked
-    text = phrase(rng, form, _KEPT).format(**shown)
+    text = phrase(rng, form, _KEPT, 0.0 if catalog.STATEMENT.match(form) else 0.25).format(**shown)
     return Request(tool, text, f"{tool.verb} {tool.noun}", ToolCall(tool.name, arguments))
 
 
