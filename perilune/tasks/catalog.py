@@ -25,7 +25,7 @@ _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
 # Requests that begin so are no imperatives: "Could you" does not go before them.
 STATEMENT: Final = re.compile(
     r"(I|We|My|Our|The|A|An|It|This|That|There|Some(body|one|thing)|Who|If|While|When|Since|Because|As|For|From|At|On|In"
-    r"|With|To|Just|Only|Not?|Every(body|one)|She|He|They|You|Your|Today|Tomorrow|Tonight|Half|Nothing|All)\b"
+    r"|With|To|Just|Only|Not?|Every(body|one)|She|He|They|You|Your|Today|Tomorrow|Tonight|Half|Nothing|All|After|Any|Before|Same|Let's|Please|Kindly)\b"
 )
 _WRITTEN: Final = {"true": True, "false": False}
 
