@@ -194,7 +194,8 @@ _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 def _drawn(rng: Random, p: Parameter) -> Shown:
     if p.choices:
         chosen = pick(rng, p.choices)
-        return chosen, chosen.capitalize() if rng.random() < 0.2 and p.name == "unit" else chosen
+        text = chosen.replace("_", " ")
+        return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
     if p.kind.endswith("+"):
         texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
         return texts, ", ".join(texts[:-1]) + pick(rng, (" and ", ", ", " and ")) + texts[-1] if texts[1:] else texts[0]
@@ -227,7 +228,7 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
             else "decimal"
             if p.kind in _FRACTIONS
             else "words"
-            if p.kind == "foods" or p.kind.endswith("+")
+            if p.kind.endswith("+")
             else "title"
         )
         found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, p.choices))
