@@ -25,7 +25,8 @@ _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
 # Requests that begin so are no imperatives: "Could you" does not go before them.
 STATEMENT: Final = re.compile(
     r"(I|We|My|Our|The|A|An|It|This|That|There|Some(body|one|thing)|Who|If|While|When|Since|Because|As|For|From|At|On|In"
-    r"|With|To|Just|Only|Not?|Every(body|one)|She|He|They|You|Your|Today|Tomorrow|Tonight|Half|Nothing|All|After|Any|Before|Same|Let's|Please|Kindly)\b"
+    r"|By|With|To|Just|Only|Not?|No(body|thing)|Every(body|one)?|She|He|They|You|Your|Today|Tomorrow|Tonight|Half|All"
+    r"|After|Any|Before|Same|Let's|Don't|Please|Kindly|Lights|Sprinkler|Directions)\b"
 )
 _WRITTEN: Final = {"true": True, "false": False}
 
@@ -198,7 +199,8 @@ def _drawn(rng: Random, p: Parameter) -> Shown:
         return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
     if p.kind.endswith("+"):
         texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
-        return texts, ", ".join(texts[:-1]) + pick(rng, (" and ", ", ", " and ")) + texts[-1] if texts[1:] else texts[0]
+        join = pick(rng, (" and ", ", ", " and "))
+        return texts, join.join([part for part in (", ".join(texts[:-1]), texts[-1]) if part])
     return _one(rng, p.kind)
 
 
@@ -289,6 +291,8 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 
 _SHARED: Final = frozenset(listed("""
         city first person email code path company team noun dish product topic lang cur2 account place errand weekday
+        spot device medicine ware garment element planet study lesson service package flaw series stop plate field larder sign
+        word_list class land host image
     """))  # fmt: skip
 
 
