@@ -127,7 +127,7 @@ def layers(
 
 
 # What ranks share out, by the first letter of its dimension in the table of tensors.
-_UNITS = {"H": "attention heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
+_UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
 
 
 def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
@@ -142,8 +142,8 @@ def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slic
         fitting = [str(n) for n in range(1, MAX_RANKS + 1) if all(t.units % n == 0 for t in split)]
         numbers = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
         raise ConfigError(
-            f"{'ep' if s.whole_experts else 'tp'}={s.ranks}: each rank holds an equal share of the {what}, and "
-            f"{path.name} has {least.units}: give {numbers}"
+            f"{'ep' if s.whole_experts else 'tp'}={s.ranks}: {path.name}'s {least.units} {what} cannot be shared out "
+            f"evenly over {s.ranks} ranks: give {numbers}"
         )
     return {t.name.removesuffix(".weight") if t.entry.linear else t.name: t.part(s.rank, s.ranks) for t in split}
 

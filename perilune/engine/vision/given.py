@@ -105,7 +105,8 @@ def _bytes(given: Any, is_video: bool) -> bytes:
     except (OSError, ValueError) as e:  # the latter: a NUL in the name
         # Behind a colon is what to do about a model's file.
         why = str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
-        raise RequestError(f"cannot read the {what} {str(path)!r}: {why}", code="invalid_value") from e
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        raise RequestError(f"cannot read the {what} {shown}: {why}", code="invalid_value") from e
 
 
 def _png(image: PilImage) -> bytes:

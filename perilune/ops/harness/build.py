@@ -95,7 +95,8 @@ def compile_aside(done: Callable[[], None]) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # at once: threads that end together must not write into each other's lines
+    sys.stderr.flush()
 
 
 def compiling() -> bool:

@@ -136,9 +136,9 @@ def test_a_rank_reads_its_share_alone(
 @pytest.mark.parametrize(("change", "ranks", "words"), [
     ({"moe_intermediate_size": 64}, 4, "tensor model.layers.1.mlp.experts.0.down_proj.weight_scale: a rank's part "
      "would cut one of its groups of 32 columns"),
-    ({}, 3, "tp=3: each rank holds an equal share of the attention heads, and model has 4: give 1, 2 or 4"),
-    ({"vocab_size": 101}, 2, "share of the tokens of the vocabulary, and model has 101: give 1"),
-    ({"intermediate_size": 104}, 8, "share of the attention heads, and model has 4: give 1, 2 or 4"),
+    ({}, 3, "tp=3: model's 4 heads cannot be shared out evenly over 3 ranks: give 1, 2 or 4"),
+    ({"vocab_size": 101}, 2, "model's 101 tokens of the vocabulary cannot be shared out evenly over 2 ranks: give 1"),
+    ({"intermediate_size": 104}, 8, "model's 4 heads cannot be shared out evenly over 8 ranks: give 1, 2 or 4"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_one_line(tmp_path: Path, change: dict[str, Any], ranks: int, words: str) -> None:
     config = SIZES | change
