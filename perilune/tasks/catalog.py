@@ -291,8 +291,8 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 
 _SHARED: Final = frozenset(listed("""
         city first person email code path company team noun dish product topic lang cur2 account place errand weekday
-        spot device medicine ware garment element planet study lesson service package flaw series stop plate field larder sign
-        word_list class land host image
+        spot device medicine ware garment element planet study lesson service package flaw series stop plate field
+        larder sign word_list class land host image
     """))  # fmt: skip
 
 
