@@ -36,7 +36,7 @@ VERBS: Final = (
 )
 # Most tools of the world read, create, change or delete something.
 _CLASSES: Final = (0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-# Classes that mean something else than any verb of the catalog without a class: "log sample" is close to "create sample".
+# Classes far from every verb of the catalog that has no class ("log sample" and "create sample" are too close).
 _APART: Final = (5, 9, 10, 12, 15)
 REQUESTS: Final = (
     "{v} the {n}{c}.", "{v} the {n}{c}.", "Please {v} the {n}{c}.", "Can you {v} the {n}{c}?",

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
 
 
 def test_requests_of_the_catalog_give_values_of_the_declared_types() -> None:
-    types = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "string": str}
+    types: dict[str, Any] = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "string": str}
     rng = random.Random(7)
     for entry in catalog.ENTRIES:
         fields = {f.name: f for group in catalog.declared_fields(entry) for f in group}
