@@ -1,0 +1,106 @@
+"""Texts composed from clauses: what they state, and what is asked of them, read back by rules of this file."""
+
+import json
+import random
+import re
+from typing import Any
+
+from perilune.tasks import entries, subjects
+from perilune.tasks.fields import NEW_BASES
+from perilune.tasks.wordings import in_words
+
+
+def in_text(value: Any, text: str) -> bool:
+    """Whether a text has the value, as people may write it."""
+    if isinstance(value, list):
+        return all(in_text(v, text) for v in value)
+    if isinstance(value, str):
+        return value in text
+    said = {str(value), f"{value:,}", f"{value:.2f}", f"{value:.1f}"}
+    if isinstance(value, int):
+        said.add(in_words(abs(value)))
+    return any(re.search(rf"(?<![\d.]){re.escape(s)}(?!\d)", text) for s in said)
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for v in value.values() for leaf in leaves(v)]
+    if isinstance(value, list) and any(isinstance(v, dict) for v in value):
+        return [leaf for v in value for leaf in leaves(v)]
+    return [value]
+
+
+def test_domains_can_be_read_and_their_keys_are_not_those_kept_for_structural_problems() -> None:
+    kept = {base for bases in NEW_BASES.values() for base in bases}
+    rng = random.Random(1)
+    assert len(subjects.DOMAINS) > 20
+    for domain in subjects.DOMAINS:
+        for at in domain.attributes:
+            assert at.predicates and at.questions and at.keys, (domain.name, at.slot)
+            assert not kept & {*at.keys, *domain.keys}
+            one = subjects.subject(rng, domain, [at])
+            for clause in (*at.predicates, *at.notes):
+                assert clause.span in clause.text and "[" not in clause.text
+            assert one.facts[at][1] in subjects.told(rng, one)[0].text
+
+
+def test_sentences_state_every_value_once_and_name_their_subject_first() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        many = subjects.subjects(rng, 2)
+        for at in set(many[0].facts) & set(many[1].facts):
+            assert many[0].facts[at][1] != many[1].facts[at][1]
+        for one in many:
+            made = subjects.told(rng, one)
+            assert one.name[1] in made[0].text
+            stated = [at for s in made for at in s.stated]
+            assert sorted(map(id, stated)) == sorted(map(id, one.facts))
+            for s in made:
+                assert all(shown in s.text and one.facts[at][1] in shown for at, shown in s.stated.items())
+
+
+def test_tables_and_lines_are_read_back() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        many = subjects.subjects(rng, 2)
+        header, *rows = subjects.table(rng, many).split("\n")
+        assert len(rows) == 2
+        for one, row in zip(many, rows):
+            cell = next(c for c in subjects._CELLS if c in header or c == subjects._CELLS[-1])
+            if not any(cell.strip() in shown for _, shown in one.facts.values()):
+                assert row.split(cell)[1:] == [shown for _, shown in one.facts.values()] or len(one.facts) < 2
+        text = subjects.listed_lines(rng, many[0])
+        assert all(shown in text for _, shown in many[0].facts.values())
+
+
+def test_objects_hold_what_the_text_says_under_keys_that_the_prompt_names() -> None:
+    rng = random.Random(4)
+    kinds = set()
+    for _ in range(1500):
+        messages, trace, made = entries.entry(rng)
+        text = "\n".join(m["content"] for m in messages)
+        found = leaves(made)
+        nulls = found.count(None)
+        assert all(v is None or in_text(v, text) for v in found), (text, made)
+        for key in made:
+            assert key in text, (key, text)
+        assert len(trace.split("\n")) == len(found)
+        assert trace.count(": null") == nulls
+        nested = [v for v in made.values() if isinstance(v, dict | list)]
+        kinds.add("null" if nulls else "nested" if nested else "flat")
+        assert json.loads(json.dumps(made)) == made
+    assert kinds == {"null", "nested", "flat"}
+
+
+def test_only_the_subject_that_is_asked_for_is_in_the_object() -> None:
+    rng = random.Random(5)
+    seen = 0
+    for _ in range(6000):
+        messages, _, made = entries.entry(rng)
+        text = "\n".join(m["content"] for m in messages)
+        only = re.search(r"(?:I mean|It is about) (.+?)\.", text)
+        row = only and re.search(rf"(?m)^{re.escape(only[1])} \| .*$", text)
+        if row and not any(isinstance(v, dict | list) for v in made.values()):
+            seen += 1
+            assert all(v is None or in_text(v, row[0]) for v in made.values()), (text, made)
+    assert seen > 3
