@@ -12,7 +12,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.entries import entry
+from perilune.tasks.composed.entries import entry
 from perilune.tasks.fields import Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record

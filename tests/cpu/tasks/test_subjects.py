@@ -5,7 +5,7 @@ import random
 import re
 from typing import Any
 
-from perilune.tasks import entries, subjects
+from perilune.tasks.composed import entries, paragraphs, subjects
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.wordings import in_words
 
@@ -41,7 +41,7 @@ def test_domains_can_be_read_and_their_keys_are_not_those_kept_for_structural_pr
             one = subjects.subject(rng, domain, [at])
             for clause in (*at.predicates, *at.notes):
                 assert clause.span in clause.text and "[" not in clause.text
-            assert one.facts[at][1] in subjects.told(rng, one)[0].text
+            assert one.facts[at][1] in subjects.described(rng, one)[0].text
 
 
 def test_sentences_state_every_value_once_and_name_their_subject_first() -> None:
@@ -51,7 +51,7 @@ def test_sentences_state_every_value_once_and_name_their_subject_first() -> None
         for at in set(many[0].facts) & set(many[1].facts):
             assert many[0].facts[at][1] != many[1].facts[at][1]
         for one in many:
-            made = subjects.told(rng, one)
+            made = subjects.described(rng, one)
             assert one.name[1] in made[0].text
             stated = [at for s in made for at in s.stated]
             assert sorted(map(id, stated)) == sorted(map(id, one.facts))
@@ -104,3 +104,40 @@ def test_only_the_subject_that_is_asked_for_is_in_the_object() -> None:
             seen += 1
             assert all(v is None or in_text(v, row[0]) for v in made.values()), (text, made)
     assert seen > 3
+
+
+# ---- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_ask_for_what_they_say() -> None:
+    assert len(paragraphs.SCENES) > 40
+    for form, asked in paragraphs.SCENES:
+        places = set(re.findall(r"\{(\w+)\}", form))
+        assert len(asked) > 1, form
+        for question, answer in asked:
+            assert set(re.findall(r"\{(\w+)\}", question + answer)) <= places, question
+            assert not set(re.findall(r"\{\w+\}", answer)) & set(re.findall(r"\{\w+\}", question)), question
+    rng = random.Random(6)
+    for _ in range(300):
+        text, asked = paragraphs.scene(rng, set())
+        assert "{" not in text
+        for question, trace, answer in asked:
+            assert trace == text and question.endswith("?")
+            assert answer in text, (text, question, answer)
+
+
+def test_paragraphs_hold_their_answer_in_the_sentence_that_the_thought_quotes() -> None:
+    rng = random.Random(7)
+    reversed_, meant = 0, 0
+    for _ in range(1500):
+        made = paragraphs.paragraph(rng)
+        quoted, *rest = made.trace.split("\n")
+        assert quoted in made.text and made.answer in made.text
+        assert made.answer in made.trace, made
+        for line in rest:  # a pronoun: the quoted sentence has it and not the name
+            pronoun, _, name = line.partition(": ")
+            assert re.search(rf"\b{pronoun}\b", quoted, re.IGNORECASE) and name not in quoted and name in made.text
+            assert made.text.index(name) < made.text.index(quoted)
+        meant += bool(rest)
+        reversed_ += made.question.startswith("Who ") or made.question.startswith("Which ")
+    assert meant > 50 and reversed_ > 100

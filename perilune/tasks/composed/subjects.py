@@ -2,7 +2,7 @@
 
 data/subjects.txt has a block per domain: `# name | pronouns | forms of the subject | kind keys`, then a line per
 attribute: `= slot kind keys | predicates | notes | questions`. {v} is the attribute's value, {s} the subject; what
-stands in brackets beside {v} is its unit. A kind is one of records.py or of this file, or a list of choices with
+is in brackets beside {v} is its unit. A kind is one of records.py or of this file, or a list of choices with
 commas. Any attributes in any order, joined in any manner, make a text, so that no text is one of a list.
 """
 
@@ -140,7 +140,7 @@ class Subject:
 
 
 def subject(rng: Random, domain: Domain, chosen: Iterable[Attribute], others: Iterable[Subject] = ()) -> Subject:
-    """A subject with these attributes, none of whose values one of `others` has in the same place."""
+    """A subject with these attributes and no value that one of `others` has in the same place."""
     others = tuple(others)
     while True:
         name = _value(rng, domain.kind, ())
@@ -184,14 +184,14 @@ class Sentence:
 
     text: str
     stated: dict[Attribute, str]
-    whose: Subject
+    about: Subject
 
 
 def _said(clause: Clause, shown: str) -> str:
     return clause.text.replace("{v}", shown)
 
 
-def told(rng: Random, one: Subject) -> list[Sentence]:
+def described(rng: Random, one: Subject) -> list[Sentence]:
     """All that is known of a subject, in sentences of one to three clauses in random order."""
     rest = list(one.facts)
     rng.shuffle(rest)

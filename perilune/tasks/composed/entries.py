@@ -2,7 +2,7 @@
 
 A prompt is put together from parts that vary independently: what the text is about, how it is set out, which of its
 values are wanted (of one subject, of all, nested, by name), what the keys are called and how they are given, and how
-and where the request stands. The trace copies value by value: the path of the key, its type, the value.
+and where the request is put. The trace copies value by value: the path of the key, its type, the value.
 """
 
 import json
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks import subjects
+from perilune.tasks.composed import subjects
+from perilune.tasks.composed.subjects import Subject
 from perilune.tasks.fields import written
 from perilune.tasks.problem import pick, user
-from perilune.tasks.subjects import Subject
 from perilune.tasks.wordings import expand, phrase
 from perilune.tasks.words import any_word, made_up
 
@@ -212,7 +212,7 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
     "turn": ("turn <this> into", "convert <this> to", "make <this>", "write <this> as", "rewrite <this> as",
         "parse <this> into", "put <this> into", "express <this> as", "change <this> to", "transform <this> into"),
     "with": ("with", "with the keys", "with keys", "having the fields", "that has", "using the keys", "fields:",
-        "whose keys are", "(keys:) ", "which has as keys", "containing", "with exactly"),
+        "(keys:) ", "which has as keys", "containing", "with exactly"),
     "can": ("can you", "could you", "would you please", "could you kindly", "would you be so good as to", "can u",
         "will you", "may I ask you to", "I would like you to", "I want you to", "please", "now", "your task:",
         "I need you to", "kindly", "you should", "help me to", "go and"),
@@ -293,7 +293,7 @@ def _text(rng: Random, many: list[Subject]) -> str:
     if len(many) > 1 and roll < 0.3:
         return subjects.table(rng, many)
     if roll < 0.55:
-        made = [s.text for one in many for s in subjects.told(rng, one)]
+        made = [s.text for one in many for s in subjects.described(rng, one)]
         if rng.random() < 0.2:
             made.insert(int(rng.random() * (len(made) + 1)), pick(rng, subjects.ASIDES))
         text = " ".join(made)
@@ -426,7 +426,7 @@ def _all(rng: Random) -> Made:
 
 
 def _by_name(rng: Random) -> Made:
-    """One attribute of several subjects, whose names are the keys; or only the names."""
+    """One attribute of several subjects by their names; or only the names."""
     domain = pick(rng, subjects.DOMAINS)
     at = pick(rng, domain.attributes)
     many: list[Subject] = []
@@ -463,8 +463,10 @@ def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
     if not kept:
         return entry(rng)
     seed = rng.random()
-    texts = [subjects.noted(Random(seed), x) if seed < 0.4 else " ".join(s.text for s in subjects.told(Random(seed), x))
-             for x in (other, one)]  # fmt: skip
+    texts = []
+    for x in (other, one):  # in the same manner
+        same = Random(seed)
+        texts.append(subjects.noted(same, x) if seed < 0.4 else " ".join([s.text for s in subjects.described(same, x)]))
     first = json.dumps(shown, ensure_ascii=False)
     form = pick(rng, ('Example: "{a}" -> {j}\nNow you: "{b}"', "{a}\n{j}\n\n{b}\n",
     "Input: {a}\nJSON: {j}\nInput: {b}\nJSON:",
