@@ -5,7 +5,9 @@ import random
 import re
 from typing import Any
 
-from perilune.tasks.composed import entries, paragraphs, subjects
+import pytest
+
+from perilune.tasks.composed import entries, paragraphs, procedures, subjects
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.wordings import in_words
 
@@ -141,3 +143,71 @@ def test_paragraphs_hold_their_answer_in_the_sentence_that_the_thought_quotes() 
         meant += bool(rest)
         reversed_ += made.question.startswith("Who ") or made.question.startswith("Which ")
     assert meant > 50 and reversed_ > 100
+
+
+# ---- procedures ------------------------------------------------------------------------------------------------------
+
+_CODE_LINE = re.compile(
+    r"\w+(\[.*\])? [-+*/]*= .*|\w+, \w+ = .*|(for|while|if|else|def)\b.*:|    .*|\w+\.\w+\(.*\)|print\(.*\)|"
+)
+
+
+def test_code_gives_what_python_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(8)
+    ran = 0
+    for _ in range(1200):
+        _, question, trace, answer = procedures.procedure(rng)
+        code = "\n".join([line for line in question.split("\n") if _CODE_LINE.fullmatch(line)])
+        if "print(" in code and "{" not in code.split("print(")[0].split("=")[0]:
+            exec(code, {})
+            assert capsys.readouterr().out.strip() == answer, question
+            ran += 1
+        assert trace and answer
+        for a, sign, b, c in re.findall(r"(?:^|[:\n])(-?\d+)([-+*/])(\d+)=(-?\d+)", trace):
+            assert eval(f"{a}{sign.replace('/', '//')}{b}") == int(c)
+    assert ran > 600
+
+
+def test_sentences_name_the_numbers_of_their_steps_and_mean_what_the_code_means(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rng = random.Random(9)
+    for _ in range(300):
+        start, steps = procedures._steps(rng)
+        value, lines = procedures._run(start, steps)
+        exec(procedures._coded(rng, start, steps), {})
+        assert capsys.readouterr().out.strip() == str(value) and lines
+        for text in (procedures._recipe(rng, start, steps), procedures._event(rng, start, steps)):
+            assert "{" not in text
+            for sign, k in re.findall(r"\('([-+*/])', (\d+)\)", str(steps)):
+                words = {2: "twi|double|hal|two", 3: "tripl|three", 1: "one"}.get(int(k), in_words(int(k)))
+                assert re.search(rf"\b{k}\b|{words}", text, re.IGNORECASE), (text, sign, k)
+
+
+def test_simple_recipes_are_worked_from_their_words_alone() -> None:
+    signs = {"add": "+", "increase": "+", "put": "+", "count": "+", "raise": "+", "plus": "+", "take away": "-",
+             "subtract": "-", "decrease": "-", "remove": "-", "lower": "-", "minus": "-", "multiply": "*",
+        "times": "*",
+             "double": "*", "triple": "*", "divide": "/", "halve": "/"}  # fmt: skip
+    rng = random.Random(10)
+    worked = 0
+    for _ in range(2500):
+        start, steps = procedures._steps(rng)
+        if any(kind != "do" for kind, *_ in steps):
+            continue
+        text = procedures._recipe(rng, start, steps)
+        parts = text.lower().split(". ")
+        if len(parts) != len(steps) + 2 or not re.fullmatch(r".*\b\d+.*", parts[0]) or "\n" in text:
+            continue
+        value = int(re.findall(r"\d+", parts[0])[-1])
+        for part in parts[1:-1]:
+            verb = next((v for v in signs if part.startswith(v)), None)
+            k = 2 if part.startswith(("double", "halve")) else 3 if part.startswith("triple") else None
+            k = k or next(iter(map(int, re.findall(r"\d+", part))), None)
+            if verb is None or k is None or "more" in part or "parts" in part:
+                break
+            value = {"+": value + k, "-": value - k, "*": value * k, "/": value // k}[signs[verb]]
+        else:
+            worked += 1
+            assert value == procedures._run(start, steps)[0], text
+    assert worked > 100
