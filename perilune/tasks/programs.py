@@ -369,11 +369,11 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         roll = rng.random() if widely(split) else 1.0
-        if roll < 0.45:
+        if roll < 0.34:
             key, question, trace, content = procedure(rng)
-        elif roll < 0.58:
-            key, question, trace, content = (loop if roll < 0.49 else pipeline)(rng)
-        elif roll < 0.8:
+        elif roll < 0.42:
+            key, question, trace, content = (loop if roll < 0.36 else pipeline)(rng)
+        elif roll < 0.71:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
         else:

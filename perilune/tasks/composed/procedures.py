@@ -145,9 +145,9 @@ def _said(rng: Random, step: Step, forms: dict[str, tuple[str, ...]], words: dic
         ).format(b=rest[0], t=text)
     sign, bound, then, other = rest
     sizes = ("over", "more than", "larger than", "above") if sign == ">" else ("under", "less than", "below")
-    text = pick(rng, ("if it is {s} {b}, {t}", "if it is now {s} {b}, {t}", "{t}, but only if it is {s} {b}",
- 
-              "when it is {s} {b}: {t}")).format(s=pick(rng, sizes), b=bound, t=_said_op(rng, then, forms, words))  # fmt: skip
+    forms_of_if = ("if it is {s} {b}, {t}", "if it is now {s} {b}, {t}", "{t}, but only if it is {s} {b}",
+        "when it is {s} {b}: {t}")  # fmt: skip
+    text = pick(rng, forms_of_if).format(s=pick(rng, sizes), b=bound, t=_said_op(rng, then, forms, words))
     if other:
         text += pick(rng, ("; otherwise {t}", ", else {t}", "; if not, {t}")).format(
             t=_said_op(rng, other, forms, words)
