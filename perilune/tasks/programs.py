@@ -371,9 +371,9 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
         roll = rng.random() if widely(split) else 1.0
         if roll < 0.34:
             key, question, trace, content = procedure(rng)
-        elif roll < 0.42:
+        elif roll < 0.4:
             key, question, trace, content = (loop if roll < 0.36 else pipeline)(rng)
-        elif roll < 0.71:
+        elif roll < 0.64:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
         else:

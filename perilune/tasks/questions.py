@@ -10,10 +10,9 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.calls import plain
 from perilune.tasks.composed.paragraphs import paragraph
 from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
-from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
 from perilune.tasks.records import question as ask
 from perilune.tasks.records import record
 from perilune.tasks.reports import report

@@ -429,9 +429,21 @@ def _shown(rng: Random, code: str) -> str:
     return f"{ask}\n\n{code}" if rng.random() < 0.5 else code + pick(rng, ("\n\n", "\n")) + ask
 
 
+def _bare(rng: Random) -> Made:
+    """An expression and nothing else."""
+    items, largest = _numbers(rng, 100), rng.random() < 0.5
+    best, lines = items[0], []
+    for x in items:
+        best = max(x, best) if largest else min(x, best)
+        lines.append(f"{x}:{best}")
+    code = f"{'max' if largest else 'min'}({items})"
+    return ("code", code), code, "\n".join(lines), str(best)
+
+
 def procedure(rng: Random) -> Made:
     """The key, the question, the trace and the answer of a procedure or of a short program."""
-    if rng.random() < 0.55:
-        return _number(rng)
+    roll = rng.random()
+    if roll < 0.58:
+        return (_bare if roll < 0.04 else _number)(rng)
     lines, trace, value = pick(rng, _SNIPPETS)(rng)
     return ("code", *lines), _shown(rng, "\n".join(lines)), "\n".join(trace), str(value)

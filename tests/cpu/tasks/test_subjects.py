@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from perilune.tasks import calls, catalog, smalltalk
 from perilune.tasks.composed import entries, paragraphs, procedures, subjects
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.wordings import in_words
@@ -211,3 +212,50 @@ def test_simple_recipes_are_worked_from_their_words_alone() -> None:
             worked += 1
             assert value == procedures._run(start, steps)[0], text
     assert worked > 100
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_is_asked_again_with_one_other_value() -> None:
+    rng = random.Random(11)
+    for _ in range(80):
+        p = calls._again(rng, "train", thinking=True)
+        before = json.loads(p.messages[1]["tool_calls"][0]["function"]["arguments"])
+        (call,) = p.reply.tool_calls
+        changed = [k for k in call.arguments if call.arguments[k] != before[k]]
+        assert (
+            call.name == p.messages[1]["tool_calls"][0]["function"]["name"] and before.keys() == call.arguments.keys()
+        )
+        assert len(changed) == 1 and str(call.arguments[changed[0]]) in p.messages[-1]["content"]
+        first = before[changed[0]]
+        assert in_text(first, p.messages[0]["content"]) or first in catalog._CURRENCIES
+
+
+def test_what_is_not_wanted_is_declared_and_not_called() -> None:
+    rng = random.Random(12)
+    for _ in range(80):
+        p = calls._contrast(rng, "train", thinking=True)
+        names = [tool["function"]["name"] for tool in p.tools]
+        assert len(names) > 1 and [c.name for c in p.reply.tool_calls] == [
+            n for n in names if n == p.reply.tool_calls[0].name
+        ]
+
+
+def test_small_talk_needs_no_tool_and_gets_the_answer_it_gets_without_tools() -> None:
+    rng = random.Random(13)
+    answers = {content for _, content, *_ in smalltalk.TALK}
+    for _ in range(50):
+        p = calls._talk(rng, "train", thinking=True)
+        assert p.tools and not p.reply.tool_calls and p.reply.content in answers
+
+
+def test_lists_of_requests_have_a_row_for_each() -> None:
+    rng = random.Random(14)
+    texts = ["Weather in Oslo?", "Set a timer for 3 minutes.", "Call Anna."]
+    for count in (2, 3):
+        for _ in range(40):
+            made = calls._rows(rng, texts[:count])
+            rows = [line for line in made.split("\n") if re.match(r"[-*(\d]", line)]
+            assert len(rows) == count
+            assert all(text[1:] in row for text, row in zip(texts, rows))
